@@ -1,0 +1,34 @@
+"""Evaluate a trained model: `python eval.py TASK --checkpoint RUN [--flag value ...]`. The last line printed is one JSON object."""
+
+import json
+import sys
+from pathlib import Path
+
+from megajax.launch import run
+
+USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--flag value ...]"
+CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "train.microbatch")
+
+
+def main() -> None:
+    """Parse the command line, restore the checkpoint and run the task."""
+    from megajax.errors import UserError
+    from megajax.evaluation.tasks import TASKS
+    from megajax.flags import Parser
+
+    parser = Parser("Evaluate a trained model.", USAGE)
+    parser.add_argument("task", metavar="TASK", choices=sorted(TASKS), help=f"one of {', '.join(sorted(TASKS))}")
+    parser.add_argument("--checkpoint", metavar="RUN", required=True, help="run directory of the training")
+    parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
+    parser.add_argument("--data", default="", metavar="PATH", help="text to evaluate on [the run's validation split]")
+    parser.add_config_flags(*CONFIG_FLAGS)
+    args = parser.parse_args(sys.argv[1:])
+    run_dir = Path(args.checkpoint)
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+    result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=parser.overrides(args))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,239 @@
+"""From a user's text to a tokenized corpus in the run directory."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.files import write_atomically
+from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.text import STANDARD_LIBRARY, TextDocuments
+from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import UserError
+
+TRAINING_BYTES = 64 << 20
+"""Text that a tokenizer is trained on, at most; of a larger corpus, documents at even distances."""
+
+_BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusReport:
+    """Where a corpus came from and what it took to make; `report.json` in its folder."""
+
+    source: str  # absolute path, or python-stdlib
+    tokenizer_source: str  # absolute path of a loaded tokenizer, empty if it was trained or there is none
+    dataset: str  # PREFIX of a dataset that was given tokenized, empty if the tokens lie in the folder
+    vocab_size: int  # all ids are below this
+    documents: int
+    tokens: int
+    text_bytes: int = 0  # UTF-8; 0 for a dataset that was given tokenized
+    skipped_files: int = 0  # files of a folder that are not UTF-8
+    tokenizer_seconds: float = 0.0
+    encoding_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenized corpus; it has no tokenizer if the dataset was given tokenized and without one."""
+
+    tokens: IndexedDataset
+    tokenizer: Tokenizer | None
+    report: CorpusReport
+
+
+def prepare(path: str, tokenizer_path: str, vocab_size: int, output_dir: str | Path) -> Corpus:
+    """Makes the corpus of a run, or finds it made. One process calls this, then all may `open_corpus`.
+
+    A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
+    of `tokenizer_path`, else of its own folder, else none. Any other source (see `TextDocuments`) is read and tokenized
+    to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in `output_dir/tokenizer` in all cases. Later calls
+    use what is there, without a look at the source; an interrupted call leaves no part of a dataset.
+
+    Args:
+        path: text file, `.jsonl` file, folder, `python-stdlib` or PREFIX.
+        tokenizer_path: folder of a tokenizer; empty: train one with up to `vocab_size` ids.
+        vocab_size: ids that the model knows, before padding.
+        output_dir: folder of the run's corpus, made if missing.
+
+    Raises:
+        UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
+            `vocab_size`; `output_dir` holds the corpus of another source or cannot be written.
+    """
+    folder = Path(output_dir)
+    if _is_complete(folder):
+        _check_same_source(folder, path, tokenizer_path)
+    elif prefix := prepared_prefix(path):
+        _adopt(prefix, tokenizer_path, vocab_size, folder)
+    else:
+        _tokenize(TextDocuments(path), tokenizer_path, vocab_size, folder)
+    return open_corpus(folder, vocab_size)
+
+
+def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
+    """Opens what `prepare` made; reads only, on any process.
+
+    Raises:
+        UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
+    """
+    folder = Path(output_dir)
+    report = _read_report(folder)
+    has_tokenizer = is_tokenizer_folder(folder / "tokenizer")
+    tokenizer = _load_tokenizer(folder / "tokenizer", vocab_size) if has_tokenizer else None
+    tokens = IndexedDataset(report.dataset or folder / "tokens")
+    if tokens.num_tokens != report.tokens:
+        raise UserError(f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made")
+    if report.vocab_size > vocab_size:
+        tokens.check_vocabulary(vocab_size)
+    return Corpus(tokens, tokenizer, report)
+
+
+def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") -> TokenDocuments:
+    """Tokens of any text or prepared dataset, for `EvaluationSamples`. A single text file is one document.
+
+    Raises:
+        UserError: the text or the dataset cannot be used.
+    """
+    prefix = prepared_prefix(path, flag=flag)
+    if prefix is None:
+        documents = TextDocuments(path, cut=False, flag=flag)
+        return TokenDocuments.from_documents(_encode(documents, tokenizer), path)
+    tokens = IndexedDataset(prefix)
+    tokens.check_vocabulary(tokenizer.size)
+    return tokens
+
+
+def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
+    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx; None if it names no dataset.
+
+    Raises:
+        UserError: only one of the two files exists.
+    """
+    named = Path(path)
+    prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
+    index_file, tokens_file = dataset_files(prefix)
+    if index_file.is_file() and tokens_file.is_file():
+        return prefix
+    if (named == prefix and named.exists()) or not (index_file.is_file() or tokens_file.is_file()):
+        return None
+    raise UserError(f"{flag}: a prepared dataset is both {tokens_file} and {index_file}, only one of them exists")
+
+
+def _adopt(prefix: Path, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
+    """Records a dataset that was given tokenized."""
+    beside = str(prefix.parent) if is_tokenizer_folder(prefix.parent) else ""
+    tokens = IndexedDataset(prefix)
+    if tokenizer_path or beside:
+        _load_tokenizer(tokenizer_path or beside, vocab_size).save(folder / "tokenizer")
+    tokens.check_vocabulary(vocab_size)
+    report = CorpusReport(
+        source=_absolute(str(prefix)),
+        tokenizer_source=_absolute(tokenizer_path),
+        dataset=_absolute(str(prefix)),
+        vocab_size=vocab_size,
+        documents=tokens.num_documents,
+        tokens=tokens.num_tokens,
+    )
+    _write_report(folder, report)
+
+
+def _tokenize(documents: TextDocuments, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
+    started = time.perf_counter()
+    if tokenizer_path:
+        tokenizer = _load_tokenizer(tokenizer_path, vocab_size)
+    else:
+        tokenizer = Tokenizer.train(_evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
+    trained = time.perf_counter()
+    num_tokens = 0
+    with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
+        for ids in _encode(documents, tokenizer):
+            writer.add_document(ids)
+            num_tokens += len(ids)
+    tokenizer.save(folder / "tokenizer")
+    report = CorpusReport(
+        source=_absolute(documents.path),
+        tokenizer_source=_absolute(tokenizer_path),
+        dataset="",
+        vocab_size=tokenizer.size,
+        documents=writer.num_documents,
+        tokens=num_tokens,
+        text_bytes=documents.report.num_bytes,
+        skipped_files=documents.report.skipped_files,
+        tokenizer_seconds=trained - started,
+        encoding_seconds=time.perf_counter() - trained,
+    )
+    _write_report(folder, report)
+
+
+def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
+    """Ids of each document, int32 [length], end-of-text last."""
+    for texts in _batched(documents):
+        for ids in tokenizer.encode_batch(texts):
+            yield np.array([*ids, tokenizer.end_of_text], np.int32)
+
+
+def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _evenly(documents: Iterable[str], share: float) -> Iterator[str]:
+    """A share of the documents at even distances; all of them if it is 1 or more."""
+    for number, text in enumerate(documents):
+        if share >= 1 or int((number + 1) * share) > int(number * share):
+            yield text
+
+
+def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.size > vocab_size:
+        raise UserError(
+            f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; --model.vocab-size {vocab_size} "
+            "must be at least that"
+        )
+    return tokenizer
+
+
+def _absolute(path: str) -> str:
+    return path if path in ("", STANDARD_LIBRARY) else str(Path(path).resolve())
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "report.json").is_file()  # written last
+
+
+def _write_report(folder: Path, report: CorpusReport) -> None:
+    write_atomically(folder / "report.json", json.dumps(asdict(report), indent=1) + "\n")
+
+
+def _read_report(folder: Path) -> CorpusReport:
+    file = folder / "report.json"
+    try:
+        return CorpusReport(**json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"{file}: not the report of a corpus; delete {folder} to make the corpus again") from None
+
+
+def _check_same_source(folder: Path, path: str, tokenizer_path: str) -> None:
+    report = _read_report(folder)
+    source = _absolute(path)
+    if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name it too
+        source = str(prepared_prefix(source) or source)
+    for flag, made_from, given in (
+        ("--data.path", report.source, source),
+        ("--tokenizer.path", report.tokenizer_source, _absolute(tokenizer_path)),
+    ):
+        if made_from != given:
+            raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; use that, or another --run-dir")

@@ -1,0 +1,186 @@
+"""GPT samples: documents one after the other, cut in sequences; the target of a token is the next one.
+
+T is the sequence length. A sample is `{"tokens": int32 [T], "targets": int32 [T]}`; a target of -1 is not counted.
+"""
+
+import functools
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import UserError
+
+IGNORED = -1
+"""Target of a position that is not counted, as in `megajax.parallel.vocabulary`."""
+
+Sample = dict[str, npt.NDArray[np.int32]]
+
+_SPLIT, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3  # independent random streams of one seed
+
+
+def train_and_validation(
+    documents: TokenDocuments, *, sequence_length: int, validation_fraction: float, seed: int
+) -> tuple["TrainSamples", "EvaluationSamples"]:
+    """Samples of the two splits, no document being in both.
+
+    Raises:
+        UserError: the fraction is not between 0 and 1, a split would have no document, or a split is too short.
+    """
+    train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
+    lengths = np.diff(documents.document_offsets)
+    num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
+    if num_train < sequence_length + 1 or num_validation < 2:
+        raise UserError(
+            f"--data.path: {documents.name} is too short: it has {num_train} tokens for training, at least "
+            f"{sequence_length + 1} are needed (one sequence and its last target), and {num_validation} for "
+            "validation, at least 2 are needed"
+        )
+    return (
+        TrainSamples(documents, train, sequence_length=sequence_length, seed=seed),
+        EvaluationSamples(documents, validation, sequence_length=sequence_length),
+    )
+
+
+def split_documents(
+    documents: TokenDocuments, *, validation_fraction: float, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Numbers of the training and of the validation documents, ascending.
+
+    In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
+    all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
+    Depends on the documents' lengths, the fraction and the seed only.
+
+    Raises:
+        UserError: the fraction is not between 0 and 1; fewer than two documents have tokens.
+    """
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"--data.validation-fraction {validation_fraction}: must be between 0 and 1, both excluded")
+    lengths = np.diff(documents.document_offsets)
+    order = _permutation(len(lengths), _SPLIT, seed)
+    order = order[lengths[order] > 0]
+    if len(order) < 2:
+        raise UserError(
+            f"--data.path: {documents.name} has {len(order)} documents; training and validation need at least 2"
+        )
+    budget = validation_fraction * documents.num_tokens
+    candidates = order[lengths[order] <= budget]
+    if len(candidates):
+        totals = np.cumsum(lengths[candidates])[: len(order) - 1]
+        validation = candidates[: np.argmin(np.abs(totals - budget)) + 1]
+    else:
+        validation = order[[np.argmin(lengths[order])]]
+    is_validation = np.zeros(len(lengths), bool)
+    is_validation[validation] = True
+    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+
+
+class TrainSamples:
+    """An endless sequence of training samples; sample i is a pure function of the seed and i.
+
+    In every epoch the documents are put in a new random order and joined; a sample is T + 1 tokens of that, sharing one
+    with the next sample; samples are drawn in a random order (Grain's index shuffle). The last tokens of an epoch, too
+    few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
+
+    Args:
+        documents: the corpus.
+        numbers: the documents to train on, int64.
+        sequence_length: T.
+        seed: any whole number from 0.
+    """
+
+    def __init__(
+        self, documents: TokenDocuments, numbers: npt.NDArray[np.int64], *, sequence_length: int, seed: int
+    ) -> None:
+        from grain import MapDataset
+
+        num_tokens = int(np.diff(documents.document_offsets)[numbers].sum())
+        self.sequence_length = sequence_length
+        self.epoch_size = (num_tokens - 1) // sequence_length
+        """Samples per epoch."""
+        assert self.epoch_size > 0, "shorter than one sequence"
+        shuffle_seed = int(np.random.SeedSequence((_SAMPLE_ORDER, seed)).generate_state(1)[0])
+        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._lock = threading.Lock()
+
+        @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart
+        def epoch_stream(epoch: int) -> _TokenStream:
+            return _TokenStream(documents, numbers[_permutation(len(numbers), _DOCUMENT_ORDER, seed, epoch)])
+
+        self._epoch_stream = epoch_stream
+
+    def __getitem__(self, number: int) -> Sample:
+        with self._lock:  # so that only one thread builds an epoch
+            stream = self._epoch_stream(number // self.epoch_size)
+        start = self._order[number] * self.sequence_length
+        window = stream.read(start, start + self.sequence_length + 1)
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+
+class EvaluationSamples:
+    """Samples that predict every token but the first exactly once, in natural order; the last one is padded.
+
+    Args:
+        documents: the corpus.
+        numbers: the documents to evaluate on, int64; all if None.
+        sequence_length: T.
+
+    Raises:
+        UserError: there are fewer than two tokens.
+    """
+
+    def __init__(
+        self, documents: TokenDocuments, numbers: npt.NDArray[np.int64] | None = None, *, sequence_length: int
+    ) -> None:
+        if numbers is None:
+            numbers = np.arange(documents.num_documents)
+        self.sequence_length = sequence_length
+        self._stream = _TokenStream(documents, numbers)
+        if len(self._stream) < 2:
+            raise UserError(f"{documents.name} has {len(self._stream)} tokens; at least 2 are needed to predict one")
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted."""
+        return len(self._stream) - 1
+
+    def __len__(self) -> int:
+        return -(-self.num_targets // self.sequence_length)
+
+    def __getitem__(self, number: int) -> Sample:
+        start = number * self.sequence_length
+        window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
+        padding = (0, self.sequence_length + 1 - len(window))
+        return {"tokens": np.pad(window[:-1], padding), "targets": np.pad(window[1:], padding, constant_values=IGNORED)}
+
+
+class _TokenStream:
+    """Documents joined in a given order, read without ever being in memory as a whole."""
+
+    def __init__(self, documents: TokenDocuments, order: npt.NDArray[np.int64]) -> None:
+        self._documents = documents
+        self._order = order
+        self._ends = np.cumsum(documents.document_offsets[order + 1] - documents.document_offsets[order])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Tokens [stop - start]."""
+        assert 0 <= start < stop <= len(self), (start, stop)
+        window = np.empty(stop - start, np.int32)
+        place = int(np.searchsorted(self._ends, start, side="right"))
+        position = start
+        while position < stop:
+            end = int(self._ends[place])
+            shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # from here to the corpus
+            until = min(stop, end)
+            window[position - start : until - start] = self._documents.tokens[position + shift : until + shift]
+            position, place = until, place + 1
+        return window
+
+
+def _permutation(count: int, *key: int) -> npt.NDArray[np.int64]:
+    """Random order of 0 … count - 1; from raw bits, which no release of NumPy may change (unlike `Generator`'s)."""
+    return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), kind="stable")

@@ -1,0 +1,218 @@
+"""Megatron-LM's tokenized datasets: PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) tells documents apart.
+
+All little-endian. The index: 9 bytes magic, uint64 version, uint8 type of the tokens, uint64 S (number of sequences),
+uint64 D + 1 (D documents), int32 [S] lengths in tokens, int64 [S] byte offsets in the .bin, int64 [D + 1] the first
+sequence of each document and, at the end, S.
+"""
+
+import array
+import contextlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOAT_TYPES = (6, 7)
+_CHECK_SEQUENCES = 1 << 20  # sequences checked in one go: bounds the memory of the check
+
+
+class IndexedDataset(TokenDocuments):
+    """A dataset on disk, memory-mapped and checked.
+
+    Attributes:
+        sequence_lengths: int32 [S], in tokens. Documents have one sequence each unless they were split in sentences.
+        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
+
+    Raises:
+        UserError: a file is missing or unreadable, or the index is malformed or does not fit the .bin file.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        index_file, tokens_file = dataset_files(prefix)
+        index = _map(index_file, "<u1")
+        token_type, num_sequences, num_entries = _read_header(index, index_file)
+
+        def part(start: int, count: int, dtype: str) -> npt.NDArray[Any]:
+            return index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+        lengths = part(_HEADER.size, num_sequences, "<i4")
+        pointers = part(_HEADER.size + 4 * num_sequences, num_sequences, "<i8")
+        document_index = part(_HEADER.size + 12 * num_sequences, num_entries, "<i8")
+        tokens = _map(tokens_file, token_type)
+        _check_sequences(lengths, pointers, tokens, index_file, tokens_file)
+        _check_documents(document_index, num_sequences, index_file)
+        offsets = np.full(num_entries, len(tokens), np.int64)
+        not_at_end = document_index < num_sequences
+        offsets[not_at_end] = pointers[document_index[not_at_end]] // tokens.itemsize
+        super().__init__(tokens, offsets, str(tokens_file))
+        self.sequence_lengths = lengths
+        self.document_index = document_index
+
+
+class IndexedWriter:
+    """Writes a dataset, document by document, in a `with` block.
+
+    Everything is written under temporary names. Only when the block ends without an exception do the files get theirs,
+    the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
+
+    Args:
+        prefix: path of the two files without their suffixes.
+        vocab_size: ids are below this; tokens take two bytes if it is less than 65500, else four (as in Megatron-LM).
+
+    Raises:
+        UserError: the files cannot be written (no permission, no space).
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self._index_file, self._tokens_file = dataset_files(prefix)
+        self._vocab_size = vocab_size
+        self._code = 8 if vocab_size < 65500 else 4
+        self._dtype: np.dtype[Any] = np.dtype(_TOKEN_TYPES[self._code])
+        self._lengths = array.array("i")
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    def __enter__(self) -> "IndexedWriter":
+        with self._writable():
+            self._tokens_file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _partial(self._tokens_file).open("wb")
+        return self
+
+    def add_document(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Appends one document, ids [length], as one sequence."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
+        with self._writable():
+            self._file.write(ids.astype(self._dtype).tobytes())
+        self._lengths.append(len(ids))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with self._writable():
+                    self._finish()
+        finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            for file in self._tokens_file, self._index_file:
+                with contextlib.suppress(OSError):
+                    _partial(file).unlink()
+
+    def _finish(self) -> None:
+        _sync(self._file)
+        self._file.close()
+        lengths = np.array(self._lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
+        with _partial(self._index_file).open("wb") as index:
+            index.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(lengths) + 1))
+            for part in lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8"):
+                index.write(part.tobytes())
+            _sync(index)
+        self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
+        _partial(self._tokens_file).replace(self._tokens_file)
+        _partial(self._index_file).replace(self._index_file)
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self._tokens_file}: cannot be written: {error.strerror}") from None
+
+
+def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
+    """PREFIX.idx and PREFIX.bin."""
+    return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(file.name + ".partial")
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _map(file: Path, dtype: str) -> npt.NDArray[Any]:
+    try:
+        size = file.stat().st_size
+        if size < np.dtype(dtype).itemsize:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(file, dtype, mode="r", shape=(size // np.dtype(dtype).itemsize,)).view(np.ndarray)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; a dataset is PREFIX.bin and PREFIX.idx") from None
+
+
+def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
+    if bytes(index[: len(_MAGIC)]) != _MAGIC:
+        raise UserError(f"{file}: not an index of Megatron-LM (it does not start with MMIDIDX)")
+    if len(index) < _HEADER.size:
+        raise UserError(f"{file}: truncated: {len(index)} bytes, the header alone has {_HEADER.size}")
+    _, version, code, num_sequences, num_entries = _HEADER.unpack(bytes(index[: _HEADER.size]))
+    if version != 1:
+        raise UserError(f"{file}: version {version} of the index; only version 1 is known")
+    if code not in _TOKEN_TYPES:
+        kind = "floating-point numbers, not tokens" if code in _FLOAT_TYPES else "unknown"
+        raise UserError(f"{file}: type code {code} is {kind}; valid are 1, 2, 3, 4, 5 and 8 (integers)")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
+    if len(index) != expected:
+        raise UserError(
+            f"{file}: truncated or damaged: {num_sequences} sequences and {num_entries} document boundaries need "
+            f"{expected} bytes, the file has {len(index)}"
+        )
+    return _TOKEN_TYPES[code], num_sequences, num_entries
+
+
+def _check_sequences(
+    lengths: npt.NDArray[Any], pointers: npt.NDArray[Any], tokens: npt.NDArray[Any], index_file: Path, tokens_file: Path
+) -> None:
+    """Sequences must lie back to back and fill the .bin exactly."""
+    num_bytes = tokens_file.stat().st_size
+    position = 0
+    for start in range(0, len(lengths), _CHECK_SEQUENCES):
+        chunk = lengths[start : start + _CHECK_SEQUENCES]
+        if chunk.min() < 0:
+            number = start + int(np.argmax(chunk < 0))
+            raise UserError(f"{index_file}: sequence {number} has a negative length ({lengths[number]})")
+        ends = position + np.cumsum(chunk, dtype=np.int64) * tokens.itemsize
+        wrong = pointers[start : start + len(chunk)] != np.concatenate([[position], ends[:-1]])
+        if wrong.any():
+            number = start + int(np.argmax(wrong))
+            raise UserError(
+                f"{index_file}: sequence {number} starts at byte {pointers[number]}, not where the one before it ends"
+            )
+        position = int(ends[-1])
+        if position > num_bytes:
+            break
+    if position != num_bytes:
+        more = "at least " if position > num_bytes else ""
+        raise UserError(
+            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{position} bytes of tokens; "
+            "one of the two is truncated or belongs to another dataset"
+        )
+
+
+def _check_documents(document_index: npt.NDArray[Any], num_sequences: int, file: Path) -> None:
+    if len(document_index) == 0 or document_index[0] != 0 or document_index[-1] != num_sequences:
+        raise UserError(f"{file}: the document index must go from 0 to {num_sequences}, the number of sequences")
+    falling = document_index[1:] < document_index[:-1]
+    if falling.any():
+        raise UserError(f"{file}: the document index falls at document {np.argmax(falling)}; it must never fall")

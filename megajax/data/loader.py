@@ -1,0 +1,84 @@
+"""Batches from samples. Rows are positions in the global batch; a process asks for those that its devices need.
+
+A batch is `{"tokens": int32 [R, T], "targets": int32 [R, T]}` for R rows and sequence length T.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.gpt import IGNORED, EvaluationSamples, Sample, TrainSamples
+
+Batch = dict[str, npt.NDArray[np.int32]]
+
+_MAX_THREADS = 4
+
+
+def train_batches(
+    samples: TrainSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
+) -> Iterator[Batch]:
+    """Endless batches for the steps `start_step`, `start_step + 1`, …
+
+    The row at (step, row) is sample `step * global_batch + row`, whatever `rows`, `start_step` and `prefetch` are.
+
+    Args:
+        samples: where the samples come from.
+        rows: rows of the global batch to load, 0 <= row < global_batch, in the order wanted.
+        global_batch: rows of a step over all processes.
+        start_step: the first step.
+        prefetch: batches that threads prepare in advance; 0: none, and no threads.
+    """
+    assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
+
+    def load(step: int) -> Batch:
+        return _stack([samples[step * global_batch + row] for row in rows])
+
+    return _prefetched(load, start_step, sys.maxsize, prefetch)
+
+
+def evaluation_batches(
+    samples: EvaluationSamples, *, rows: Sequence[int], global_batch: int, limit: int = 0, prefetch: int = 2
+) -> Iterator[Batch]:
+    """All samples once, in order; rows beyond the last sample have the target -1 throughout.
+
+    The number of batches is the same for any `rows`: see `num_evaluation_batches`.
+
+    Args:
+        samples: where the samples come from.
+        rows: rows of the global batch to load, 0 <= row < global_batch, in the order wanted.
+        global_batch: rows of a batch over all processes.
+        limit: at most this many batches; 0: all.
+        prefetch: batches that threads prepare in advance; 0: none, and no threads.
+    """
+    assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
+    nothing = np.zeros(samples.sequence_length, np.int32)
+    no_sample = {"tokens": nothing, "targets": np.full_like(nothing, IGNORED)}
+
+    def load(batch: int) -> Batch:
+        numbers = [batch * global_batch + row for row in rows]
+        return _stack([samples[number] if number < len(samples) else no_sample for number in numbers])
+
+    return _prefetched(load, 0, num_evaluation_batches(samples, global_batch=global_batch, limit=limit), prefetch)
+
+
+def num_evaluation_batches(samples: EvaluationSamples, *, global_batch: int, limit: int = 0) -> int:
+    """Batches that `evaluation_batches` yields."""
+    count = -(-len(samples) // global_batch)
+    return min(count, limit) if limit else count
+
+
+def _stack(samples: list[Sample]) -> Batch:
+    return {key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "targets")}
+
+
+def _prefetched(load: Callable[[int], Batch], start: int, stop: int, prefetch: int) -> Iterator[Batch]:
+    from grain import MapDataset, ReadOptions
+
+    options = ReadOptions(num_threads=min(prefetch, _MAX_THREADS), prefetch_buffer_size=prefetch)
+    batches = iter(MapDataset.range(start, stop).map(load).to_iter_dataset(options))
+    try:
+        yield from batches
+    finally:
+        batches.close()

@@ -1,0 +1,69 @@
+"""Documents of token ids, back to back in one array: what every data set is made of."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.errors import UserError
+
+_SCAN_TOKENS = 1 << 24  # tokens looked at in one go: bounds the memory of a scan
+
+
+class TokenDocuments:
+    """D documents with N tokens in all.
+
+    Attributes:
+        tokens: ids, an integer array [N], possibly memory-mapped.
+        document_offsets: int64 [D + 1]; document d is `tokens[document_offsets[d]:document_offsets[d + 1]]`.
+        name: file or path, for error messages.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.integer], document_offsets: npt.NDArray[np.int64], name: str) -> None:
+        assert tokens.ndim == 1 and document_offsets[0] == 0 and document_offsets[-1] == len(tokens)
+        self.tokens = tokens
+        self.document_offsets = document_offsets
+        self.name = name
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[npt.NDArray[np.int32]], name: str) -> "TokenDocuments":
+        """Documents held in memory."""
+        documents = list(documents)
+        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        return cls(np.concatenate([np.empty(0, np.int32), *documents]), offsets, name)
+
+    @property
+    def num_documents(self) -> int:
+        """D, empty documents included."""
+        return len(self.document_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.tokens)
+
+    def document(self, number: int) -> npt.NDArray[np.integer]:
+        """Tokens of one document, a view [length]."""
+        return self.tokens[self.document_offsets[number] : self.document_offsets[number + 1]]
+
+    def max_token(self) -> int:
+        """The largest id, -1 without tokens. Reads all tokens, a part at a time."""
+        chunks = range(0, self.num_tokens, _SCAN_TOKENS)
+        return max((int(self.tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Checks that every id is one of 0 … size - 1. Reads all tokens, a part at a time.
+
+        Raises:
+            UserError: the first id outside, and where it is.
+        """
+        if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
+            return
+        for start in range(0, self.num_tokens, _SCAN_TOKENS):
+            chunk = self.tokens[start : start + _SCAN_TOKENS]
+            if chunk.min() < 0 or chunk.max() >= size:
+                position = int(np.argmax((chunk < 0) | (chunk >= size)))
+                raise UserError(
+                    f"{self.name}: token id {chunk[position]} at position {start + position} is beyond the vocabulary; "
+                    f"--model.vocab-size {size} allows 0 to {size - 1}, the largest id here is {self.max_token()}"
+                )

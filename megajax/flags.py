@@ -1,0 +1,118 @@
+"""Flags: one for every field of the configuration, and parser errors of one line."""
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, NoReturn
+
+from megajax.config import Config, load_preset, resolve
+from megajax.errors import UserError
+from megajax.options import Option, options, sections, suggest
+from megajax.presets import preset_names
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(
+            prog, max_help_position=42, width=max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration.
+
+    A flag's name in the namespace is its key (`mesh.data`), and it is there only if it was given.
+    """
+
+    def __init__(self, description: str, usage: str) -> None:
+        """`usage` is the command line in one line, such as `train.py PRESET [--flag value ...]`."""
+        super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
+        self.config_keys: list[str] = []
+
+    def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
+        """Add the flags of the named sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
+
+        `values`, by key, are the defaults that `--help` shows instead of the dataclasses'.
+        """
+        groups = {}
+        for key, option in options(owner).items():
+            section = key.rpartition(".")[0]
+            if names and section not in names and key not in names:
+                continue
+            if section not in groups:
+                title = sections(owner)[section].__doc__ if section else owner.__doc__
+                groups[section] = self.add_argument_group((title or section).splitlines()[0].rstrip("."))
+            _add_flag(groups[section], option, (values or {}).get(key, option.default))
+            self.config_keys.append(key)
+
+    def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As in `argparse`, but with the nearest flags in the error about an unknown one."""
+        args, unknown = self.parse_known_args(argv, namespace)
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
+        if flags:
+            raise UserError(f"{flags[0]}: unknown flag; {suggest(flags[0], self._option_string_actions, 'see --help')}")
+        if unknown:
+            raise UserError(f"{unknown[0]!r} is one argument too many; valid: {self.usage}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the parser's error as a `UserError` that says what would be valid."""
+        name, _, reason = message.removeprefix("argument ").partition(": ")
+        if name == "the following arguments are required":
+            helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
+            raise UserError(f"{reason} missing; valid: {helps[0] if helps else self.usage}")
+        action = self._option_string_actions.get(name.partition("/")[0])
+        if action is None:
+            raise UserError(message)
+        if reason.startswith("expected one argument"):
+            raise UserError(f"{name} needs a value; valid: {getattr(action.type, 'valid', action.help)}")
+        if reason.startswith("ignored explicit argument"):
+            raise UserError(f"{name} takes no value; valid: {' or '.join(action.option_strings)}")
+        raise UserError(f"{name} {reason}")
+
+    def overrides(self, args: argparse.Namespace) -> dict[str, Any]:
+        """The values of the configuration's flags that were given, by key."""
+        return {key: value for key, value in vars(args).items() if key in self.config_keys}
+
+
+class _Value:
+    """The text of a flag as a value, for argparse's `type`."""
+
+    def __init__(self, option: Option) -> None:
+        self.option = option
+        self.valid = option.valid
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self.option.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}; valid: {self.valid}") from None
+
+
+def _add_flag(group: Any, option: Option, default: Any) -> None:
+    shown = "set by the preset" if default is MISSING else f'"{default}"' if isinstance(default, str) else str(default)
+    settings: dict[str, Any] = {
+        "dest": option.key,
+        "default": argparse.SUPPRESS,
+        "help": f"{option.help} [{shown}]".replace("%", "%%"),
+    }
+    if option.kind is bool:
+        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
+    else:
+        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else ""
+        metavar = metavar or {int: "N", float: "X", str: "TEXT"}[option.kind]
+        group.add_argument(option.flag, type=_Value(option), metavar=metavar, **settings)
+
+
+def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
+    """The configuration of a command line `PRESET [--flag value ...]`.
+
+    Raises `UserError`; prints and exits with code 0 for `--help`, which shows the values of the preset before it.
+    """
+    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
+    parser = Parser(description, f"{prog} PRESET [--flag value ...]")
+    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    parser.add_config_flags(values=values)
+    args = parser.parse_args(argv)
+    return resolve(load_preset(args.preset), parser.overrides(args))

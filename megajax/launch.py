@@ -1,0 +1,89 @@
+"""Start of a process: its devices, the other processes, and how a run's end becomes an exit code."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+
+from megajax.config import Config
+from megajax.errors import RunError, UserError
+
+# On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
+_PATIENCE = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
+}
+
+
+def start(config: Config) -> None:
+    """Set up JAX for `config`, before any other use of JAX: precision, simulated devices, the other processes.
+
+    Raises:
+        UserError: the processes cannot find each other.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*(f"{flag}={seconds}" for flag, seconds in _PATIENCE.items() if flag not in flags), flags]
+    ).strip()
+    import jax
+
+    jax.config.update("jax_enable_x64", config.precision == "fp64")
+    if config.simulate_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.simulate_devices)
+    cluster = config.distributed
+    if not cluster.coordinator and not in_cluster(os.environ):
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        if cluster.coordinator:
+            jax.distributed.initialize(cluster.coordinator, cluster.num_processes, cluster.process_id)
+        else:
+            jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:
+        where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+        raise UserError(f"{where}: the processes did not find each other: {str(error).splitlines()[0]}") from error
+
+
+def in_cluster(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher (SLURM, Open MPI, Kubernetes) started more than one process, which JAX then finds by itself."""
+    processes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    if any(environment.get(name, "1").isdecimal() and int(environment.get(name, "1")) > 1 for name in processes):
+        return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+    return "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main` and end the process: 0 done, 2 a user's mistake in one line, 1 anything else, in plain words last."""
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped by the user; the last checkpoint is kept, run the same command to go on", file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        print(f"error: the run ended: {_plain(error)}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and _has_peers():
+        os._exit(code)  # the other processes may be gone: don't wait for them
+    sys.exit(code)
+
+
+def _has_peers() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _plain(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    lost = any(word in text for word in ("Gloo", "gloo", "Connection closed by peer", "heartbeat", "NCCL"))
+    return f"lost another process ({text[:300]})" if lost else f"{type(error).__name__}: {text[:500]}"

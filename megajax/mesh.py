@@ -1,0 +1,81 @@
+"""The device mesh, and the one table that maps the logical dims of weights to its axes."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR
+
+# Logical dim of a weight -> mesh axis it is split over (paper §3). Dims that are not listed are not split.
+RULES: Mapping[str, str | None] = {
+    "stages": PIPE,  # pipeline stages, of the stacked layers
+    "vocabulary": TENSOR,  # rows of the tied embedding table
+    "heads": TENSOR,  # columns of query, key, value; rows of the attention's output projection
+    "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
+    "chunks": None,
+    "layers": None,
+    "embed": None,
+    "position": None,
+    "qkv": None,
+    "head_size": None,
+}
+
+BATCH_SPEC = PartitionSpec(DATA)
+
+
+def make_mesh(data: int, pipe: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes `(data, pipe, tensor)`.
+
+    In device order `tensor` is innermost and `pipe` outermost, as in Megatron-LM: a tensor group sits on neighbouring
+    devices (one server), pipeline neighbours are the farthest apart.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    assert len(devices) == data * pipe * tensor, (len(devices), data, pipe, tensor)
+    grid = np.asarray(devices).reshape(pipe, data, tensor).transpose(1, 0, 2)
+    return Mesh(grid, AXES)
+
+
+def mesh_spec(logical: PartitionSpec, rules: Mapping[str, str | None] = RULES) -> PartitionSpec:
+    """Translate a spec of logical dim names into one of mesh axes.
+
+    Raises:
+        KeyError: a name the table does not list.
+        ValueError: two dims of one array mapped to the same mesh axis.
+    """
+    axes = [None if name is None else rules[name] for name in logical]
+    used = [axis for axis in axes if axis is not None]
+    if len(set(used)) != len(used):
+        raise ValueError(f"logical dims {tuple(logical)} map two dims of one array to the same mesh axis: {axes}")
+    return PartitionSpec(*axes)
+
+
+def shardings(mesh: Mesh, specs):
+    """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Device ids of the communication groups, named as in Megatron-LM.
+
+    `tensor`, `pipe`, `data`: the groups of one axis. `model`: the devices that hold one copy of the model (tensor × pipe).
+    `embedding`: first and last stage of every pipe group, which share the tied embedding.
+    """
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)  # [data, pipe, tensor]
+
+    def groups(*axes: int) -> list[list[int]]:
+        size = int(np.prod([ids.shape[axis] for axis in axes]))
+        rows = np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)
+        return sorted(sorted(row.tolist()) for row in rows)
+
+    pipe = groups(1)
+    return {
+        "tensor": groups(2),
+        "pipe": pipe,
+        "data": groups(0),
+        "model": groups(1, 2),
+        "embedding": [sorted({group[0], group[-1]}) for group in pipe],
+    }

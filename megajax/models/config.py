@@ -1,0 +1,41 @@
+"""The numbers that define a model. The text beside a type is the flag's help."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture, the same on every mesh."""
+
+    num_layers: Annotated[int, "transformer layers"]
+    hidden_size: Annotated[int, "width of the residual stream"]
+    num_heads: Annotated[int, "attention heads; must divide the hidden size"]
+    sequence_length: Annotated[int, "tokens per sequence, and number of learned positions"]
+    vocab_size: Annotated[int, "tokens in the vocabulary, before padding"]
+    vocab_multiple: Annotated[int, "the vocabulary is padded to a multiple of this, on every mesh"] = 1024
+    dropout: Annotated[float, "probability to drop: embedding, attention probabilities, both residual branches"] = 0.1
+    init_std: Annotated[float, "standard deviation of the initial weights"] = 0.02
+    scan_layers: Annotated[
+        Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
+    ] = "auto"
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP's inner layer."""
+        return 4 * self.hidden_size
+
+    @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of the weights right before each residual addition: scaled by 1/sqrt(2 · layers)."""
+        return self.init_std / (2 * self.num_layers) ** 0.5

@@ -1,0 +1,114 @@
+"""GPT-2: learned positions, a stack of pre-LayerNorm blocks, a final LayerNorm, and an output head tied to the embedding.
+
+The pieces are called one by one by whoever runs the layers (`embed`, then the blocks, then `loss` or `logits`), inside the one
+`shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
+"""
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.models.config import ModelConfig
+from megajax.models.transformer import Block, LayerNorm
+from megajax.parallel.layers import normal_param
+from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits
+
+# Modules are built and merged with local shards inside `shard_map`, where no mesh context for Flax exists.
+flax.config.update("flax_always_shard_variable", False)
+
+EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropout of the layers
+
+
+class GPT(nnx.Module):
+    """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey):
+        self.vocab_size = config.vocab_size
+        self.table = normal_param(
+            key / "table", (config.padded_vocab_size, config.hidden_size), config.init_std, ("vocabulary", "embed")
+        )
+        self.positions = normal_param(
+            key / "positions", (config.sequence_length, config.hidden_size), config.init_std, ("position", "embed")
+        )
+        self.final_norm = LayerNorm(config.hidden_size)
+
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stacked(layer: Array) -> Block:
+            return Block(config, key / "blocks" / layer)
+
+        self.blocks = stacked(jnp.arange(config.num_layers, dtype=jnp.int32))
+
+    def embed(self, tokens_BT: Array, dropout: Dropout) -> Array:
+        """Token plus position embedding with dropout, shape [B, T, D]."""
+        positions_TD = self.positions[...][: tokens_BT.shape[1]]
+        x_BTD = embedding_lookup(self.table[...], tokens_BT) + positions_TD[None]
+        return dropout.fold(EMBEDDING_SITE)(x_BTD, jnp.arange(tokens_BT.shape[1], dtype=jnp.int32))
+
+    def logits(self, x_BTD: Array) -> Array:
+        """This device's columns of the logits, [B, T, V / tensor]."""
+        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size)
+
+    def loss(self, x_BTD: Array, targets_BT: Array) -> Array:
+        """Sum of the cross-entropy over the tokens whose target is not `IGNORED`, a scalar."""
+        return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT))
+
+
+def abstract_gpt(config: ModelConfig) -> GPT:
+    """The model with shapes in place of arrays: nothing is allocated."""
+    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0)))
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of weights, the padded vocabulary included."""
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_gpt(config), nnx.Param)))
+
+
+class GPTFunctions:
+    """The model as pure functions of its weights, for whoever distributes the layers.
+
+    Weights are nested dicts: `shared` (embedding, positions, final LayerNorm: used by the first and the last stage) and `blocks`.
+
+    Attributes:
+        shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers stacked `[L, …]`.
+        logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        model = abstract_gpt(config)
+        shared_graph, self._blocks_graph, parts = _split(model)
+        self._shared_graph = shared_graph
+        self.shapes = nnx.to_pure_dict(parts)
+        self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(parts))
+
+    def init(self, seed: int) -> dict:
+        """Fresh weights, layers stacked `[L, …]`, each drawn from a key of its own name: the same on every mesh."""
+        return nnx.to_pure_dict(_split(GPT(self.config, NamedKey.from_seed(seed)))[2])
+
+    def embed(self, shared: dict, tokens_BT: Array, dropout: Dropout) -> Array:
+        """See `GPT.embed`."""
+        return nnx.merge(self._shared_graph, nnx.State(shared)).embed(tokens_BT, dropout)
+
+    def block(self, weights: dict, layer: Array, x_BTD: Array, dropout: Dropout) -> Array:
+        """Layer number `layer`, whose `weights` have no leading dim."""
+        return nnx.merge(self._blocks_graph, nnx.State(weights))(x_BTD, dropout.fold(layer))
+
+    def loss(self, shared: dict, x_BTD: Array, targets_BT: Array) -> Array:
+        """See `GPT.loss`."""
+        return nnx.merge(self._shared_graph, nnx.State(shared)).loss(x_BTD, targets_BT)
+
+    def logits(self, shared: dict, x_BTD: Array) -> Array:
+        """See `GPT.logits`."""
+        return nnx.merge(self._shared_graph, nnx.State(shared)).logits(x_BTD)
+
+
+def _split(model: GPT) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:
+    """Take the blocks out: graph of the rest, graph of the blocks, and the weights of both by name."""
+    blocks = model.blocks
+    del model.blocks
+    shared_graph, shared = nnx.split(model, nnx.Param)
+    blocks_graph, stacked = nnx.split(blocks, nnx.Param)
+    return shared_graph, blocks_graph, nnx.State({"shared": shared, "blocks": stacked})

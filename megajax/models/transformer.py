@@ -1,0 +1,79 @@
+"""The transformer layer of GPT-2: LayerNorm first, then attention or MLP, then dropout and the residual addition.
+
+LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3). Letters: B batch, T tokens,
+D model, F feed-forward.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.models.config import ModelConfig
+from megajax.models.attention import Attention
+from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, constant_param
+from megajax.parallel.random import Dropout, NamedKey
+from megajax.precision import at_least_fp32
+
+# What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over D with statistics in at least fp32, epsilon 1e-5 as GPT-2."""
+
+    def __init__(self, size: int):
+        self.scale = constant_param(1.0, (size,), ("embed",))
+        self.bias = constant_param(0.0, (size,), ("embed",))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        return _layer_norm(x_BTD, self.scale[...], self.bias[...])
+
+
+@recomputed
+def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array) -> Array:
+    dtype = at_least_fp32(x_BTD.dtype)
+    wide_BTD = x_BTD.astype(dtype)
+    centered_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
+    variance_BT1 = jnp.mean(jnp.square(centered_BTD), axis=-1, keepdims=True)
+    normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(1e-5, dtype))).astype(x_BTD.dtype)
+    return normal_BTD * scale_D[None, None, :] + bias_D[None, None, :]
+
+
+class MLP(nnx.Module):
+    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, GeLU in between without synchronisation."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey):
+        hidden, width = config.hidden_size, config.mlp_size
+        self.up = ColumnParallelLinear(key / "up", hidden, (width,), ("mlp",), config.init_std)
+        self.down = RowParallelLinear(key / "down", (width,), ("mlp",), hidden, config.residual_init_std)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        return self.down(_gelu(self.up(x_BTD)))
+
+
+@recomputed
+def _gelu(x_BTF: Array) -> Array:
+    return jax.nn.gelu(x_BTF, approximate=True)
+
+
+class Block(nnx.Module):
+    """One pre-LayerNorm transformer layer."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey):
+        self.attention_norm = LayerNorm(config.hidden_size)
+        self.attention = Attention(config, key / "attention")
+        self.mlp_norm = LayerNorm(config.hidden_size)
+        self.mlp = MLP(config, key / "mlp")
+
+    def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
+        """`dropout` is this layer's; all tokens of the sequence are here."""
+        token_T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
+        y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS))
+        x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)
+        y_BTD = self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + dropout.fold(MLP_OUTPUT)(y_BTD, token_T)

@@ -1,0 +1,1 @@
+"""The optimizer: AdamW on sharded weights, and its learning-rate schedule."""

@@ -1,0 +1,60 @@
+"""AdamW and gradient clipping on sharded weights, inside the `shard_map` region."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from megajax.config import OptimizerConfig
+from megajax.optim.learning_rate import learning_rate
+from megajax.parallel.collectives import sum_over, varying_axes
+from megajax.precision import at_least_fp32
+
+Tree = Any
+NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biases
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW with the run's schedule; weight decay on matrices and embeddings only (REFERENCE: not LayerNorm, not biases)."""
+    return optax.adamw(
+        lambda step: learning_rate(step, config),
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
+
+
+def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    """One step: new parameters and optimizer state."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
+        updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def decay_mask(params: Tree) -> Tree:
+    """True for the weights that decay."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NOT_DECAYED, params)
+
+
+def global_norm(grads: Tree) -> Array:
+    """Norm over all logical elements, each counted once.
+
+    A reduced gradient varies over exactly the axes its weight is split over, so its sum of squares is completed over those axes
+    and no others: what is duplicated on the devices of a group, or shared between stages, counts once.
+    """
+    sums: dict[frozenset[str], Array] = {}
+    for grad in jax.tree.leaves(grads):
+        axes = varying_axes(grad)
+        square = jnp.sum(jnp.square(grad.astype(at_least_fp32(grad.dtype))))
+        sums[axes] = sums[axes] + square if axes in sums else square
+    return jnp.sqrt(sum(sum_over(square, sorted(axes)) for axes, square in sums.items()))
+
+
+def clip_by_norm(grads: Tree, norm: Array, limit: float) -> Tree:
+    """Scale gradients of global norm `norm` down to at most `limit`."""
+    scale = jnp.where(norm < limit, jnp.ones((), norm.dtype), limit / norm)
+    return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)

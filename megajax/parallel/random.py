@@ -1,0 +1,117 @@
+"""Randomness that does not depend on the mesh: named keys for initialisation, counted bits for dropout.
+
+Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample, head, token, feature), so a device computes
+exactly its slice of the one mask that a single device would draw, whatever the mesh, the microbatch size or the process.
+
+The hash is an integer mixer in place of a cryptographic generator: on this project's CPU measurements threefry costs several
+times more for the same mask, and a mask needs good statistics, not unpredictability (they are tested).
+"""
+
+import dataclasses
+import zlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedKey:
+    """A random key that children are derived from by name or index: `key / "attention" / "query"`, `key / layer`."""
+
+    key: Array
+
+    @classmethod
+    def from_seed(cls, seed: int) -> "NamedKey":
+        return cls(jax.random.key(seed))
+
+    def __truediv__(self, name: "str | int | Array") -> "NamedKey":
+        data = zlib.crc32(name.encode()) if isinstance(name, str) else name
+        return NamedKey(jax.random.fold_in(self.key, data))
+
+
+def _mix(x: Array, first: int, second: int, shifts: tuple[int, int, int]) -> Array:
+    """A bijection of uint32 in which every input bit flips every output bit with probability close to one half."""
+    x ^= x >> jnp.uint32(shifts[0])
+    x *= jnp.uint32(first)
+    x ^= x >> jnp.uint32(shifts[1])
+    x *= jnp.uint32(second)
+    return x ^ (x >> jnp.uint32(shifts[2]))
+
+
+def _mix_a(x: Array) -> Array:
+    return _mix(x, 0x7FEB352D, 0x846CA68B, (16, 15, 16))
+
+
+def _mix_b(x: Array) -> Array:
+    return _mix(x, 0x21F0AAAD, 0xD35A2D97, (16, 15, 15))
+
+
+_GOLDEN = 0x9E3779B9
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RandomBits:
+    """The state of a hash over coordinates: two uint32 arrays of one shape, any number of coordinates folded in."""
+
+    a: Array
+    b: Array
+
+    @classmethod
+    def from_seed(cls, seed: int | Array) -> "RandomBits":
+        word = jnp.uint32(seed) if isinstance(seed, int) else seed.astype(jnp.uint32)
+        return cls(_mix_a(word), _mix_b(word ^ jnp.uint32(_GOLDEN)))
+
+    def fold(self, index: "int | Array") -> "RandomBits":
+        """Fold one more coordinate in; an array broadcasts against the state."""
+        word = jnp.uint32(index) if isinstance(index, int) else index.astype(jnp.uint32)
+        return RandomBits(_mix_a(self.a ^ word * jnp.uint32(0x85EBCA6B)), _mix_b(self.b + word * jnp.uint32(0xC2B2AE35)))
+
+    def __getitem__(self, index) -> "RandomBits":
+        return RandomBits(self.a[index], self.b[index])
+
+    def last(self, index: Array) -> Array:
+        """The bits (uint32) at the last coordinate: one mixing round per element instead of two."""
+        return _mix_a(self.a + index.astype(jnp.uint32) * jnp.uint32(_GOLDEN)) ^ self.b
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout of one microbatch: the rate, and the bits of each of its samples.
+
+    Attributes:
+        rate: probability of dropping, 0 turns dropout off.
+        bits_B: hash state of (seed, step, layer, site, global sample), shape [B].
+    """
+
+    rate: float = dataclasses.field(metadata={"static": True})
+    bits_B: RandomBits
+
+    @classmethod
+    def at(cls, rate: float, seed: int | Array, step: Array, sample_B: Array) -> "Dropout":
+        """Dropout for the samples `sample_B`, their rows in the global batch of `step`."""
+        return cls(rate, RandomBits.from_seed(seed).fold(step).fold(sample_B))
+
+    def fold(self, index: int | Array) -> "Dropout":
+        """Dropout of another layer or site."""
+        return Dropout(self.rate, self.bits_B.fold(index))
+
+    def apply(self, x: Array, bits: Array) -> Array:
+        """Zero the elements whose bits (uint32, broadcasting to `x`) fall below the rate; scale the others by 1/(1-rate)."""
+        keep = bits >= jnp.uint32(round(self.rate * 2**32))
+        return jnp.where(keep, x * jnp.asarray(1 / (1 - self.rate), x.dtype), jnp.zeros((), x.dtype))
+
+    def __call__(self, x_BTD: Array, token_T: Array) -> Array:
+        """Drop features of `x_BTD`, whose tokens stand at the global positions `token_T`."""
+        if self.rate == 0:
+            return x_BTD
+
+        @partial(jax.checkpoint, prevent_cse=False)  # the backward pass draws the mask again instead of keeping it
+        def drop(x_BTD: Array, bits_BT: RandomBits) -> Array:
+            feature_D = jnp.arange(x_BTD.shape[-1], dtype=jnp.int32)
+            return self.apply(x_BTD, bits_BT[:, :, None].last(feature_D[None, None, :]))
+
+        return drop(x_BTD, self.bits_B[:, None].fold(token_T[None, :]))

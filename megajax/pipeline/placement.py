@@ -1,0 +1,60 @@
+"""Which layers live on which stage, and the two forms of the stacked layers: natural `[L, …]` and staged `[chunks, stages, n, …]`.
+
+Layers keep their natural order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved placement. Where
+their number is not divisible, the first virtual stages hold one layer more and the others are padded with a layer that is never
+run. Checkpoints hold the natural form.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Placement of `num_layers` on `num_stages` stages of `num_chunks` chunks each."""
+
+    num_layers: int
+    num_stages: int
+    num_chunks: int = 1
+
+    @property
+    def num_virtual(self) -> int:
+        return self.num_chunks * self.num_stages
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of the fullest virtual stage, and so slots of all."""
+        return -(-self.num_layers // self.num_virtual)
+
+    @property
+    def padded(self) -> bool:
+        return self.num_layers % self.num_virtual != 0
+
+    @property
+    def layer_index(self) -> np.ndarray:
+        """Natural index of the layer in each slot, -1 in a padded one; int32 [chunks, stages, layers per chunk]."""
+        base, extra = divmod(self.num_layers, self.num_virtual)
+        index = np.full((self.num_virtual, self.layers_per_chunk), -1, np.int32)
+        first = 0
+        for k in range(self.num_virtual):
+            count = base + (k < extra)
+            index[k, :count] = np.arange(first, first + count)
+            first += count
+        return index.reshape(self.num_chunks, self.num_stages, self.layers_per_chunk)
+
+    def to_stages(self, natural: Array) -> Array:
+        """`[L, …]` to `[chunks, stages, n, …]`, zeros in padded slots."""
+        index = self.layer_index
+        if not self.padded:
+            return natural.reshape(*index.shape, *natural.shape[1:])
+        return jnp.take(natural, index, axis=0, mode="fill", fill_value=0)
+
+    def to_natural(self, staged: Array) -> Array:
+        """`[chunks, stages, n, …]` back to `[L, …]`."""
+        flat = staged.reshape(-1, *staged.shape[3:])
+        if not self.padded:
+            return flat
+        return jnp.take(flat, np.flatnonzero(self.layer_index.ravel() >= 0), axis=0)

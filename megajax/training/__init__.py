@@ -1,0 +1,1 @@
+"""Training: the state, the compiled step, the loop, checkpoints and the run's log."""

@@ -1,0 +1,288 @@
+"""The training loop: the host prepares and reports while the devices compute, and always knows the last good checkpoint."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.config import Config, DistributedConfig, load_preset, resolve, to_toml, validate
+from megajax.data.corpus import Corpus, open_corpus, prepare
+from megajax.data.files import write_atomically
+from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
+from megajax.data.loader import train_batches
+from megajax.errors import RunError, UserError
+from megajax.evaluation.perplexity import Perplexity, perplexity
+from megajax.generate import sample
+from megajax.launch import start
+from megajax.mesh import make_mesh
+from megajax.models.gpt import count_parameters
+from megajax.training.checkpoint import Checkpoints
+from megajax.training.metrics import RunLog
+from megajax.training.state import TrainState
+from megajax.training.step import Program
+
+
+def train(config: Config) -> None:
+    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
+
+    Raises:
+        UserError: the configuration, the corpus or the run directory cannot be used.
+        RunError: the loss is not finite, or no checkpoint can be read.
+    """
+    if not config.data.path:
+        raise UserError("--data.path missing; valid: a text or JSONL file, a folder, a prepared prefix, or python-stdlib")
+    start(config)
+    validate(config, jax.device_count())
+    run_dir = Path(config.run_dir)
+    on_first_process(lambda: _claim(run_dir, config))
+    corpus = _corpus(config, run_dir)
+    train_samples, validation_samples = train_and_validation(
+        corpus.tokens,
+        sequence_length=config.model.sequence_length,
+        validation_fraction=config.data.validation_fraction,
+        seed=config.seed,
+    )
+    program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+    # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
+    lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
+    on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
+    _say(_describe(config, corpus, train_samples))
+    run = _Run(config, run_dir, program, corpus, train_samples, validation_samples)
+    run.go()
+
+
+@dataclass
+class _Pending:
+    """A step that is dispatched and whose metrics were not read yet."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    dispatched: float
+
+
+class _Run:
+    """One call of `train`: the state of the loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        program: Program,
+        corpus: Corpus,
+        train_samples: TrainSamples,
+        validation_samples: EvaluationSamples,
+    ):
+        self.config, self.run_dir, self.program, self.corpus = config, run_dir, program, corpus
+        self.train_samples, self.validation_samples = train_samples, validation_samples
+        self.checkpoints = Checkpoints(run_dir, program.layout, keep=config.checkpoint.keep)
+        self.state, self.first = self._restore()
+        self.saved = self.first or None  # step of the newest good checkpoint
+        self.log = RunLog(
+            run_dir,
+            total_steps=config.train.steps,
+            finished_steps=self.first,
+            log_every=config.train.log_every,
+            write=jax.process_index() == 0,
+        )
+        self.ready = time.perf_counter()  # when the newest metrics were read
+        self.validation: Perplexity | None = None
+
+    def go(self) -> None:
+        try:
+            self._steps()
+        finally:
+            self.checkpoints.close()
+            self.log.close()
+        self._summary()
+
+    def _restore(self) -> tuple[TrainState, int]:
+        state, damaged = self.checkpoints.restore_newest()
+        for message in damaged:
+            _say(f"damaged checkpoint, the one before it is used: {message}")
+        if state is None:
+            return self.program.layout.init(), 0
+        step = int(state.step)
+        self.checkpoints.set_aside(after=step)
+        _say(f"resumed from step {step} of {self.run_dir}")
+        return state, step
+
+    def _steps(self) -> None:
+        config = self.config
+        rows = self.program.local_rows
+        batches = train_batches(
+            self.train_samples, rows=rows, global_batch=config.train.global_batch, start_step=self.first
+        )
+        pending: _Pending | None = None
+        step_function = None
+        for step in range(self.first + 1, config.train.steps + 1):
+            batch = self.program.put_batch(next(batches), rows)
+            if step_function is None:
+                began = time.perf_counter()
+                step_function = self.program.train_step.lower(self.state, batch).compile()
+                self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
+                self.ready = time.perf_counter()
+            dispatched = time.perf_counter()
+            self.state, metrics = step_function(self.state, batch)
+            if pending:
+                self._read(pending)
+            pending = _Pending(step, metrics, dispatched)
+            if self._due(step, config.train.eval_every) or self._due(step, config.checkpoint.every):
+                self._read(pending)
+                pending = None
+                self._validate_and_save(step)
+        self.checkpoints.wait()
+
+    def _due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.config.train.steps
+
+    def _read(self, pending: _Pending) -> None:
+        """Wait for a step's metrics and log them."""
+        metrics = {name: float(value) for name, value in pending.metrics.items()}
+        now = time.perf_counter()
+        seconds = now - max(self.ready, pending.dispatched)
+        self.ready = now
+        tokens = self.config.train.global_batch * self.config.model.sequence_length
+        self.log.training(pending.step, **metrics, tokens=tokens, seconds=seconds)
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            self.checkpoints.wait()
+            where = f"{self.checkpoints.folder / str(self.saved)} (step {self.saved})" if self.saved else "none yet"
+            raise RunError(
+                f"step {pending.step}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}, "
+                f"so training stops; last good checkpoint: {where}"
+            )
+
+    def _validate_and_save(self, step: int) -> None:
+        if self._due(step, self.config.train.eval_every):
+            self.validation = perplexity(
+                self.program, self.state.params, self.validation_samples, batches=self.config.train.eval_batches
+            )
+            self.log.validation(step, self.validation.loss)
+        if self._due(step, self.config.checkpoint.every):
+            self.checkpoints.save(self.state)
+            self.saved = step
+        self.ready = time.perf_counter()
+
+    def _summary(self) -> None:
+        if self.first >= self.config.train.steps:
+            _say(f"{self.run_dir} has {self.first} steps already; --train.steps {self.config.train.steps} asks for no more")
+        if self.validation:
+            _say(
+                f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
+                f"after {self.config.train.steps} steps"
+            )
+        text = self._sample()
+        if text:
+            _say(f"a sample:\n{text}")
+        _say(f"written to {self.run_dir}:")
+        for name, what in _WRITTEN.items():
+            if (self.run_dir / name).exists():
+                _say(f"  {self.run_dir / name}  {what}")
+
+    def _sample(self) -> str:
+        tokenizer, config = self.corpus.tokenizer, self.config.sample
+        if tokenizer is None or config.tokens == 0:
+            return ""
+        prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
+        ids = sample(
+            self.program,
+            self.state.params,
+            prompt,
+            num_tokens=config.tokens,
+            temperature=config.temperature,
+            seed=self.config.seed,
+            end=tokenizer.end_of_text,
+        )
+        return config.prompt + tokenizer.decode(ids)
+
+
+_WRITTEN = {
+    "config.toml": "the run's configuration, itself a preset",
+    "metrics.jsonl": "every step's figures",
+    "loss.png": "loss curves",
+    "tensorboard": "events for TensorBoard",
+    "checkpoints": "state, mesh-independent",
+    "data": "tokens and tokenizer",
+}
+
+
+def _claim(run_dir: Path, config: Config) -> None:
+    """Check that the run directory may be used as `--resume` says; write nothing."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
+    used = run_dir.is_dir() and any(run_dir.iterdir())
+    has_checkpoint = (run_dir / "checkpoints").is_dir() and any(
+        entry.name.isdecimal() for entry in (run_dir / "checkpoints").iterdir()
+    )
+    if config.resume == "never" and used:
+        raise UserError(f"--resume never, but --run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
+    if config.resume == "must" and not has_checkpoint:
+        raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run")
+    if has_checkpoint and (run_dir / "config.toml").is_file():
+        _check_same_model(run_dir, config)
+
+
+def _check_same_model(run_dir: Path, config: Config) -> None:
+    """A run goes on with the model it began with; what does not change the weights' shapes may change."""
+    earlier = resolve(load_preset(run_dir / "config.toml"))
+    for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size", "padded_vocab_size"):
+        before, now = getattr(earlier.model, name), getattr(config.model, name)
+        if before != now:
+            raise UserError(
+                f"--run-dir {run_dir} holds a model with {name} {before}, not {now}; "
+                f"valid: the same model, or another --run-dir"
+            )
+    if (earlier.precision == "fp64") != (config.precision == "fp64"):
+        raise UserError(f"--run-dir {run_dir} holds a run in {earlier.precision}, not {config.precision}")
+
+
+def _corpus(config: Config, run_dir: Path) -> Corpus:
+    """The tokenized corpus in the run directory, made by process 0."""
+    folder, vocab_size = run_dir / "data", config.model.vocab_size
+    on_first_process(lambda: prepare(config.data.path, config.tokenizer.path, vocab_size, folder))
+    return open_corpus(folder, vocab_size)
+
+
+def on_first_process(action: Callable[[], Any]) -> None:
+    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all.
+
+    Raises:
+        UserError: process 0 raised one.
+    """
+    error: UserError | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except UserError as found:
+            error = found
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+        if failed and error is None:
+            raise UserError("process 0 stopped: its standard error says why")
+    if error:
+        raise error
+
+
+def _describe(config: Config, corpus: Corpus, samples: TrainSamples) -> str:
+    mesh, report = config.mesh, corpus.report
+    skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
+    return (
+        f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
+        f"{config.model.hidden_size}, {config.precision}\n"
+        f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
+        f"{jax.devices()[0].platform} devices, {jax.process_count()} processes\n"
+        f"data: {report.tokens:,} tokens in {report.documents:,} documents of {report.source}{skipped}; "
+        f"an epoch is {samples.epoch_size // config.train.global_batch:,} steps"
+    )
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,156 @@
+"""The log of a run: metrics.jsonl, TensorBoard events, loss.png and what is printed on the way."""
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsFloat, TextIO
+
+from rich.console import Console
+
+from megajax.data.files import write_atomically
+from megajax.errors import UserError
+from megajax.training.plot import plot_loss
+from megajax.training.progress import TrainingProgress
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what has no newline was not finished
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+class RunLog:
+    """Writes the metrics of a run and shows its progress; a context manager.
+
+    Steps are counts of finished steps, so the first one is 1. Exactly one process writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        total_steps: int,
+        finished_steps: int = 0,
+        log_every: int = 10,
+        write: bool = True,
+        console: Console | None = None,
+    ):
+        """Open the log of a run that stands at `finished_steps`: later lines of an earlier attempt are dropped.
+
+        `write` is false on every process but the first: then nothing is written, printed or drawn.
+
+        Raises:
+            UserError: the run directory cannot be written.
+        """
+        self._run_dir, self._write = run_dir, write
+        self._progress = TrainingProgress(total_steps, finished_steps, log_every, write, console)
+        self._training: list[tuple[int, float]] = []
+        self._validation: list[tuple[int, float]] = []
+        if write:
+            try:
+                self._file = self._reopen(finished_steps)
+                self._events = self._open_events(finished_steps)
+            except OSError as error:
+                self._progress.close()
+                raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a folder that can be written") from None
+
+    def _reopen(self, finished_steps: int) -> TextIO:
+        path = self._run_dir / "metrics.jsonl"
+        records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
+        for record in records:
+            self._remember(record)
+        write_atomically(path, "".join(map(_line, records)))
+        return path.open("a", encoding="utf-8", newline="")
+
+    def _open_events(self, finished_steps: int) -> Any:
+        from tensorboardX import SummaryWriter
+
+        folder = str(self._run_dir / "tensorboard")
+        suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
+        return SummaryWriter(folder, purge_step=finished_steps + 1, flush_secs=30, filename_suffix=suffix)
+
+    def training(
+        self,
+        step: int,
+        *,
+        loss: SupportsFloat,
+        grad_norm: SupportsFloat,
+        learning_rate: SupportsFloat,
+        tokens: int,
+        seconds: float,
+    ) -> None:
+        """Record a finished step: loss in nats per token, norm before clipping, tokens of this step on all devices."""
+        if not self._write:
+            return
+        numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
+        speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
+        self._record({"step": int(step), **numbers, **speed})
+        self._progress.step(step, numbers["loss"], tokens, seconds)
+
+    def validation(self, step: int, loss: SupportsFloat) -> None:
+        """Record the validation loss after `step` steps, in nats per token, and draw loss.png anew."""
+        if not self._write:
+            return
+        self._record({"step": int(step), "validation_loss": float(loss)})
+        self._progress.validation(step, float(loss))
+        self.plot()
+
+    def print(self, text: str) -> None:
+        """Show a line to the person watching; nothing is recorded."""
+        self._progress.print(text)
+
+    def plot(self) -> None:
+        """Draw loss.png from everything recorded."""
+        if self._write and (self._training or self._validation):
+            plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
+
+    def close(self) -> None:
+        """Draw the picture, write out everything and end the progress bar."""
+        self._progress.close()
+        if self._write:
+            self._file.close()
+            self._events.close()
+            self.plot()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _remember(self, record: dict[str, Any]) -> None:
+        for points, name in ((self._training, "loss"), (self._validation, "validation_loss")):
+            if name in record:
+                value = record[name]
+                points.append((record["step"], math.nan if value is None else float(value)))
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
+        self._remember(record)
+        for name, value in record.items():
+            if name not in ("step", "tokens", "seconds"):
+                tag = {"loss": "loss/training", "validation_loss": "loss/validation"}.get(name, name)
+                self._events.add_scalar(tag, value, record["step"])
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A record as a line of JSON, floats in full. A number that is not finite becomes null: JSON has no word for it."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"

@@ -1,0 +1,71 @@
+"""What a person watching a run sees: a progress bar on a terminal, plain lines anywhere else."""
+
+import math
+import statistics
+import sys
+from collections import deque
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_RECENT = 20  # steps whose median time gives the speed, so that the one that compiled does not count
+
+
+class TrainingProgress:
+    """Reports finished steps. Prints nothing if `shown` is false."""
+
+    def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
+        """`total` and `finished` are steps; without a bar, every `log_every`-th step gets a line, and the last one."""
+        self._total, self._finished, self._log_every, self._shown = total, finished, log_every, shown
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._bar: Progress | None = None
+        if shown and self._console.is_terminal and not self._console.is_dumb_terminal:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("compiling", total=total, completed=finished)
+            self._bar.start()
+
+    def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Step number `step` (from 1) is done; it took `seconds` for `tokens` over all devices."""
+        self._seconds.append(seconds)
+        typical = statistics.median(self._seconds)
+        left = time_text(typical * (self._total - step))
+        text = f"loss {loss:.4f}  {tokens / max(typical, 1e-9):,.0f} tokens/s  {left} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self._log_every == 0 or step == self._total:
+            self.print(f"{self._count(step)}  {text}")
+
+    def validation(self, step: int, loss: float) -> None:
+        """The validation loss after `step` steps, in nats per token."""
+        perplexity = math.exp(min(loss, 700.0))
+        self.print(f"{self._count(step)}  validation loss {loss:.4f}  perplexity {perplexity:.2f}")
+
+    def print(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        if not self._shown:
+            return
+        if self._bar is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._console.file, flush=True)
+
+    def _count(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total))}}/{self._total}"
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def time_text(seconds: float) -> str:
+    """A duration as `m:ss`, `h:mm:ss` or `3d 04:05:06`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,0 +1,165 @@
+"""Does the mesh change the numbers, and what does the program communicate? The same code answers tests and users.
+
+`trace` trains a few steps and keeps every loss and gradient in mesh-independent form; `compare` holds two traces against each other
+by the project's rule. `collectives` lists the communication of a program from its jaxpr, without running or compiling it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from megajax.config import Config
+from megajax.mesh import make_mesh
+from megajax.parallel.vocabulary import IGNORED
+from megajax.training.step import Program
+
+Tree = Any
+
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
+GRADIENT_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Losses and gradients of a few training steps, before each step's update.
+
+    Attributes:
+        losses: one per step.
+        gradients: per step, leaf name -> array in natural form (layers `[L, …]`).
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a trace is from the reference.
+
+    Attributes:
+        loss_error: largest relative error of a step's loss.
+        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of a gradient leaf in any step.
+        worst_leaf: the leaf that has it.
+    """
+
+    loss_error: float
+    gradient_error: float
+    worst_leaf: str
+
+    def within(self, scale: float = 1.0) -> bool:
+        """Whether both errors are within the fp32 tolerances times `scale`."""
+        return self.loss_error <= LOSS_TOLERANCE * scale and self.gradient_error <= GRADIENT_TOLERANCE * scale
+
+
+def random_batch(config: Config, step: int) -> dict[str, np.ndarray]:
+    """A global batch that depends on the seed and the step only; a tenth of its targets is ignored, unevenly over rows."""
+    rng = np.random.default_rng((config.seed, step))
+    shape = (config.train.global_batch, config.model.sequence_length + 1)
+    tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
+    ignored = rng.random((shape[0], shape[1] - 1)) < np.linspace(0.0, 0.2, shape[0])[:, None]
+    return {"tokens": tokens[:, :-1], "targets": np.where(ignored, np.int32(IGNORED), tokens[:, 1:])}
+
+
+def trace(config: Config, steps: int, devices: Sequence[jax.Device] | None = None) -> Trace:
+    """Train `config` for `steps` steps on random batches, on its mesh over the first of `devices` (default: all there are)."""
+    size = config.mesh
+    devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
+    program = Program(config, make_mesh(size.data, size.pipe, size.tensor, devices))
+    state = program.layout.init()
+    losses, gradients = [], []
+    for step in range(steps):
+        rows = program.local_rows
+        batch = {name: array[rows] for name, array in random_batch(config, step).items()}
+        batch = program.put_batch(batch, rows)
+        state, metrics, grads = program.train_step_with_gradients(state, batch)
+        losses.append(float(metrics["loss"]))
+        gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))
+    return Trace(losses, gradients)
+
+
+def named_leaves(tree: Tree) -> dict[str, np.ndarray]:
+    """Leaves by path: `blocks/mlp/up/weight`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}
+
+
+def compare(reference: Trace, other: Trace) -> Comparison:
+    """The largest errors of `other` over all steps; see `Comparison`. A NaN anywhere counts as an infinite error."""
+    assert len(reference.losses) == len(other.losses)
+    loss_errors = [abs(b - a) / abs(a) for a, b in zip(reference.losses, other.losses, strict=True)]
+    worst, worst_leaf = -1.0, ""
+    for expected, actual in zip(reference.gradients, other.gradients, strict=True):
+        assert expected.keys() == actual.keys()
+        floor = GRADIENT_FLOOR * math.sqrt(sum(_norm(leaf) ** 2 for leaf in expected.values()))
+        for name, leaf in expected.items():
+            error = _norm(actual[name].astype(np.float64) - leaf) / max(_norm(leaf), floor)
+            error = math.inf if math.isnan(error) else error
+            if error > worst:
+                worst, worst_leaf = error, name
+    return Comparison(max(math.inf if math.isnan(e) else e for e in loss_errors), worst, worst_leaf)
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64)))
+
+
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "ppermute": "permute",
+    "all_to_all": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication in a program.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
+        axes: mesh axes it runs over.
+        shapes: shapes of its operands on one device.
+        num_bytes: bytes of its operands on one device.
+        count: how often it runs, from the lengths of the scans around it; every branch of a conditional counts as taken.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    count: int
+
+
+def collectives(function: Callable, *args: Any) -> list[Collective]:
+    """Communication of `function(*args)`; the arguments may be `ShapeDtypeStruct`."""
+    return list(_walk(jax.make_jaxpr(function)(*args).jaxpr, 1))
+
+
+def _walk(jaxpr: Jaxpr, count: int) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            avals = [var.aval for var in eqn.invars]
+            num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+            yield Collective(COLLECTIVES[name], axes, tuple(aval.shape for aval in avals), num_bytes, count)
+        inner = count * eqn.params["length"] if name == "scan" else count
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, ClosedJaxpr):
+                    yield from _walk(part.jaxpr, inner)
+                elif isinstance(part, Jaxpr):
+                    yield from _walk(part, inner)

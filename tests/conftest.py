@@ -1,0 +1,34 @@
+"""What every test relies on: eight simulated devices, strict arrays, and where real data lies."""
+
+import os
+from pathlib import Path
+
+# Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+    ]
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked `gpu` are run with JAX_PLATFORMS=cuda,cpu
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("megajax", deadline=None)  # an example's first run may compile for seconds
+hypothesis.settings.load_profile("megajax")
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of real corpora and tokenizers; tests that use it are skipped where it does not exist."""
+    folder = Path(os.environ.get("MEGAJAX_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder} (MEGAJAX_TEST_DATA names another folder)")
+    return folder

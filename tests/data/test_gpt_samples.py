@@ -1,0 +1,205 @@
+"""Splits and samples against the plain definition: documents joined, cut, each token predicted once."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.data.gpt import IGNORED, EvaluationSamples, TrainSamples, split_documents, train_and_validation
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import UserError
+
+
+def corpus(lengths: list[int]) -> TokenDocuments:
+    """Documents whose ids are all different, so that every token can be recognised."""
+    ids = np.arange(sum(lengths), dtype=np.int32)
+    return TokenDocuments.from_documents(np.split(ids, np.cumsum(lengths)[:-1]), "corpus.bin")
+
+
+LENGTHS = [int(length) for length in np.random.default_rng(0).integers(0, 60, 200)]
+CORPUS = corpus(LENGTHS)
+TRAIN = np.flatnonzero(np.arange(200) % 10)
+LENGTH = 16
+GOLDEN_FIRST_TOKENS = [5410, 2526, 2577, 6237, 211]
+GOLDEN_VALIDATION = [54, 56, 133, 145, 147]
+
+
+def train_samples(**change) -> TrainSamples:
+    return TrainSamples(**({"documents": CORPUS, "numbers": TRAIN, "sequence_length": LENGTH, "seed": 7} | change))
+
+
+def windows(samples: TrainSamples, numbers) -> list[tuple[int, ...]]:
+    """The T + 1 tokens of samples."""
+    found = []
+    for number in numbers:
+        sample = samples[number]
+        assert sample["tokens"].dtype == sample["targets"].dtype == np.int32
+        assert sample["tokens"].shape == sample["targets"].shape == (LENGTH,)
+        assert (sample["tokens"][1:] == sample["targets"][:-1]).all()
+        found.append((*sample["tokens"].tolist(), int(sample["targets"][-1])))
+    return found
+
+
+def test_an_epoch_is_the_joined_documents_cut_with_one_token_shared():
+    samples = train_samples()
+    num_tokens = sum(LENGTHS[number] for number in TRAIN)
+    assert samples.epoch_size == (num_tokens - 1) // LENGTH
+    epoch = windows(samples, range(samples.epoch_size))
+    next_of = {window[0]: window for window in epoch}
+    assert len(next_of) == len(epoch)
+    (first,) = set(next_of) - {window[-1] for window in epoch}
+    joined = [first]
+    while joined[-1] in next_of:
+        joined += next_of[joined[-1]][1:]
+    assert len(joined) == samples.epoch_size * LENGTH + 1
+    assert len(set(joined)) == len(joined)
+    # whole training documents in some order, but for the end of the last ones
+    position, seen = 0, []
+    while position < len(joined):
+        number = int(np.searchsorted(CORPUS.document_offsets, joined[position], side="right")) - 1
+        document = CORPUS.document(number).tolist()[: len(joined) - position]
+        assert joined[position : position + len(document)] == document
+        position += len(document)
+        seen.append(number)
+    assert set(seen) <= set(TRAIN.tolist())
+    assert seen != sorted(seen)
+
+
+def test_epochs_differ_and_each_is_in_a_random_order():
+    samples = train_samples()
+    size = samples.epoch_size
+    first, second = windows(samples, range(size)), windows(samples, range(size, 2 * size))
+    assert set(first) != set(second)  # documents are joined in another order
+    assert Counter(token for window in first for token in window[:-1]).most_common(1)[0][1] == 1
+    assert Counter(token for window in second for token in window[:-1]).most_common(1)[0][1] == 1
+    follows = sum(a[-1] == b[0] for a, b in itertools.pairwise(first))
+    assert follows < 0.1 * size
+
+
+def test_a_sample_is_a_pure_function_of_seed_and_number():
+    numbers = np.random.default_rng(1).integers(0, 10 * train_samples().epoch_size, 60).tolist()
+    one = train_samples()
+    forwards = windows(one, numbers)
+    assert windows(one, numbers[::-1])[::-1] == forwards
+    assert [windows(train_samples(), [number])[0] for number in numbers[:5]] == forwards[:5]
+    assert windows(train_samples(seed=8), numbers) != forwards
+
+
+def test_golden_samples():
+    """A resumed run must see the samples it would have seen: these may not change, in any version of NumPy or Grain."""
+    first_tokens = [window[0] for window in windows(train_samples(), [0, 1, 2, 1000, 10**9])]
+    assert first_tokens == GOLDEN_FIRST_TOKENS
+    assert split_documents(CORPUS, validation_fraction=0.03, seed=7)[1].tolist() == GOLDEN_VALIDATION
+
+
+def test_large_seed():
+    assert windows(train_samples(seed=2**80), [3]) != windows(train_samples(seed=2**80 + 1), [3])
+
+
+@pytest.mark.parametrize("num_tokens, size", [(LENGTH + 1, 1), (2 * LENGTH, 1), (2 * LENGTH + 1, 2)])
+def test_smallest_epochs(num_tokens, size):
+    samples = TrainSamples(corpus([num_tokens]), np.array([0]), sequence_length=LENGTH, seed=0)
+    assert samples.epoch_size == size
+    assert len(set(windows(samples, range(5 * size)))) == size
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), sequence_length=st.integers(1, 50))
+def test_evaluation_predicts_every_token_once_in_order(lengths, sequence_length):
+    documents = corpus([*lengths, 2])
+    samples = EvaluationSamples(documents, sequence_length=sequence_length)
+    tokens, targets = [], []
+    for number in range(len(samples)):
+        sample = samples[number]
+        assert sample["tokens"].shape == sample["targets"].shape == (sequence_length,)
+        counted = sample["targets"] != IGNORED
+        assert counted.any()
+        assert not counted[counted.sum() :].any()
+        tokens += sample["tokens"][counted].tolist()
+        targets += sample["targets"][counted].tolist()
+    assert tokens == list(range(documents.num_tokens - 1))
+    assert targets == list(range(1, documents.num_tokens))
+    assert samples.num_targets == len(targets)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 100), min_size=2, max_size=60).filter(
+        lambda lengths: np.count_nonzero(lengths) >= 2
+    ),
+    fraction=st.floats(0.001, 0.999),
+    seed=st.integers(0, 2**64),
+)
+def test_split_is_a_partition_with_text_on_both_sides(lengths, fraction, seed):
+    documents = corpus(lengths)
+    train, validation = split_documents(documents, validation_fraction=fraction, seed=seed)
+    assert sorted([*train, *validation]) == list(range(len(lengths)))
+    assert (np.diff(train) > 0).all() and (np.diff(validation) > 0).all()
+    lengths_d = np.array(lengths)
+    assert lengths_d[train].sum() > 0 and lengths_d[validation].sum() > 0
+    again = split_documents(corpus(lengths), validation_fraction=fraction, seed=seed)
+    assert again[1].tolist() == validation.tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.03, 0.1, 0.5])
+def test_validation_share(fraction):
+    for seed in range(20):
+        _, validation = split_documents(CORPUS, validation_fraction=fraction, seed=seed)
+        share = sum(LENGTHS[number] for number in validation) / CORPUS.num_tokens
+        assert share == pytest.approx(fraction, abs=30 / CORPUS.num_tokens)  # half of the longest document
+
+
+def test_split_depends_on_the_seed():
+    splits = {tuple(split_documents(CORPUS, validation_fraction=0.1, seed=seed)[1]) for seed in range(10)}
+    assert len(splits) == 10
+
+
+@pytest.mark.parametrize(
+    "lengths, validation", [([1000, 10, 10], {1, 2}), ([500, 500], {0, 1}), ([300, 200, 250], {1})]
+)
+def test_long_documents_are_trained_on(lengths, validation):
+    found = {
+        int(number)
+        for seed in range(20)
+        for number in split_documents(corpus(lengths), validation_fraction=0.02, seed=seed)[1]
+    }
+    assert found == validation
+
+
+def test_splits_share_no_token():
+    train, validation = train_and_validation(CORPUS, sequence_length=LENGTH, validation_fraction=0.1, seed=3)
+    trained = {token for window in windows(train, range(3 * train.epoch_size)) for token in window}
+    validated = {int(token) for number in range(len(validation)) for token in validation[number]["targets"]}
+    assert not trained & (validated - {IGNORED})
+    assert len(trained) + validation.num_targets + 1 == pytest.approx(CORPUS.num_tokens, abs=LENGTH)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_unusable_fraction(fraction):
+    with pytest.raises(UserError, match=r"--data\.validation-fraction .*between 0 and 1"):
+        split_documents(CORPUS, validation_fraction=fraction, seed=0)
+
+
+@pytest.mark.parametrize("lengths", [[], [100], [0, 100, 0]])
+def test_too_few_documents(lengths):
+    with pytest.raises(
+        UserError, match=rf"--data\.path: corpus\.bin has {min(len(lengths), 1)} documents; .* at least 2"
+    ):
+        split_documents(corpus(lengths), validation_fraction=0.1, seed=0)
+
+
+@pytest.mark.parametrize("lengths", [[LENGTH, 5], [LENGTH + 1, 1]])
+def test_corpus_shorter_than_one_sequence(lengths):
+    message = (
+        rf"too short: it has {lengths[0]} tokens for training, at least 17 .* {lengths[1]} for validation, at least 2"
+    )
+    with pytest.raises(UserError, match=message):
+        train_and_validation(corpus(lengths), sequence_length=LENGTH, validation_fraction=0.3, seed=0)
+    train_and_validation(corpus([LENGTH + 1, 2]), sequence_length=LENGTH, validation_fraction=0.3, seed=0)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_nothing_to_evaluate(length):
+    with pytest.raises(UserError, match=rf"corpus\.bin has {length} tokens; at least 2"):
+        EvaluationSamples(corpus([length]), sequence_length=4)

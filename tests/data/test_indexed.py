@@ -1,0 +1,231 @@
+"""The .bin and .idx files against a reader and a writer made here from the format's description alone."""
+
+import errno
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+from megajax.errors import UserError
+
+FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+
+
+def read_by_description(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
+    """Type code, the sequences, the document index."""
+    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert index[:9] == b"MMIDIDX\x00\x00"
+    version, code, num_sequences, num_entries = struct.unpack("<QBQQ", index[9:34])
+    assert version == 1
+    lengths = struct.unpack(f"<{num_sequences}i", index[34 : 34 + 4 * num_sequences])
+    start = 34 + 4 * num_sequences
+    pointers = struct.unpack(f"<{num_sequences}q", index[start : start + 8 * num_sequences])
+    documents = struct.unpack(f"<{num_entries}q", index[start + 8 * num_sequences :])
+    sequences = [
+        list(struct.unpack_from(f"<{n}{FORMATS[code]}", tokens, p)) for n, p in zip(lengths, pointers, strict=True)
+    ]
+    return code, sequences, list(documents)
+
+
+def write_by_description(
+    prefix: Path,
+    sequences: list[list[int]],
+    documents: list[int],
+    *,
+    code: int = 8,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    num_sequences: int | None = None,
+    num_entries: int | None = None,
+    lengths: list[int] | None = None,
+    pointers: list[int] | None = None,
+) -> None:
+    """As Megatron-LM writes it; every field can be made to lie."""
+    letter = FORMATS.get(code, "H")
+    if lengths is None:
+        lengths = [len(sequence) for sequence in sequences]
+    if pointers is None:
+        size = struct.calcsize(letter)
+        pointers = [size * sum(map(len, sequences[:number])) for number in range(len(sequences))]
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(magic + struct.pack("<Q", version) + struct.pack("<B", code))
+        file.write(struct.pack("<Q", len(lengths) if num_sequences is None else num_sequences))
+        file.write(struct.pack("<Q", len(documents) if num_entries is None else num_entries))
+        file.write(struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers))
+        file.write(struct.pack(f"<{len(documents)}q", *documents))
+    with open(f"{prefix}.bin", "wb") as file:
+        for sequence in sequences:
+            file.write(struct.pack(f"<{len(sequence)}{letter}", *sequence))
+
+
+documents_of = st.lists(st.lists(st.integers(0, 256), max_size=12), max_size=10)
+
+
+@given(documents=documents_of, vocab_size=st.sampled_from([257, 65499, 65500, 100_000]))
+def test_round_trip(tmp_path_factory, documents, vocab_size):
+    documents = [*documents, [0, vocab_size - 1]]
+    prefix = tmp_path_factory.mktemp("indexed") / "new" / "corpus.v1"
+    with IndexedWriter(prefix, vocab_size) as writer:
+        for number, document in enumerate(documents):
+            writer.add_document(document if number % 2 else np.array(document, np.int32))
+    assert read_by_description(prefix) == (8 if vocab_size < 65500 else 4, documents, list(range(len(documents) + 1)))
+    dataset = IndexedDataset(prefix)
+    assert [list(dataset.document(number)) for number in range(dataset.num_documents)] == documents
+    assert dataset.num_tokens == sum(map(len, documents))
+    assert dataset.max_token() == vocab_size - 1
+    assert sorted(os.listdir(prefix.parent)) == ["corpus.v1.bin", "corpus.v1.idx"]
+
+
+@pytest.mark.parametrize("code", FORMATS)
+def test_files_of_megatron_load(tmp_path, code):
+    """Documents of several sequences, of none at the start, in the middle and at the end, and empty sequences."""
+    sequences = [[1, 2, 3], [4], [], [5, 6], [7]]
+    write_by_description(tmp_path / "m", sequences, [0, 0, 2, 4, 4, 5, 5], code=code)
+    dataset = IndexedDataset(tmp_path / "m")
+    documents = [dataset.document(number).tolist() for number in range(dataset.num_documents)]
+    assert documents == [[], [1, 2, 3, 4], [5, 6], [], [7], []]
+    assert dataset.sequence_lengths.tolist() == [3, 1, 0, 2, 1]
+    assert dataset.document_index.tolist() == [0, 0, 2, 4, 4, 5, 5]
+
+
+def test_empty_dataset(tmp_path):
+    with IndexedWriter(tmp_path / "m", 300):
+        pass
+    assert read_by_description(tmp_path / "m") == (8, [], [0])
+    dataset = IndexedDataset(tmp_path / "m")
+    assert (dataset.num_documents, dataset.num_tokens, dataset.max_token()) == (0, 0, -1)
+
+
+GOOD = {"sequences": [[1, 2, 3], [4, 5]], "documents": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    "lie, problem",
+    [
+        ({"magic": b"TNTIDX\x00\x00\x00"}, "does not start with MMIDIDX"),
+        ({"version": 2}, "version 2 .* only version 1"),
+        ({"code": 6}, "type code 6 is floating-point numbers, not tokens"),
+        ({"code": 7}, "type code 7 is floating-point numbers, not tokens"),
+        ({"code": 9}, "type code 9 is unknown; valid are"),
+        ({"num_sequences": 3}, "truncated or damaged"),
+        ({"num_sequences": 1}, "truncated or damaged"),
+        ({"num_sequences": 2**63 + 1}, "truncated or damaged"),
+        ({"num_entries": 2**64 - 1}, "truncated or damaged"),
+        ({"lengths": [3, -2]}, "sequence 1 has a negative length"),
+        ({"lengths": [2, 2]}, "sequence 1 starts at byte 6"),
+        ({"lengths": [3, 1]}, "10 bytes, but .* describes 8 bytes"),
+        ({"lengths": [3, 3]}, "10 bytes, but .* describes at least 12 bytes"),
+        ({"lengths": [2**31 - 1, 2**31 - 1], "pointers": [0, 2 * (2**31 - 1)]}, "10 bytes, but .* describes at least"),
+        ({"pointers": [0, 4]}, "sequence 1 starts at byte 4"),
+        ({"pointers": [2, 8]}, "sequence 0 starts at byte 2"),
+        ({"pointers": [0, -(2**63)]}, "sequence 1 starts at byte -"),
+        ({"documents": [0, 1]}, "document index must go from 0 to 2"),
+        ({"documents": [1, 2]}, "document index must go from 0 to 2"),
+        ({"documents": []}, "document index must go from 0 to 2"),
+        ({"documents": [0, 2, 1, 2]}, "document index falls at document 1"),
+        ({"documents": [0, 3, 2]}, "document index falls at document 1"),
+    ],
+)
+def test_lying_index(tmp_path, lie, problem):
+    write_by_description(tmp_path / "m", **(GOOD | lie))
+    with pytest.raises(UserError, match=rf"{tmp_path}/m\.(idx|bin): .*{problem}") as caught:
+        IndexedDataset(tmp_path / "m")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_any_truncation_or_addition_is_found(tmp_path, suffix):
+    write_by_description(tmp_path / "m", **GOOD)
+    file = tmp_path / f"m.{suffix}"
+    content = file.read_bytes()
+    for changed in [*(content[:length] for length in range(len(content))), content + b"\0", content + content]:
+        file.write_bytes(changed)
+        with pytest.raises(UserError, match=r"m\.(idx|bin): "):
+            IndexedDataset(tmp_path / "m")
+    file.unlink()
+    with pytest.raises(UserError, match=rf"m\.{suffix}: cannot be read"):
+        IndexedDataset(tmp_path / "m")
+
+
+def test_checks_reach_every_part_of_a_large_index(tmp_path, monkeypatch):
+    monkeypatch.setattr("megajax.data.indexed._CHECK_SEQUENCES", 3)
+    sequences = [[n] * (n % 4) for n in range(20)]
+    good = {"sequences": sequences, "documents": list(range(21))}
+    write_by_description(tmp_path / "m", **good)
+    assert IndexedDataset(tmp_path / "m").document(19).tolist() == [19, 19, 19]
+    pointers = [2 * sum(map(len, sequences[:number])) for number in range(20)]
+    for wrong in range(20):
+        changed = [pointer + 2 * (number == wrong) for number, pointer in enumerate(pointers)]
+        write_by_description(tmp_path / "m", **good, pointers=changed)
+        with pytest.raises(UserError, match=f"sequence {wrong} starts"):
+            IndexedDataset(tmp_path / "m")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_failure_leaves_the_final_names_alone(tmp_path, existing):
+    if existing:
+        write_by_description(tmp_path / "m", **GOOD)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "m", 100) as writer:
+        writer.add_document([1, 2])
+        raise KeyboardInterrupt
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("full_at", ["tokens", "index"])
+def test_full_disk(tmp_path, monkeypatch, full_at):
+    remaining = ["tokens", "index"]
+
+    def sync(descriptor):
+        if remaining.pop(0) == full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    message = r"m\.bin: cannot be written: No space left on device"
+    with pytest.raises(UserError, match=message), IndexedWriter(tmp_path / "m", 100) as writer:
+        writer.add_document([1, 2])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_index_never_lies_beside_new_tokens(tmp_path, monkeypatch):
+    write_by_description(tmp_path / "m", **GOOD)
+    replace = Path.replace
+
+    def refuse_index(self, target):
+        if target.suffix == ".idx":
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", refuse_index)
+    with pytest.raises(UserError, match="cannot be written"), IndexedWriter(tmp_path / "m", 100) as writer:
+        writer.add_document([1, 2])
+    assert [file.name for file in tmp_path.iterdir()] == ["m.bin"]
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 8])
+def test_ids_beyond_the_vocabulary(tmp_path, monkeypatch, code):
+    monkeypatch.setattr("megajax.data.tokens._SCAN_TOKENS", 4)
+    write_by_description(tmp_path / "m", [[1, 2, 3, 4, 5], [6, 50, 100]], [0, 1, 2], code=code)
+    dataset = IndexedDataset(tmp_path / "m")
+    dataset.check_vocabulary(101)
+    message = r"m\.bin: token id 50 at position 6 .*--model\.vocab-size 50 allows 0 to 49, the largest id here is 100"
+    with pytest.raises(UserError, match=message):
+        dataset.check_vocabulary(50)
+
+
+def test_negative_ids(tmp_path):
+    write_by_description(tmp_path / "m", [[1, 2, -3]], [0, 1], code=4)
+    with pytest.raises(UserError, match="token id -3 at position 2"):
+        IndexedDataset(tmp_path / "m").check_vocabulary(1000)
+
+
+def test_a_type_that_fits_needs_no_scan(tmp_path, monkeypatch):
+    write_by_description(tmp_path / "m", **GOOD, code=8)
+    dataset = IndexedDataset(tmp_path / "m")
+    dataset.tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 60,), (0,))  # a scan would never end
+    dataset.check_vocabulary(65536)

@@ -1,0 +1,109 @@
+"""The row at (step, row) is the same whoever loads it, from wherever, however far ahead."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from megajax.data.gpt import IGNORED, EvaluationSamples, TrainSamples
+from megajax.data.loader import evaluation_batches, num_evaluation_batches, train_batches
+from megajax.data.tokens import TokenDocuments
+
+LENGTH = 8
+DOCUMENTS = TokenDocuments.from_documents(
+    [np.arange(40 * n, 40 * n + 10 + n, dtype=np.int32) for n in range(30)], "corpus"
+)
+TRAIN = TrainSamples(DOCUMENTS, np.arange(30), sequence_length=LENGTH, seed=5)
+EVALUATION = EvaluationSamples(DOCUMENTS, sequence_length=LENGTH)
+
+
+def batches(count: int, **options):
+    return list(itertools.islice(train_batches(TRAIN, **options), count))
+
+
+def test_batches_follow_the_definition_over_epochs():
+    steps = 3 * TRAIN.epoch_size // 6 + 2
+    for step, batch in enumerate(batches(steps, rows=range(6), global_batch=6)):
+        assert sorted(batch) == ["targets", "tokens"]
+        for key, rows in batch.items():
+            assert rows.shape == (6, LENGTH) and rows.dtype == np.int32 and rows.flags.c_contiguous
+            assert (rows == [TRAIN[step * 6 + row][key] for row in range(6)]).all()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
+@pytest.mark.parametrize("start_step", [0, 3, 10_000_000])
+@pytest.mark.parametrize("rows", [[0], [5, 0, 3], range(3, 6), [2, 2]], ids=str)
+def test_any_part_of_the_batch_from_any_step(rows, start_step, prefetch):
+    whole = batches(5, rows=range(6), global_batch=6, start_step=start_step, prefetch=2)
+    part = batches(4, rows=rows, global_batch=6, start_step=start_step + 1, prefetch=prefetch)
+    for expected, found in zip(whole[1:], part, strict=True):
+        for key in "tokens", "targets":
+            assert (found[key] == expected[key][list(rows)]).all()
+
+
+def test_the_global_batch_regroups_the_same_samples():
+    small = batches(12, rows=range(2), global_batch=2)
+    large = batches(4, rows=range(6), global_batch=6)
+    for key in "tokens", "targets":
+        assert (np.concatenate([b[key] for b in small]) == np.concatenate([b[key] for b in large])).all()
+
+
+@pytest.mark.parametrize("global_batch, prefetch", [(1, 0), (4, 2), (7, 3), (1000, 2)])
+def test_evaluation_covers_every_sample_once(global_batch, prefetch):
+    found = list(evaluation_batches(EVALUATION, rows=range(global_batch), global_batch=global_batch, prefetch=prefetch))
+    assert len(found) == num_evaluation_batches(EVALUATION, global_batch=global_batch)
+    targets = np.concatenate([batch["targets"] for batch in found])
+    expected = np.concatenate([document[:] for document in map(DOCUMENTS.document, range(30))])[1:]
+    assert (targets[targets != IGNORED] == expected).all()
+    assert (targets[len(EVALUATION) :] == IGNORED).all()
+    tokens = np.concatenate([batch["tokens"] for batch in found])
+    assert tokens.dtype == targets.dtype == np.int32
+    assert (tokens >= 0).all()
+
+
+def test_evaluation_of_a_part_has_as_many_batches():
+    whole = list(evaluation_batches(EVALUATION, rows=range(100), global_batch=100))
+    last_row = list(evaluation_batches(EVALUATION, rows=[99], global_batch=100))
+    assert len(EVALUATION) < 100
+    assert len(last_row) == len(whole) == 1
+    assert (last_row[0]["targets"] == IGNORED).all()
+
+
+def test_evaluation_limit():
+    limited = list(evaluation_batches(EVALUATION, rows=range(4), global_batch=4, limit=3))
+    whole = list(evaluation_batches(EVALUATION, rows=range(4), global_batch=4))
+    assert len(limited) == 3 < len(whole)
+    assert all((a["targets"] == b["targets"]).all() for a, b in zip(limited, whole, strict=False))
+    assert len(list(evaluation_batches(EVALUATION, rows=[0], global_batch=4, limit=10**6))) == len(whole)
+
+
+def test_threads_end_with_the_iterator():
+    def prefetching():
+        return [thread for thread in threading.enumerate() if "grain" in thread.name]
+
+    iterator = train_batches(TRAIN, rows=range(6), global_batch=6, prefetch=4)
+    next(iterator)
+    assert prefetching()
+    iterator.close()
+    for thread in prefetching():
+        thread.join(timeout=30)
+    assert not prefetching()
+
+
+def test_an_error_while_loading_reaches_the_caller():
+    class Broken:
+        sequence_length = LENGTH
+
+        def __getitem__(self, number):
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        next(train_batches(Broken(), rows=[0], global_batch=1))
+
+
+@pytest.mark.parametrize("rows", [[], [6], [-1]], ids=str)
+def test_rows_lie_in_the_batch(rows):
+    for function, samples in (train_batches, TRAIN), (evaluation_batches, EVALUATION):
+        with pytest.raises(AssertionError):
+            function(samples, rows=rows, global_batch=6)

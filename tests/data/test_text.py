@@ -1,0 +1,204 @@
+"""Documents from files, folders, JSONL and the standard library."""
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.data.text import DOCUMENT_CHARACTERS, TextDocuments, _decoded, _pieces
+from megajax.errors import UserError
+
+
+def write(file: Path, content: str | bytes) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+def test_single_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    text = "".join(f"paragraph {n}\n" + "word " * (n % 60) + "\n\n" for n in range(1000))
+    documents = list(TextDocuments(write(tmp_path / "a.txt", text)))
+    assert "".join(documents) == text
+    assert len(documents) > 20
+    assert all(document.endswith("\n\n") for document in documents)
+    assert all(len(document) >= DOCUMENT_CHARACTERS for document in documents[:-1])
+
+
+@pytest.mark.parametrize("content", ["one line\nafter the other\n" * 40, "no line ends " * 60, "x" * 500, "é" * 40])
+def test_short_files_without_blank_lines_still_have_several_documents(tmp_path, content):
+    documents = list(TextDocuments(write(tmp_path / "a.txt", content)))
+    assert "".join(documents) == content
+    assert len(documents) >= 2
+
+
+@given(text=st.text(alphabet="ab \n\r", max_size=300), sizes=st.lists(st.integers(1, 40)), target=st.integers(1, 30))
+def test_pieces_depend_on_the_text_only_and_are_bounded(text, sizes, target):
+    blocks, rest = [], text
+    for size in sizes:
+        blocks.append(rest[:size])
+        rest = rest[size:]
+    pieces = list(_pieces([*blocks, rest], target))
+    assert pieces == list(_pieces([text], target))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 4 * target for piece in pieces)
+
+
+def test_cutting_can_be_turned_off(tmp_path):
+    text = "line\n\n" * 5000
+    assert list(TextDocuments(write(tmp_path / "a.txt", text), cut=False)) == [text]
+
+
+def test_end_of_text_separates_documents(tmp_path):
+    file = write(tmp_path / "a.txt", "\ufeffone\n\n1\n<|endoftext|>\ntwo<|endoftext|>\r\n<|endoftext|>")
+    documents = TextDocuments(file)
+    assert list(documents) == ["one\n\n1", "two"]
+    assert documents.report.documents == 2
+
+
+def test_tinyshakespeare_gives_documents_for_both_splits(test_data):
+    file = test_data / "tinyshakespeare" / "input.txt"
+    documents = list(TextDocuments(file))
+    assert 150 < len(documents) < 300
+    assert "".join(documents) == file.read_text()
+
+
+@pytest.mark.parametrize("offset", [0, 10, (1 << 20) - 1, (1 << 20) + 5])
+def test_named_file_that_is_not_utf8_gives_the_offset(tmp_path, offset):
+    file = write(tmp_path / "latin.txt", b"a" * offset + b"\xe9t\xe9" + b"b" * 10)
+    with pytest.raises(
+        UserError, match=rf"--data\.path: .*latin\.txt is not UTF-8 text \(byte 0xe9 at offset {offset}\)"
+    ):
+        list(TextDocuments(file))
+
+
+def test_a_character_cut_short_at_the_end_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="offset 3"):
+        list(TextDocuments(write(tmp_path / "a.txt", b"abc\xe2\x82")))
+
+
+def test_characters_across_blocks_are_whole(tmp_path):
+    text = "€" * (1 << 19)  # 3 bytes each: 1 MiB blocks cut them
+    assert "".join(_decoded(write(tmp_path / "a.txt", text), "--data.path")) == text
+
+
+def test_folder_in_the_order_of_paths(tmp_path):
+    for name in ["b.txt", "a/z.md", "a/c.txt", "a.txt", "B.txt", ".hidden", ".git/config"]:
+        write(tmp_path / name, name)
+    write(tmp_path / "a" / "d.jsonl", '{"text": "d1"}\n{"text": "d2"}\n')
+    write(tmp_path / "latin.txt", b"\xe9")
+    write(tmp_path / "image.png", b"\x89PNG\r\n\x1a\n\xff")
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / "blank.txt", " \n\n")
+    (tmp_path / "broken-link").symlink_to(tmp_path / "nowhere")
+    documents = TextDocuments(tmp_path)
+    expected = ["B.txt", "a/c.txt", "d1", "d2", "a/z.md", "a.txt", "b.txt"]
+    assert list(documents) == expected
+    assert list(documents) == expected  # a second pass counts from the start
+    report = documents.report
+    assert (report.files, report.documents, report.skipped_files) == (8, 7, 2)
+    assert report.num_bytes == sum(map(len, expected))
+
+
+def test_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
+    for name in "cabd":
+        write(tmp_path / name / "x.txt", name)
+    plain = list(TextDocuments(tmp_path))
+    walk = os.walk
+    monkeypatch.setattr(
+        os, "walk", lambda *args, **kwargs: ((f, s.sort(reverse=True) or s, n) for f, s, n in walk(*args, **kwargs))
+    )
+    assert list(TextDocuments(tmp_path)) == plain == list("abcd")
+
+
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), min_size=1, max_size=8))
+def test_jsonl_round_trip(tmp_path_factory, texts):
+    lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in [*texts, "end"])
+    file = write(tmp_path_factory.mktemp("jsonl") / "a.jsonl", lines)
+    assert list(TextDocuments(file)) == [text for text in texts if text.strip()] + ["end"]
+
+
+def test_jsonl_with_mark_windows_ends_and_blank_lines(tmp_path):
+    content = '\ufeff{"text": "a"}\r\n\r\n{"text": "b\\u00e9"}'
+    assert list(TextDocuments(write(tmp_path / "A.JSONL", content))) == ["a", "bé"]
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        (b'{"text": "a"', "not JSON: .* at column"),
+        (b'{"Text": "a"}', 'no text under the key "text"'),
+        (b'{"text": 1}', 'no text under the key "text"'),
+        (b'{"text": null}', 'no text under the key "text"'),
+        (b'["text"]', 'no text under the key "text"'),
+        (b'"text"', 'no text under the key "text"'),
+        (b'{"text": "\xe9"}', "utf-8"),
+        (rb'{"text": "\ud800"}', "surrogates not allowed"),
+    ],
+)
+@pytest.mark.parametrize("folder", [False, True])
+def test_broken_jsonl_names_file_and_line(tmp_path, line, problem, folder):
+    file = write(tmp_path / "a.jsonl", b'{"text": "good"}\n\n' + line + b"\n")
+    with pytest.raises(UserError, match=rf"a\.jsonl:3: .*{problem}.*each line must be") as caught:
+        list(TextDocuments(tmp_path if folder else file))
+    assert "\n" not in str(caught.value)
+
+
+def test_standard_library():
+    documents = TextDocuments("python-stdlib")
+    texts = list(documents)
+    assert documents.report.num_bytes > 5_000_000
+    assert (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text() in texts
+    folders = {part for file in documents._files for part in file.relative_to(sysconfig.get_path("stdlib")).parts[:-1]}
+    assert "json" in folders
+    assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert {file.suffix for file in documents._files} == {".py"}
+
+
+@pytest.mark.parametrize("path, problem", [("nowhere", "does not exist"), ("", "is not given"), ("fifo", "neither")])
+def test_unusable_paths(tmp_path, monkeypatch, path, problem):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    with pytest.raises(UserError, match=rf"^--data\.path.*{problem}"):
+        TextDocuments(path)
+
+
+@pytest.mark.parametrize("content", [None, "", " \n", b"\xff"])
+def test_source_without_text(tmp_path, content):
+    if content is not None:
+        write(tmp_path / "a.txt", content)
+    with pytest.raises(UserError, match=r"--data: .* contains no text.*give") as caught:
+        list(TextDocuments(tmp_path, flag="--data"))
+    assert ("1 files are not UTF-8" in str(caught.value)) == (content == b"\xff")
+
+
+def test_empty_named_file(tmp_path):
+    for name in "a.txt", "a.jsonl":
+        with pytest.raises(UserError, match="contains no text"):
+            list(TextDocuments(write(tmp_path / name, "")))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("folder", [False, True])
+def test_unreadable_file(tmp_path, folder):
+    file = write(tmp_path / "secret.txt", "text")
+    file.chmod(0)
+    with pytest.raises(UserError, match=r"--data\.path: cannot read .*secret\.txt: Permission denied"):
+        list(TextDocuments(tmp_path if folder else file))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_refused_file(tmp_path, folder, monkeypatch):
+    """As above, for root: the operating system's refusal is simulated."""
+    file = write(tmp_path / "secret.txt", "text")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"--data\.path: cannot read .*secret\.txt: Permission denied"):
+        list(TextDocuments(tmp_path if folder else file, cut=False))

@@ -1,0 +1,44 @@
+"""The learning-rate schedule at its key points, and against optax's."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from megajax.config import OptimizerConfig
+from megajax.optim.learning_rate import learning_rate
+
+PAPER = OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3000, decay_steps=300_000)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 0.0),
+        (1, 5e-8),
+        (1500, 7.5e-5),
+        (3000, 1.5e-4),
+        (3000 + 297_000 // 4, 1e-5 + 1.4e-4 * (2 + 2**0.5) / 4),
+        (3000 + 297_000 // 2, 8e-5),
+        (300_000, 1e-5),
+        (300_001, 1e-5),
+        (2_000_000, 1e-5),
+    ],
+)
+def test_the_paper_s_schedule(step: int, rate: float) -> None:
+    assert float(learning_rate(step, PAPER)) == pytest.approx(rate, rel=1e-6)
+    assert float(jax.jit(lambda step: learning_rate(step, PAPER))(step)) == pytest.approx(rate, rel=1e-6)
+
+
+def test_it_is_optax_s_schedule_for_optax_s_arguments() -> None:
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 1.5e-4, 3000, 300_000, 1e-5)
+    steps = np.arange(0, 310_000, 997, dtype=np.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = jax.vmap(theirs)(steps)
+    np.testing.assert_allclose(jax.vmap(lambda step: learning_rate(step, PAPER))(steps), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("warmup", "rates"), [(0, (3.0, 2.0, 1.0, 1.0)), (2, (0.0, 1.5, 3.0, 1.0))])
+def test_without_warm_up_or_without_decay(warmup: int, rates: tuple[float, ...]) -> None:
+    config = OptimizerConfig(learning_rate=3.0, min_learning_rate=1.0, warmup_steps=warmup, decay_steps=2)
+    assert [float(learning_rate(step, config)) for step in range(4)] == pytest.approx(rates)

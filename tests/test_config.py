@@ -1,0 +1,224 @@
+"""Presets, what is derived from them, and every mistake that the configuration finds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config import Config, load_preset, resolve, to_toml, validate, validate_mesh
+from megajax.errors import UserError
+from megajax.options import options
+from megajax.presets import preset_names
+
+PRESETS = Path(__file__).parents[1] / "configs"
+GPT2 = ("gpt2-355m", "gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b", "gpt2-8.3b-24heads")
+
+
+def demo(**overrides: Any) -> Config:
+    """The demo; `mesh__data=2` overrides `mesh.data`."""
+    return resolve(load_preset("demo"), {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def message(call: Any, *arguments: Any) -> str:
+    """The one line of the `UserError` that the call raises."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bare_names_are_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_preset("demo") == load_preset(PRESETS / "demo.toml")
+    assert {"demo", *GPT2} <= set(preset_names())
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.toml").write_text("seed = 77")
+    assert load_preset("demo") == {"seed": 77, "run_dir": "runs/demo"}
+
+
+@pytest.mark.parametrize("mesh", [(d, p, t) for d in (1, 2, 4, 8) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8)])
+def test_demo_runs_on_every_mesh_of_up_to_eight_devices(mesh: tuple[int, int, int]) -> None:
+    config = demo(mesh__data=mesh[0], mesh__pipe=mesh[1], mesh__tensor=mesh[2])
+    assert config.mesh.num_devices == mesh[0] * mesh[1] * mesh[2]
+    assert config.model.num_layers % 8 == 0
+    validate(config, config.mesh.num_devices)
+
+
+# name: layers, hidden, heads, parameters with the vocabulary padded to 51,200
+PAPER = {
+    "gpt2-355m": (24, 1024, 16, 355_788_800),
+    "gpt2-1.2b": (40, 1536, 16, 1_213_479_936),
+    "gpt2-2.5b": (54, 1920, 20, 2_490_408_960),
+    "gpt2-4.2b": (64, 2304, 24, 4_199_109_120),
+    "gpt2-8.3b": (72, 3072, 32, 8_317_040_640),
+    "gpt2-8.3b-24heads": (72, 3072, 24, 8_317_040_640),
+}
+
+
+@pytest.mark.parametrize("name", GPT2)
+def test_the_paper_s_models_and_recipe(name: str) -> None:
+    config = resolve(load_preset(name))
+    validate(config, 1)
+    model, train, optimizer = config.model, config.train, config.optimizer
+    layers, hidden = model.num_layers, model.hidden_size
+    count = layers * (12 * hidden**2 + 13 * hidden) + (model.padded_vocab_size + model.sequence_length + 2) * hidden
+    assert (layers, hidden, model.num_heads, count) == PAPER[name]
+    assert (model.vocab_size, model.padded_vocab_size, model.sequence_length) == (50257, 51200, 1024)
+    assert (model.dropout, model.init_std, model.mlp_size) == (0.1, 0.02, 4 * hidden)
+    assert (train.steps, train.global_batch, train.remat, config.precision) == (300_000, 512, "layer", "bf16")
+    assert (optimizer.learning_rate, optimizer.min_learning_rate) == (1.5e-4, 1e-5)
+    assert (optimizer.warmup_steps, optimizer.decay_steps) == (3000, 300_000)
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.01, 1.0)
+    assert config.run_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", ["demo", *GPT2])
+def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(name: str, tmp_path: Path) -> None:
+    awkward = {"sample.prompt": 'a "b"\n\t\\ é 語', "optimizer.epsilon": 1e-300, "model.init_std": 0.1 + 0.2, "seed": 9}
+    config = resolve(load_preset(name), awkward)
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert resolve(load_preset(tmp_path / "config.toml")) == config
+
+
+def test_the_head_size_and_the_padding_of_the_vocabulary() -> None:
+    model = demo(model__vocab_size=1025, model__hidden_size=96).model
+    assert (model.head_size, model.mlp_size, model.padded_vocab_size) == (12, 384, 2048)
+    assert demo(model__vocab_size=1025, model__vocab_multiple=1).model.padded_vocab_size == 1025
+
+
+def test_scan_layers_may_be_a_toml_boolean_and_a_number_may_be_whole(tmp_path: Path) -> None:
+    preset = load_preset(write(tmp_path, "[model]\nscan_layers = true\ndropout = 0"))
+    assert preset["model.scan_layers"] == "true"
+    assert isinstance(preset["model.dropout"], float)
+
+
+def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path) -> None:
+    assert load_preset(write(tmp_path, ""))["run_dir"] == "runs/mine"
+    assert load_preset(write(tmp_path, 'run_dir = "there"'))["run_dir"] == "there"
+    assert demo(run_dir="here").run_dir == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nnum_layer = 3", "model.num_layer: unknown key; did you mean model.num_layers"),
+        ("steps = 3", "steps: unknown key; did you mean train.steps?"),
+        ("[checkpoint]\nzzz = 3", "checkpoint.zzz: unknown key; valid: checkpoint.every, checkpoint.keep"),
+        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [mesh]"),
+        ("model = 3", "model = 3; valid tables: [model]"),
+        ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
+        ("[model]\nnum_layers = 8.0", "model.num_layers = 8.0; valid: a whole number"),
+        ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
+        ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
+        ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
+        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp64"),
+        ("run_dir = 3", "run_dir = 3; valid: text"),
+        ("seed = 1\n[model\n", "not valid TOML"),
+    ],
+)
+def test_a_mistake_in_a_preset_names_the_file_the_key_and_what_is_valid(text: str, words: str, tmp_path: Path) -> None:
+    found = message(load_preset, write(tmp_path, text))
+    assert found.startswith(f"{tmp_path / 'mine.toml'}: ")
+    assert words in found
+
+
+def test_malformed_toml_names_the_line(tmp_path: Path) -> None:
+    assert "line 3" in message(load_preset, write(tmp_path, "seed = 1\n[model]\nnum_layers = = 2\n"))
+
+
+def test_files_that_are_no_presets(tmp_path: Path) -> None:
+    assert "did you mean demo?" in message(load_preset, "dmo")
+    assert "gpt2-355m" in message(load_preset, "zzz")
+    assert str(tmp_path / "no.toml") in message(load_preset, tmp_path / "no.toml")
+    assert "config.toml" in message(load_preset, tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"seed = 1 # \xff")
+    assert "byte 11 is not UTF-8" in message(load_preset, tmp_path / "bytes.toml")
+
+
+def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
+    preset = {key: value for key, value in load_preset("demo").items() if key != "train.microbatch"}
+    found = message(resolve, preset)
+    assert "train.microbatch" in found and "--train.microbatch" in found
+    assert resolve(preset, {"train.microbatch": 1}).train.microbatch == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"mesh.tensro": 2}, "--mesh.tensro: unknown key; did you mean mesh.tensor?"),
+        ({"train.global_batch": 2.5}, "--train.global-batch = 2.5; valid: a whole number"),
+        ({"sample.prompt": "\udcff"}, "valid: text in UTF-8"),
+        ({"model.num_layers": 0}, "--model.num-layers 0; valid: 1 or more"),
+        ({"mesh.data": -1}, "--mesh.data -1; valid: 1 or more"),
+        ({"optimizer.learning_rate": 0}, "--optimizer.learning-rate 0.0; valid: more than 0"),
+        ({"model.dropout": 1}, "--model.dropout 1.0; valid: 0 or more and less than 1"),
+        ({"data.validation_fraction": 0}, "--data.validation-fraction 0.0; valid: more than 0 and less than 1"),
+        ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 or more"),
+        ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
+        ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
+        ({"optimizer.warmup_steps": 201}, "--optimizer.decay-steps 200, which includes it; valid: at most 200"),
+        ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
+        ({"distributed.num_processes": 2}, "--distributed.coordinator and --distributed.process-id missing"),
+    ],
+)
+def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
+    overrides: dict[str, Any], words: str
+) -> None:
+    assert words in message(resolve, load_preset("demo"), overrides)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "process", "words"),
+    [
+        ("localhost:1234", 2, "--distributed.process-id 2 with --distributed.num-processes 2; valid: 0 to 1"),
+        ("localhost", 1, "--distributed.coordinator 'localhost'; valid: HOST:PORT"),
+        (":80", 1, "HOST:PORT"),
+        ("host:99999", 1, "HOST:PORT"),
+    ],
+)
+def test_processes_that_cannot_meet(coordinator: str, process: int, words: str) -> None:
+    flags = {"coordinator": coordinator, "num_processes": 2, "process_id": process}
+    overrides = {f"distributed.{key}": value for key, value in flags.items()}
+    assert words in message(resolve, load_preset("demo"), overrides)
+
+
+def test_the_mesh_must_have_the_size_of_the_devices() -> None:
+    found = message(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
+    assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, there are 1" in found
+    assert "--simulate-devices 8" in found
+    several = {"coordinator": "localhost:1234", "num_processes": 2, "process_id": 0}
+    config = demo(mesh__data=8, **{f"distributed__{key}": value for key, value in several.items()})
+    assert "--simulate-devices 4" in message(validate, config, 2)
+    validate(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"mesh.tensor": 3}, "--mesh.tensor 3 does not divide --model.num-heads 8; valid: 1, 2, 4, 8"),
+        (
+            {"mesh.tensor": 8, "model.vocab_size": 4094, "model.vocab_multiple": 1},
+            "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",
+        ),
+        ({"mesh.data": 3}, "--train.global-batch 16 is not divisible by --mesh.data 3 x --train.microbatch 2; valid:"),
+        ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
+    ],
+)
+def test_sizes_that_the_mesh_does_not_divide(overrides: dict[str, Any], words: str) -> None:
+    config = resolve(load_preset("demo"), overrides)
+    assert words in message(validate, config, config.mesh.num_devices)
+
+
+def test_the_mesh_alone_may_be_checked_without_the_batch() -> None:
+    validate_mesh(demo(mesh__data=3), 3)
+
+
+def test_every_field_has_a_help_text() -> None:
+    assert {"seed", "model.num_layers", "distributed.process_id"} <= set(options(Config))
+    assert all(option.help and not option.help.endswith(".") for option in options(Config).values())

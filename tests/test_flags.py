@@ -1,0 +1,128 @@
+"""The command line: every field a flag, and errors of one line."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from megajax.config import Config, load_preset, resolve
+from megajax.errors import UserError
+from megajax.flags import Parser, parse
+from megajax.options import options
+
+
+def fails(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(argv, "Train.")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def different(key: str) -> Iterator[str]:
+    """The flag of a key with a value that the demo doesn't have."""
+    option = options(Config)[key]
+    value = load_preset("demo").get(key, option.default)
+    if option.choices:
+        text = next(str(choice) for choice in option.choices if choice != value)
+    else:
+        text = "x" if option.kind is str else str((value or 1) * 2 if option.kind is int else (value or 1) / 2)
+    yield from (option.flag, text)
+
+
+@pytest.mark.parametrize("key", [key for key in options(Config) if not key.startswith("distributed.")])
+def test_every_field_is_a_flag(key: str) -> None:
+    flag, text = different(key)
+    expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
+    assert parse(["demo", flag, text], "Train.") == expected
+    assert parse(["demo", f"{flag}={text}"], "Train.") == expected
+
+
+def test_flags_in_any_place_and_the_last_one_wins() -> None:
+    config = parse(["--mesh.data", "2", "demo", "--mesh.data=4", "--optimizer.learning-rate", "1e-4"], "Train.")
+    assert (config.mesh.data, config.optimizer.learning_rate) == (4, 1e-4)
+    flags = "--distributed.coordinator h:1 --distributed.num-processes 2 --distributed.process-id 1"
+    assert parse(["demo", *flags.split()], "Train.").distributed.process_id == 1
+    assert parse(["demo", "--distributed.process-id", "-1"], "Train.") == resolve(load_preset("demo"))
+    assert parse(["demo", "--sample.prompt", ""], "Train.").sample.prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "PRESET missing; valid: a TOML file, or one of demo,"),
+        ("--mesh.data 2", "PRESET missing"),
+        ("demo --mesh.dat 2", "--mesh.dat: unknown flag; did you mean --mesh.data?"),
+        ("demo --mesh.d 2", "--mesh.d: unknown flag"),
+        ("demo --steps=5", "--steps: unknown flag; did you mean --train.steps?"),
+        ("demo --run_dir x", "--run_dir: unknown flag; did you mean --run-dir?"),
+        ("demo -x", "-x: unknown flag; see --help"),
+        ("demo other", "'other' is one argument too many; valid: train.py PRESET"),
+        ("demo --mesh.data", "--mesh.data needs a value; valid: a whole number"),
+        ("demo --mesh.data=", "--mesh.data ''; valid: a whole number"),
+        ("demo --mesh.data 1.5", "--mesh.data '1.5'; valid: a whole number"),
+        ("demo --model.dropout x", "--model.dropout 'x'; valid: a finite number"),
+        ("demo --model.dropout nan", "--model.dropout 'nan'; valid: a finite number"),
+        ("demo --train.remat all", "--train.remat 'all'; valid: none, layer"),
+        ("demo --model.dropout 2", "--model.dropout 2.0; valid: 0 or more and less than 1"),
+        ("no-such-preset", "no preset 'no-such-preset'"),
+    ],
+)
+def test_one_line_names_the_flag_and_what_is_valid(line: str, words: str) -> None:
+    assert fails(*line.split()).startswith(words)
+
+
+def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, shown in ((["demo", "--help"], "[def read(]"), (["--help"], "[set by the preset]")):
+        with pytest.raises(SystemExit) as caught:
+            parse(argv, "Train.")
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert shown in " ".join(text.replace('"', "").split())
+        assert all(option.flag in text for option in options(Config).values())
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A section."""
+
+    zero: Annotated[Literal[0, 1, 3], "100% of it"] = 0
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The whole."""
+
+    sequence_parallel: Annotated[bool, "a switch"] = False
+    inner: Inner = Inner()
+
+
+def test_switches_and_numbered_choices_need_no_more_than_a_field() -> None:
+    parser = Parser("Test.", "test")
+    parser.add_config_flags(owner=Outer)
+    assert parser.overrides(parser.parse_args([])) == {}
+    given = parser.parse_args(["--sequence-parallel", "--inner.zero", "0"])
+    assert parser.overrides(given) == {"sequence_parallel": True, "inner.zero": 0}
+    assert parser.overrides(parser.parse_args(["--no-sequence-parallel"])) == {"sequence_parallel": False}
+    assert "100% of it [0]" in parser.format_help()
+    for line, words in (
+        ("--sequence-parallel=3", "takes no value; valid:"),
+        ("--inner.zero 2", "valid: 0, 1, 3"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parser.parse_args(line.split())
+
+
+def test_another_command_takes_only_some_of_the_flags(tmp_path: Path) -> None:
+    parser = Parser("Evaluate.", "eval.py TASK [--flag value ...]")
+    parser.add_argument("task", choices=["perplexity"])
+    parser.add_argument("--checkpoint", required=True, metavar="RUN", help="a run directory")
+    parser.add_config_flags("mesh", "simulate_devices")
+    args = parser.parse_args(["perplexity", "--checkpoint", str(tmp_path), "--mesh.data", "2", "--simulate-devices=2"])
+    assert (args.task, args.checkpoint) == ("perplexity", str(tmp_path))
+    assert parser.overrides(args) == {"mesh.data": 2, "simulate_devices": 2}
+    with pytest.raises(UserError, match=r"--train.steps: unknown flag"):
+        parser.parse_args(["perplexity", "--checkpoint", "x", "--train.steps", "3"])
+    with pytest.raises(UserError, match=r"--checkpoint missing"):
+        parser.parse_args(["perplexity"])

@@ -1,0 +1,49 @@
+"""A model small enough to compile in seconds, with every dim different from the others."""
+
+import dataclasses
+
+import jax
+
+from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from megajax.mesh import make_mesh
+from megajax.training.step import Program
+
+
+def tiny_config(
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    *,
+    schedule: str = "1f1b",
+    remat: str = "none",
+    microbatch: int = 1,
+    global_batch: int = 8,
+    precision: str = "fp32",
+    **model,
+) -> Config:
+    """A configuration on `mesh` (data, pipe, tensor); `model` overrides fields of `ModelConfig`."""
+    data, pipe, tensor = mesh
+    defaults = {"num_layers": 4, "hidden_size": 24, "num_heads": 8, "sequence_length": 16, "vocab_size": 101}
+    return Config(
+        precision=precision,
+        model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
+        mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
+        pipeline=PipelineConfig(schedule=schedule),
+        train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10),
+    )
+
+
+def tiny_program(config: Config) -> Program:
+    """The program of `config` on the first simulated devices."""
+    mesh = config.mesh
+    return Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, jax.devices()[: mesh.num_devices]))
+
+
+def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a global batch."""
+    shape = (config.train.global_batch, config.model.sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+
+
+def replace_model(config: Config, **model) -> Config:
+    """`config` with other fields of its model."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))

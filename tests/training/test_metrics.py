@@ -1,0 +1,151 @@
+"""The log of a run: what is written, what is shown, and what a resumed run keeps."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megajax.errors import UserError
+from megajax.training.metrics import RunLog, read_metrics
+from megajax.training.plot import plot_loss
+from megajax.training.progress import TrainingProgress, time_text
+
+
+def log_steps(log: RunLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.training(step, loss=10 / 3 / step, grad_norm=np.float32(0.1), learning_rate=1e-4, tokens=512, seconds=0.5)
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensorboard_points(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What the events hold, read record by record (length, checksum, event, checksum); later files' purges applied."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    points: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted((run_dir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            if event.HasField("session_log"):
+                points = {tag: [point for point in old if point[0] < event.step] for tag, old in points.items()}
+            for value in event.summary.value:
+                points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return points
+
+
+def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path, total_steps=20, log_every=10) as log:
+        log_steps(log, 1, 20)
+        log.validation(20, np.float32(2.5))
+        assert len(lines(tmp_path)) == 21, "every line is there at once"
+        log.print("[done] in plain words")
+    first, last = lines(tmp_path)[0], lines(tmp_path)[-1]
+    assert first == {
+        "step": 1,
+        "loss": 10 / 3,
+        "grad_norm": float(np.float32(0.1)),
+        "learning_rate": 1e-4,
+        "tokens": 512,
+        "seconds": 0.5,
+        "tokens_per_second": 1024.0,
+    }
+    assert last == {"step": 20, "validation_loss": 2.5}
+    events = tensorboard_points(tmp_path)
+    assert set(events) == {"loss/training", "loss/validation", "grad_norm", "learning_rate", "tokens_per_second"}
+    assert events["loss/validation"] == [(20, 2.5)]
+    assert [step for step, _ in events["loss/training"]] == list(range(1, 21))
+    assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (585, 1040)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "tensorboard"]
+    assert capsys.readouterr().out.splitlines() == [
+        "step 10/20  loss 0.3333  1,024 tokens/s  0:05 left",
+        "step 20/20  loss 0.1667  1,024 tokens/s  0:00 left",
+        "step 20/20  validation loss 2.5000  perplexity 12.18",
+        "[done] in plain words",
+    ]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 7, "lo', b'{"step": 3, "loss": 1.0}', b"\xff\x00\n[1]\n{}\n"])
+def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path: Path) -> None:
+    with RunLog(tmp_path, total_steps=6) as log:
+        log_steps(log, 1, 4)
+        log.validation(4, 2.0)
+        log_steps(log, 5, 6)
+    straight = (tmp_path / "metrics.jsonl").read_bytes()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(tail)
+    with RunLog(tmp_path, total_steps=6, finished_steps=4) as log:
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
+        log_steps(log, 5, 6)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == straight
+    assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLog(tmp_path, total_steps=3) as log:
+            log_steps(log, 1, 3)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", total_steps=3, log_every=1, write=False) as log:
+        log_steps(log, 1, 3)
+        log.validation(3, 1.0)
+        log.print("hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    with RunLog(tmp_path, total_steps=2) as log:
+        log.training(1, loss=np.nan, grad_norm=np.inf, learning_rate=0, tokens=1, seconds=0)
+        log.validation(1, np.inf)
+    assert [(line.get("loss"), line.get("grad_norm")) for line in lines(tmp_path)] == [(None, None), (None, None)]
+    with RunLog(tmp_path, total_steps=2, finished_steps=1):
+        pass
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_a_run_directory_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        RunLog(tmp_path / "file" / "run", total_steps=1)
+
+
+def test_no_metrics_are_no_lines(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a $run_{1", "走る"])
+def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Path) -> None:
+    for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
+        plot_loss(tmp_path / "loss.png", name, training, validation)
+        assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, color_system=None, legacy_windows=False, _environ={})
+    progress = TrainingProgress(100, 0, 1, console=console)
+    progress.step(1, 5.5, 1000, 30.0)  # the step that compiled
+    progress.step(2, 5.25, 1000, 0.5)
+    progress.step(3, 5.0, 1000, 0.5)
+    progress.print("[a] note")
+    progress.close()
+    shown = screen.getvalue()
+    assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left" in shown
+    assert "[a] note\n" in shown
+
+
+def test_durations() -> None:
+    assert [time_text(seconds) for seconds in (0, 59.6, 3600, 90_061)] == ["0:00", "1:00", "1:00:00", "1d 01:01:01"]
