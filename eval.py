@@ -1,4 +1,5 @@
-"""Evaluate a trained model: `python eval.py TASK --checkpoint RUN [--flag value ...]`. The last line printed is one JSON object."""
+"""Evaluate a trained model: `python eval.py TASK --checkpoint RUN [--flag value ...]`. The last line printed is one
+JSON object."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
 """What the pipeline executor costs where there is nothing to pipeline.
 
 Mesh (1, 1, 1): loss and gradients of one step by the executor, against a hand-written accumulation loop around
-`jax.value_and_grad` of the same model. Paired runs A B A B; prints the median ratio of times and the ratio of the compiled
-programs' peak temporary bytes.
+`jax.value_and_grad` of the same model. Paired runs A B A B; prints the median ratio of times and the ratio of the
+compiled programs' peak temporary bytes.
 
     python benchmarks/executor_overhead.py [--hidden 512 --layers 4 --microbatches 4 --rounds 7]
 """

@@ -4,8 +4,8 @@
 class UserError(ValueError):
     """Something the user can put right: a flag, a preset, a file.
 
-    The message is one line that names the flag or file and says what would be valid. The entry points print it on standard
-    error and exit with code 2.
+    The message is one line that names the flag or file and says what would be valid. The entry points print it on
+    standard error and exit with code 2.
     """
 
 

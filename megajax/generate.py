@@ -7,7 +7,14 @@ from megajax.training.step import Program
 
 
 def sample(
-    program: Program, params, prompt: list[int], *, num_tokens: int, temperature: float, seed: int, end: int | None = None
+    program: Program,
+    params,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    end: int | None = None,
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before the id `end`.
 

@@ -41,12 +41,15 @@ def start(config: Config) -> None:
         else:
             jax.distributed.initialize()
     except (RuntimeError, ValueError) as error:
-        where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+        where = (
+            f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+        )
         raise UserError(f"{where}: the processes did not find each other: {str(error).splitlines()[0]}") from error
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher (SLURM, Open MPI, Kubernetes) started more than one process, which JAX then finds by itself."""
+    """Whether a launcher (SLURM, Open MPI, Kubernetes) started more than one process, which JAX then finds by
+    itself."""
     processes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     if any(environment.get(name, "1").isdecimal() and int(environment.get(name, "1")) > 1 for name in processes):
         return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment

@@ -61,8 +61,8 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    `tensor`, `pipe`, `data`: the groups of one axis. `model`: the devices that hold one copy of the model (tensor × pipe).
-    `embedding`: first and last stage of every pipe group, which share the tied embedding.
+    `tensor`, `pipe`, `data`: the groups of one axis. `model`: the devices that hold one copy of the model (tensor ×
+    pipe). `embedding`: first and last stage of every pipe group, which share the tied embedding.
     """
     ids = np.vectorize(lambda device: device.id)(mesh.devices)  # [data, pipe, tensor]
 

@@ -1,7 +1,8 @@
 """Does the mesh change the numbers, and what does the program communicate? The same code answers tests and users.
 
-`trace` trains a few steps and keeps every loss and gradient in mesh-independent form; `compare` holds two traces against each other
-by the project's rule. `collectives` lists the communication of a program from its jaxpr, without running or compiling it.
+`trace` trains a few steps and keeps every loss and gradient in mesh-independent form; `compare` holds two traces
+against each other by the project's rule. `collectives` lists the communication of a program from its jaxpr, without
+running or compiling it.
 """
 
 import math
@@ -58,7 +59,8 @@ class Comparison:
 
 
 def random_batch(config: Config, step: int) -> dict[str, np.ndarray]:
-    """A global batch that depends on the seed and the step only; a tenth of its targets is ignored, unevenly over rows."""
+    """A global batch that depends on the seed and the step only; a tenth of its targets is ignored, unevenly over
+    rows."""
     rng = np.random.default_rng((config.seed, step))
     shape = (config.train.global_batch, config.model.sequence_length + 1)
     tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
@@ -67,7 +69,8 @@ def random_batch(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 def trace(config: Config, steps: int, devices: Sequence[jax.Device] | None = None) -> Trace:
-    """Train `config` for `steps` steps on random batches, on its mesh over the first of `devices` (default: all there are)."""
+    """Train `config` for `steps` steps on random batches, on its mesh over the first of `devices` (default: all there
+    are)."""
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
     program = Program(config, make_mesh(size.data, size.pipe, size.tensor, devices))
@@ -75,8 +78,8 @@ def trace(config: Config, steps: int, devices: Sequence[jax.Device] | None = Non
     losses, gradients = [], []
     for step in range(steps):
         rows = program.local_rows
-        batch = {name: array[rows] for name, array in random_batch(config, step).items()}
-        batch = program.put_batch(batch, rows)
+        local = {name: array[rows] for name, array in random_batch(config, step).items()}
+        batch = program.put_batch(local, rows)
         state, metrics, grads = program.train_step_with_gradients(state, batch)
         losses.append(float(metrics["loss"]))
         gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))
@@ -132,7 +135,8 @@ class Collective:
         axes: mesh axes it runs over.
         shapes: shapes of its operands on one device.
         num_bytes: bytes of its operands on one device.
-        count: how often it runs, from the lengths of the scans around it; every branch of a conditional counts as taken.
+        count: how often it runs, from the lengths of the scans around it; every branch of a conditional counts as
+        taken.
     """
 
     kind: str
@@ -151,9 +155,9 @@ def _walk(jaxpr: Jaxpr, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in COLLECTIVES:
-            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            avals = [var.aval for var in eqn.invars]
+            avals: list[Any] = [var.aval for var in eqn.invars]
             num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
             yield Collective(COLLECTIVES[name], axes, tuple(aval.shape for aval in avals), num_bytes, count)
         inner = count * eqn.params["length"] if name == "scan" else count

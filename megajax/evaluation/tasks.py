@@ -11,7 +11,7 @@ from megajax.config import Config, load_preset, resolve, validate
 from megajax.data.corpus import evaluation_tokens, open_corpus
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.tokenizer import Tokenizer
-from megajax.errors import RunError, UserError
+from megajax.errors import RunError
 from megajax.evaluation.perplexity import perplexity
 from megajax.launch import start
 from megajax.mesh import make_mesh
@@ -71,7 +71,9 @@ def restore_params(program: Program, run_dir: Path, wanted: str) -> tuple[Any, i
 
 def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     """The run's configuration on the mesh asked for, one device where none is; batches fill the pipeline once."""
-    preset = {key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)}
+    preset = {
+        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
+    }
     config = resolve(preset, overrides)
     rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))

@@ -1,7 +1,8 @@
-"""GPT-2: learned positions, a stack of pre-LayerNorm blocks, a final LayerNorm, and an output head tied to the embedding.
+"""GPT-2: learned positions, a stack of pre-LayerNorm blocks, a final LayerNorm, and an output head tied to the
+embedding.
 
-The pieces are called one by one by whoever runs the layers (`embed`, then the blocks, then `loss` or `logits`), inside the one
-`shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
+The pieces are called one by one by whoever runs the layers (`embed`, then the blocks, then `loss` or `logits`), inside
+the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
 """
 
 import flax
@@ -69,7 +70,8 @@ def count_parameters(config: ModelConfig) -> int:
 class GPTFunctions:
     """The model as pure functions of its weights, for whoever distributes the layers.
 
-    Weights are nested dicts: `shared` (embedding, positions, final LayerNorm: used by the first and the last stage) and `blocks`.
+    Weights are nested dicts: `shared` (embedding, positions, final LayerNorm: used by the first and the last stage)
+    and `blocks`.
 
     Attributes:
         shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers stacked `[L, …]`.

@@ -1,7 +1,7 @@
 """The transformer layer of GPT-2: LayerNorm first, then attention or MLP, then dropout and the residual addition.
 
-LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3). Letters: B batch, T tokens,
-D model, F feed-forward.
+LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3). Letters: B batch,
+T tokens, D model, F feed-forward.
 """
 
 from functools import partial
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from megajax.models.config import ModelConfig
 from megajax.models.attention import Attention
+from megajax.models.config import ModelConfig
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, constant_param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.precision import at_least_fp32

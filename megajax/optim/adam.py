@@ -17,7 +17,8 @@ NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biase
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with the run's schedule; weight decay on matrices and embeddings only (REFERENCE: not LayerNorm, not biases)."""
+    """AdamW with the run's schedule; weight decay on matrices and embeddings only (REFERENCE: not LayerNorm, not
+    biases)."""
     return optax.adamw(
         lambda step: learning_rate(step, config),
         b1=config.beta1,
@@ -43,8 +44,8 @@ def decay_mask(params: Tree) -> Tree:
 def global_norm(grads: Tree) -> Array:
     """Norm over all logical elements, each counted once.
 
-    A reduced gradient varies over exactly the axes its weight is split over, so its sum of squares is completed over those axes
-    and no others: what is duplicated on the devices of a group, or shared between stages, counts once.
+    A reduced gradient varies over exactly the axes its weight is split over, so its sum of squares is completed over
+    those axes and no others: what is duplicated on the devices of a group, or shared between stages, counts once.
     """
     sums: dict[frozenset[str], Array] = {}
     for grad in jax.tree.leaves(grads):

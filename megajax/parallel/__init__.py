@@ -1,1 +1,2 @@
-"""Tensor (intra-layer) parallelism: the collectives, the split layers, the split vocabulary, layout-independent randomness."""
+"""Tensor (intra-layer) parallelism: the collectives, the split layers, the split vocabulary, layout-independent
+randomness."""

@@ -1,8 +1,9 @@
 """Every byte that crosses devices: the only module that calls JAX's collectives or asks for a device's position.
 
-All functions are called inside the one `shard_map` region of the step, whose mesh axes are `(data, pipe, tensor)` and whose
-types are checked (`check_vma=True`): a value that differs between the devices of an axis is *varying* over it, and the
-transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the conjugate pair of the paper.
+All functions are called inside the one `shard_map` region of the step, whose mesh axes are `(data, pipe, tensor)` and
+whose types are checked (`check_vma=True`): a value that differs between the devices of an axis is *varying* over it,
+and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the conjugate pair of the
+paper.
 """
 
 from collections.abc import Sequence

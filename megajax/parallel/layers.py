@@ -1,4 +1,5 @@
-"""Matrix products split over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around them.
+"""Matrix products split over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around
+them.
 
     Y = GeLU(f(X) A)    A = [A1, A2]   by columns: GeLU needs no synchronisation
     Z = g(Y B)          B = [B1; B2]   by rows
@@ -7,6 +8,7 @@ Modules compute on whatever shard of the weights they are given: sizes come from
 Letters: B batch, T tokens, D model.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -22,7 +24,7 @@ def normal_param(key: NamedKey, shape: tuple[int, ...], std: float, axes: tuple[
 
 def constant_param(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
     """A weight that starts as a constant, its dims named by `axes`."""
-    return nnx.Param(nnx.with_partitioning(nnx.initializers.constant(value), axes)(None, shape))
+    return nnx.Param(nnx.with_partitioning(nnx.initializers.constant(value), axes)(jax.random.key(0), shape))
 
 
 class ColumnParallelLinear(nnx.Module):

@@ -1,10 +1,11 @@
 """Randomness that does not depend on the mesh: named keys for initialisation, counted bits for dropout.
 
-Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample, head, token, feature), so a device computes
-exactly its slice of the one mask that a single device would draw, whatever the mesh, the microbatch size or the process.
+Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample, head, token, feature), so a device
+computes exactly its slice of the one mask that a single device would draw, whatever the mesh, the microbatch size or
+the process.
 
-The hash is an integer mixer in place of a cryptographic generator: on this project's CPU measurements threefry costs several
-times more for the same mask, and a mask needs good statistics, not unpredictability (they are tested).
+The hash is an integer mixer in place of a cryptographic generator: on this project's CPU measurements threefry costs
+several times more for the same mask, and a mask needs good statistics, not unpredictability (they are tested).
 """
 
 import dataclasses
@@ -67,7 +68,9 @@ class RandomBits:
     def fold(self, index: "int | Array") -> "RandomBits":
         """Fold one more coordinate in; an array broadcasts against the state."""
         word = jnp.uint32(index) if isinstance(index, int) else index.astype(jnp.uint32)
-        return RandomBits(_mix_a(self.a ^ word * jnp.uint32(0x85EBCA6B)), _mix_b(self.b + word * jnp.uint32(0xC2B2AE35)))
+        return RandomBits(
+            _mix_a(self.a ^ word * jnp.uint32(0x85EBCA6B)), _mix_b(self.b + word * jnp.uint32(0xC2B2AE35))
+        )
 
     def __getitem__(self, index) -> "RandomBits":
         return RandomBits(self.a[index], self.b[index])
@@ -100,7 +103,8 @@ class Dropout:
         return Dropout(self.rate, self.bits_B.fold(index))
 
     def apply(self, x: Array, bits: Array) -> Array:
-        """Zero the elements whose bits (uint32, broadcasting to `x`) fall below the rate; scale the others by 1/(1-rate)."""
+        """Zero the elements whose bits (uint32, broadcasting to `x`) fall below the rate; scale the others by
+        1/(1-rate)."""
         keep = bits >= jnp.uint32(round(self.rate * 2**32))
         return jnp.where(keep, x * jnp.asarray(1 / (1 - self.rate), x.dtype), jnp.zeros((), x.dtype))
 

@@ -15,7 +15,8 @@ IGNORED = -1  # target of a token that is not predicted
 
 
 def _local_ids(ids_BT: Array, local_size: int) -> tuple[Array, Array]:
-    """Positions of global ids in this device's range of the vocabulary, clipped into it, and whether they are inside."""
+    """Positions of global ids in this device's range of the vocabulary, clipped into it, and whether they are
+    inside."""
     ids_BT = ids_BT - axis_index(TENSOR) * local_size
     inside_BT = (ids_BT >= 0) & (ids_BT < local_size)
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
@@ -65,7 +66,9 @@ def _backward(residuals, grad_BT: Array):
     ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1])
     grad_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), grad_BT.dtype), grad_BT)
     probability_BTV = jnp.exp(logits_BTV.astype(normalizer_BT.dtype) - normalizer_BT[..., None])
-    hit_BTV = (jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)[None, None, :] == ids_BT[..., None]) & inside_BT[..., None]
+    hit_BTV = (jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)[None, None, :] == ids_BT[..., None]) & inside_BT[
+        ..., None
+    ]
     grad_BTV = (probability_BTV - hit_BTV.astype(probability_BTV.dtype)) * grad_BT[..., None]
     return grad_BTV.astype(logits_BTV.dtype), None
 

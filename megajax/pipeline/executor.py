@@ -1,9 +1,10 @@
 """One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
 
-Every tick a stage runs at most one microbatch forward and one backward, each under a conditional, and hands activations up and
-gradients down. Collectives over `tensor` may stand inside the conditionals (a tensor group shares its stage, and so the branch);
-those over `pipe` never do. Predicates known from the table alone are decided while tracing, so that a pipe of one, and with it
-plain accumulation over microbatches, is this loop without conditionals and without a buffer.
+Every tick a stage runs at most one microbatch forward and one backward, each under a conditional, and hands
+activations up and gradients down. Collectives over `tensor` may stand inside the conditionals (a tensor group shares
+its stage, and so the branch); those over `pipe` never do. Predicates known from the table alone are decided while
+tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this loop without conditionals and
+without a buffer.
 """
 
 from collections.abc import Callable
@@ -53,7 +54,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, functions: StageFunctions, weights: Tree, batch: Microbatch, num_microbatches: int, layer_index: np.ndarray
+        self,
+        functions: StageFunctions,
+        weights: Tree,
+        batch: Microbatch,
+        num_microbatches: int,
+        layer_index: np.ndarray,
     ):
         self.functions, self.weights = functions, weights
         self.num_stages = layer_index.shape[0]
@@ -69,8 +75,8 @@ class Pipeline:
     def loss_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[Array, Tree]:
         """Run the microbatches forward and backward as `schedule` says.
 
-        Returns the loss and the gradients (accumulated in `grad_dtype`) of this device's rows and stage: local sums, not yet
-        reduced over `data` or `pipe`.
+        Returns the loss and the gradients (accumulated in `grad_dtype`) of this device's rows and stage: local sums,
+        not yet reduced over `data` or `pipe`.
         """
         assert (schedule.num_stages, schedule.num_microbatches) == (self.num_stages, self.num_microbatches)
         fused = (schedule.forward == schedule.backward) & (schedule.forward != IDLE)
@@ -94,9 +100,7 @@ class Pipeline:
             lambda kept: zeros_like_type(kept, (schedule.num_slots,)),
             {"saved": saved_types, "output": () if last_is_fused else self.x_type},
         )
-        grads = jax.tree.map(
-            lambda w: vary(jnp.zeros(w.shape, grad_dtype), sorted(varying_axes(w))), self.weights
-        )
+        grads = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, grad_dtype), sorted(varying_axes(w))), self.weights)
         loss = vary(jnp.zeros((), at_least_fp32(grad_dtype)), (DATA, PIPE))
 
         def tick(carry, row):
@@ -138,7 +142,8 @@ class Pipeline:
         return loss, grads
 
     def forward_sum(self, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
-        """Run the microbatches forward only and add up `finish(y, microbatch)` of the last stage; zeros on the others."""
+        """Run the microbatches forward only and add up `finish(y, microbatch)` of the last stage; zeros on the
+        others."""
         table = forward_only(self.num_stages, self.num_microbatches)
         rows, known = self._rows(forward=table, does_forward=table != IDLE)
         idle_x = zeros_like_type(self.x_type)
@@ -168,9 +173,7 @@ class Pipeline:
     def _head(self, microbatch: Array, y: Array, loss: Array, grads: Tree) -> tuple[Array, Array, Tree]:
         """Loss of the last stage's output `y`, and the gradient to start the backward with."""
         batch = self._take(microbatch)
-        value, pullback = jax.vjp(
-            lambda shared, y: self.functions.loss(shared, y, batch), self.weights["shared"], y
-        )
+        value, pullback = jax.vjp(lambda shared, y: self.functions.loss(shared, y, batch), self.weights["shared"], y)
         grad_shared, grad_y = pullback(vary(jnp.ones((), value.dtype), sorted(varying_axes(value))))
         return grad_y, loss + value.astype(loss.dtype), grads | {"shared": _add(grads["shared"], grad_shared)}
 
@@ -184,7 +187,9 @@ class Pipeline:
 
         def into_embedding(shared: Tree) -> Tree:
             batch = self._take(microbatch)
-            transpose = jax.linear_transpose(lambda weights: self.functions.embed(weights, batch), self.weights["shared"])
+            transpose = jax.linear_transpose(
+                lambda weights: self.functions.embed(weights, batch), self.weights["shared"]
+            )
             return _add(shared, transpose(grad_x)[0])
 
         shared = when(self.is_first, into_embedding, lambda shared: shared, grads["shared"])
@@ -197,9 +202,7 @@ class Pipeline:
         return send(x) if self.num_stages > 1 else x
 
     def _take(self, microbatch: int | Array) -> Microbatch:
-        return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches
-        )
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
 
     def _column(self, table: np.ndarray) -> Array | bool:
         """This stage's column of a table whose last dim is the stages; a bool where it is the same everywhere."""
@@ -209,7 +212,7 @@ class Pipeline:
 
     def _rows(self, **tables: np.ndarray) -> tuple[dict[str, Array], dict[str, bool]]:
         """Tables [ticks, stages] as this stage's columns to scan over, and those known to be the same everywhere."""
-        columns = {name: self._column(table) for name, table in tables.items()}
+        columns: dict[str, Any] = {name: self._column(table) for name, table in tables.items()}
         known = {name: column for name, column in columns.items() if isinstance(column, bool)}
         return {name: column for name, column in columns.items() if name not in known}, known
 

@@ -1,8 +1,9 @@
-"""Which layers live on which stage, and the two forms of the stacked layers: natural `[L, …]` and staged `[chunks, stages, n, …]`.
+"""Which layers live on which stage, and the two forms of the stacked layers: natural `[L, …]` and staged `[chunks,
+stages, n, …]`.
 
-Layers keep their natural order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved placement. Where
-their number is not divisible, the first virtual stages hold one layer more and the others are padded with a layer that is never
-run. Checkpoints hold the natural form.
+Layers keep their natural order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved
+placement. Where their number is not divisible, the first virtual stages hold one layer more and the others are padded
+with a layer that is never run. Checkpoints hold the natural form.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: which microbatch every stage runs forward and backward in every tick. No JAX here.
 
-A tick is at most one forward and one backward per stage, forward first, then a hand-over to the neighbours; what a stage
-receives in one tick it uses in the next. A new schedule is one more function that places forwards and backwards in ticks.
+A tick is at most one forward and one backward per stage, forward first, then a hand-over to the neighbours; what a
+stage receives in one tick it uses in the next. A new schedule is one more function that places forwards and backwards
+in ticks.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ class Schedule:
     Attributes:
         forward: microbatch each stage runs forward in each tick, or `IDLE`; int32 [ticks, stages].
         backward: likewise for the backward pass. A microbatch in both columns of one tick runs forward, then backward.
-        forward_slot, backward_slot: the slot of the stage's ring buffer where the forward leaves what the backward needs.
-        num_slots: size of the ring buffer; 0 if no microbatch outlives its tick anywhere.
+        forward_slot, backward_slot: the slot of the stage's ring buffer where the forward leaves what the backward
+        needs. num_slots: size of the ring buffer; 0 if no microbatch outlives its tick anywhere.
     """
 
     forward: np.ndarray
@@ -128,8 +129,8 @@ def _table(num_stages: int, num_microbatches: int, place: Callable[[int, int], t
 def check(schedule: Schedule) -> None:
     """Assert that a table can be run, independently of how it was made.
 
-    Every stage runs every microbatch forward once and backward once, what it uses arrived from its neighbour in the tick
-    before, and no buffer slot is overwritten before it was read.
+    Every stage runs every microbatch forward once and backward once, what it uses arrived from its neighbour in the
+    tick before, and no buffer slot is overwritten before it was read.
     """
     num_microbatches = schedule.num_microbatches
     for table, upstream in ((schedule.forward, -1), (schedule.backward, +1)):
@@ -141,14 +142,14 @@ def check(schedule: Schedule) -> None:
                     assert tick > 0 and table[tick - 1, stage + upstream] == ran[tick], (stage, tick)
     for stage in range(schedule.num_stages):
         live: dict[int, int] = {}
-        for tick in range(schedule.num_ticks):
-            entering, leaving = int(schedule.forward[tick, stage]), int(schedule.backward[tick, stage])
+        for now in range(schedule.num_ticks):
+            entering, leaving = int(schedule.forward[now, stage]), int(schedule.backward[now, stage])
             if entering == leaving:
                 continue
             if entering != IDLE:
-                slot = int(schedule.forward_slot[tick, stage])
-                assert slot not in live and 0 <= slot < schedule.num_slots, (stage, tick)
+                slot = int(schedule.forward_slot[now, stage])
+                assert slot not in live and 0 <= slot < schedule.num_slots, (stage, now)
                 live[slot] = entering
             if leaving != IDLE:
-                assert live.pop(int(schedule.backward_slot[tick, stage]), IDLE) == leaving, (stage, tick)
+                assert live.pop(int(schedule.backward_slot[now, stage]), IDLE) == leaving, (stage, now)
         assert not live, (stage, live)

@@ -1,8 +1,8 @@
 """What a stage does with a microbatch: run its layers forward keeping what the backward needs, and run them backward.
 
-A layer's forward is `jax.vjp`; the function it returns is a pytree whose leaves are either the layer's own weights, recognised by
-identity and not kept, or activations, which are. The backward puts the weights back. So a `jax.checkpoint` around the layer
-decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
+A layer's forward is `jax.vjp`; the function it returns is a pytree whose leaves are either the layer's own weights,
+recognised by identity and not kept, or activations, which are. The backward puts the weights back. So a
+`jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,8 @@ class Layers:
         return jax.eval_shape(self.forward, weights, indices, x, context)[1]
 
     def forward(self, weights: Tree, indices: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        """Run the stacked layers `weights` [n, …] with global layer indices [n]. Returns the output and what to keep."""
+        """Run the stacked layers `weights` [n, …] with global layer indices [n]. Returns the output and what to
+        keep."""
 
         def layer(x: Array, slot: tuple[Tree, Array]):
             weights, index = slot
@@ -85,7 +86,9 @@ class Layers:
 
         return lax.scan(layer, x, (weights, indices), unroll=self.unroll)[0]
 
-    def backward(self, weights: Tree, indices: Array, saved: list[Array], grad: Array, total: Tree) -> tuple[Array, Tree]:
+    def backward(
+        self, weights: Tree, indices: Array, saved: list[Array], grad: Array, total: Tree
+    ) -> tuple[Array, Tree]:
         """Pull `grad` back through the layers; their weights' gradients are added to `total` [n, …] in place."""
 
         def layer(carry: tuple[Array, Tree], slot: tuple[Array, Tree, Array, list[Array]]):

@@ -1,7 +1,7 @@
 """Checkpoints: the state in mesh-independent form, written by Orbax in the background, atomically, the last N kept.
 
-A digest of every array is stored with it and compared after reading, so that a damaged checkpoint is noticed whatever part of it
-is damaged; the one before it is then used.
+A digest of every array is stored with it and compared after reading, so that a damaged checkpoint is noticed whatever
+part of it is damaged; the one before it is then used.
 """
 
 import json
@@ -44,7 +44,8 @@ class Checkpoints:
         natural = self._layout.to_natural(state)
         sums = {name: int(value) for name, value in _named(self._digest(natural)).items()}
         self._manager.save(
-            int(state.step), args=ocp.args.Composite(state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave(sums))
+            int(state.step),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave(sums)),
         )
 
     def wait(self) -> None:
@@ -100,7 +101,9 @@ class Checkpoints:
             for step in self.steps():
                 if step > after:
                     folder = self.folder / str(step)
-                    folder.rename(next(p for n in range(1000) if not (p := self.folder / f"damaged-{step}-{n}").exists()))
+                    folder.rename(
+                        next(p for n in range(1000) if not (p := self.folder / f"damaged-{step}-{n}").exists())
+                    )
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 

@@ -1,4 +1,5 @@
-"""The training loop: the host prepares and reports while the devices compute, and always knows the last good checkpoint."""
+"""The training loop: the host prepares and reports while the devices compute, and always knows the last good
+checkpoint."""
 
 import dataclasses
 import math
@@ -36,7 +37,9 @@ def train(config: Config) -> None:
         RunError: the loss is not finite, or no checkpoint can be read.
     """
     if not config.data.path:
-        raise UserError("--data.path missing; valid: a text or JSONL file, a folder, a prepared prefix, or python-stdlib")
+        raise UserError(
+            "--data.path missing; valid: a text or JSONL file, a folder, a prepared prefix, or python-stdlib"
+        )
     start(config)
     validate(config, jax.device_count())
     run_dir = Path(config.run_dir)
@@ -169,8 +172,9 @@ class _Run:
         self.ready = time.perf_counter()
 
     def _summary(self) -> None:
-        if self.first >= self.config.train.steps:
-            _say(f"{self.run_dir} has {self.first} steps already; --train.steps {self.config.train.steps} asks for no more")
+        steps = self.config.train.steps
+        if self.first >= steps:
+            _say(f"{self.run_dir} has {self.first} steps already; --train.steps {steps} asks for no more")
         if self.validation:
             _say(
                 f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
@@ -220,9 +224,13 @@ def _claim(run_dir: Path, config: Config) -> None:
         entry.name.isdecimal() for entry in (run_dir / "checkpoints").iterdir()
     )
     if config.resume == "never" and used:
-        raise UserError(f"--resume never, but --run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
+        raise UserError(
+            f"--resume never, but --run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto"
+        )
     if config.resume == "must" and not has_checkpoint:
-        raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run")
+        raise UserError(
+            f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
+        )
     if has_checkpoint and (run_dir / "config.toml").is_file():
         _check_same_model(run_dir, config)
 

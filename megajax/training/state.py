@@ -1,7 +1,8 @@
-"""What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent form.
+"""What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
+form.
 
-On devices the stacked layers are staged, `[chunks, stages, n, …]`; checkpoints and comparisons use the natural form `[L, …]`, which
-does not depend on the mesh (`pipeline/placement.py`).
+On devices the stacked layers are staged, `[chunks, stages, n, …]`; checkpoints and comparisons use the natural form
+`[L, …]`, which does not depend on the mesh (`pipeline/placement.py`).
 """
 
 from dataclasses import dataclass
@@ -56,13 +57,14 @@ class StateLayout:
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
         split_layers = not self.placement.padded and self.placement.num_chunks == 1
-        self.natural_specs = self._specs(lambda spec: PartitionSpec(PIPE if split_layers else None, *mesh_spec(spec)[1:]))
-        self.specs = self._specs(
-            lambda spec: mesh_spec(PartitionSpec("chunks", "stages", "layers", *spec[1:]))
+        self.natural_specs = self._specs(
+            lambda spec: PartitionSpec(PIPE if split_layers else None, *mesh_spec(spec)[1:])
         )
+        self.specs = self._specs(lambda spec: mesh_spec(PartitionSpec("chunks", "stages", "layers", *spec[1:])))
 
     def _specs(self, block_spec) -> TrainState:
-        """Specs of the whole state from those of the weights: moments are placed like their weight, scalars replicated."""
+        """Specs of the whole state from those of the weights: moments are placed like their weight, scalars
+        replicated."""
         logical = self._model.logical_specs
         is_spec = {"is_leaf": lambda leaf: isinstance(leaf, PartitionSpec)}
         params = {
@@ -76,7 +78,7 @@ class StateLayout:
             params,
             transform_non_params=lambda _: PartitionSpec(),
         )
-        return TrainState(PartitionSpec(), params, optimizer)
+        return TrainState(PartitionSpec(), params, optimizer)  # type: ignore[arg-type]  # specs where arrays stand
 
     def init(self) -> TrainState:
         """A fresh state, made directly in its shards."""

@@ -67,7 +67,8 @@ class Program:
 
     @cached_property
     def next_logits(self):
-        """(params, batch, position) -> logits [B, V] of the token after `position`, padded columns included; dropout off."""
+        """(params, batch, position) -> logits [B, V] of the token after `position`, padded columns included; dropout
+        off."""
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
         return self._compile(self._next_logits, specs, PartitionSpec(DATA, TENSOR))
 
@@ -82,7 +83,7 @@ class Program:
         def put(local: np.ndarray) -> Array:
             shape = (self.config.train.global_batch, *local.shape[1:])
 
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 return local[[position[row] for row in range(*index[0].indices(shape[0]))]]
 
             return jax.make_array_from_callback(shape, self.batch_sharding, shard)
@@ -94,7 +95,8 @@ class Program:
         """Rows of the global batch that this process's devices need."""
         size = self.config.train.global_batch
         index = self.batch_sharding.addressable_devices_indices_map((size,))
-        return sorted({row for (rows,) in index.values() for row in range(*rows.indices(size))})
+        slices = [index[0] for index in index.values() if index is not None]
+        return sorted({row for rows in slices for row in range(*rows.indices(size))})
 
     # Inside the region from here on: arrays are this device's shards.
 

@@ -1,0 +1,131 @@
+"""The mesh: Megatron-LM's rank groups, and which dim of which weight is split over which axis."""
+
+from dataclasses import dataclass
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_config, tiny_program
+
+from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups
+from megajax.models.gpt import GPTFunctions
+from megajax.verify import named_leaves
+
+# The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
+SHARED_SPECS = {
+    "shared/table": P("tensor", None),  # the vocabulary's rows
+    "shared/positions": P(None, None),
+    "shared/final_norm/scale": P(None),
+    "shared/final_norm/bias": P(None),
+}
+BLOCK_SPECS = {
+    "blocks/attention_norm/scale": P(None),
+    "blocks/attention_norm/bias": P(None),
+    "blocks/attention/qkv/weight": P(None, None, "tensor", None),  # columns, by head
+    "blocks/attention/qkv/bias": P(None, "tensor", None),
+    "blocks/attention/output/weight": P("tensor", None, None),  # rows, by head
+    "blocks/attention/output/bias": P(None),
+    "blocks/mlp_norm/scale": P(None),
+    "blocks/mlp_norm/bias": P(None),
+    "blocks/mlp/up/weight": P(None, "tensor"),  # columns
+    "blocks/mlp/up/bias": P("tensor"),
+    "blocks/mlp/down/weight": P("tensor", None),  # rows
+    "blocks/mlp/down/bias": P(None),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Stands for a device where only its place in the mesh matters."""
+
+    id: int
+
+
+def flat(specs) -> dict[str, P]:
+    """A tree of specs by the path of their weights."""
+    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, P))[0]
+    return {"/".join(str(key.key) for key in path): spec for path, spec in paths}
+
+
+def test_rank_groups_are_the_documented_ones():
+    """16 devices, tensor 2, pipe 4, data 2: every group of REFERENCE §2."""
+    groups = rank_groups(make_mesh(data=2, pipe=4, tensor=2, devices=[Device(i) for i in range(16)]))
+    assert groups == {
+        "tensor": [[i, i + 1] for i in range(0, 16, 2)],
+        "pipe": [[i, i + 4, i + 8, i + 12] for i in range(4)],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
+        "model": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+        "embedding": [[0, 12], [1, 13], [2, 14], [3, 15]],
+    }
+
+
+def test_a_pipe_of_one_has_embedding_groups_of_one():
+    """First and last stage are the same device."""
+    groups = rank_groups(make_mesh(data=2, pipe=1, tensor=2, devices=[Device(i) for i in range(4)]))
+    assert groups["embedding"] == groups["pipe"] == [[0], [1], [2], [3]]
+    assert groups["model"] == groups["tensor"] == [[0, 1], [2, 3]]
+
+
+def test_axes_have_their_sizes():
+    """The axes are (data, pipe, tensor), whatever their order in the devices."""
+    mesh = make_mesh(data=2, pipe=4, tensor=3, devices=[Device(i) for i in range(24)])
+    assert list(mesh.shape.items()) == [("data", 2), ("pipe", 4), ("tensor", 3)]
+
+
+def test_one_mesh_axis_splits_one_dim_only():
+    """Two dims of one array on the same axis are an error, and so is a name without a rule."""
+    assert mesh_spec(P("embed", "mlp")) == P(None, "tensor")
+    with pytest.raises(ValueError, match="same mesh axis"):
+        mesh_spec(P("vocabulary", "heads"))
+    with pytest.raises(KeyError):
+        mesh_spec(P("width"))
+
+
+def test_every_logical_name_has_a_rule():
+    """The names on the weights, and those of the staged layers' leading dims, are those of the table."""
+    specs = flat(GPTFunctions(tiny_config().model).logical_specs)
+    names = {name for spec in specs.values() for name in spec}
+    assert None not in names
+    assert names | {"chunks", "stages"} == set(RULES)
+    assert all(len(spec) == leaf.ndim for spec, leaf in zip(specs.values(), shapes().values(), strict=True))
+
+
+def shapes() -> dict:
+    """Shapes of the weights by path."""
+    paths = jax.tree_util.tree_flatten_with_path(GPTFunctions(tiny_config().model).shapes)[0]
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in paths}
+
+
+def test_weights_are_split_as_in_the_paper():
+    """Table by rows, first matrices by columns, second ones by rows, the rest duplicated; layers over the pipe."""
+    specs = flat(tiny_program(tiny_config((2, 2, 2))).layout.specs.params)
+    staged = {name: P(None, "pipe", None, *spec) for name, spec in BLOCK_SPECS.items()}
+    assert specs == SHARED_SPECS | staged
+
+
+def test_moments_are_placed_like_their_weights():
+    """AdamW's moments have the specs of the weights, its counters are replicated."""
+    layout = tiny_program(tiny_config((2, 2, 2))).layout
+    adam = layout.specs.optimizer[0]
+    assert flat(adam.mu) == flat(adam.nu) == flat(layout.specs.params)
+    assert adam.count == P()
+
+
+def test_a_device_holds_its_share_only():
+    """On (2, 2, 2) a device's shards have the sizes that the specs promise."""
+    params = tiny_program(tiny_config((2, 2, 2))).layout.init().params
+    local = {name: leaf.addressable_shards[0].data.shape for name, leaf in by_path(params).items()}
+    assert local["shared/table"] == (128 // 2, 24)
+    assert local["shared/positions"] == (16, 24)
+    assert local["blocks/attention/qkv/weight"] == (1, 1, 2, 24, 3, 8 // 2, 3)
+    assert local["blocks/attention/output/weight"] == (1, 1, 2, 8 // 2, 3, 24)
+    assert local["blocks/mlp/up/weight"] == (1, 1, 2, 24, 96 // 2)
+    assert local["blocks/mlp/down/weight"] == (1, 1, 2, 96 // 2, 24)
+    assert local["blocks/mlp/down/bias"] == (1, 1, 2, 24)
+    assert named_leaves(params).keys() == local.keys()
+
+
+def by_path(tree) -> dict[str, jax.Array]:
+    """Arrays by path, still on their devices."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in paths}
