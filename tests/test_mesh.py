@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
 from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups
 from megajax.models.gpt import GPTFunctions
-from megajax.verify import named_leaves
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
 SHARED_SPECS = {
@@ -41,10 +41,10 @@ class Device:
     id: int
 
 
-def flat(specs) -> dict[str, P]:
-    """A tree of specs by the path of their weights."""
-    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, P))[0]
-    return {"/".join(str(key.key) for key in path): spec for path, spec in paths}
+def by_path(tree) -> dict:
+    """Leaves by path: `blocks/mlp/up/weight`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, P))[0]
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in paths}
 
 
 def test_rank_groups_are_the_documented_ones():
@@ -83,22 +83,15 @@ def test_one_mesh_axis_splits_one_dim_only():
 
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the staged layers' leading dims, are those of the table."""
-    specs = flat(GPTFunctions(tiny_config().model).logical_specs)
-    names = {name for spec in specs.values() for name in spec}
-    assert None not in names
-    assert names | {"chunks", "stages"} == set(RULES)
-    assert all(len(spec) == leaf.ndim for spec, leaf in zip(specs.values(), shapes().values(), strict=True))
-
-
-def shapes() -> dict:
-    """Shapes of the weights by path."""
-    paths = jax.tree_util.tree_flatten_with_path(GPTFunctions(tiny_config().model).shapes)[0]
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in paths}
+    model = GPTFunctions(tiny_config().model)
+    specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
+    assert {name for spec in specs.values() for name in spec} | {"chunks", "stages"} == set(RULES)
+    assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}
 
 
 def test_weights_are_split_as_in_the_paper():
     """Table by rows, first matrices by columns, second ones by rows, the rest duplicated; layers over the pipe."""
-    specs = flat(tiny_program(tiny_config((2, 2, 2))).layout.specs.params)
+    specs = by_path(tiny_program(tiny_config((2, 2, 2))).layout.specs.params)
     staged = {name: P(None, "pipe", None, *spec) for name, spec in BLOCK_SPECS.items()}
     assert specs == SHARED_SPECS | staged
 
@@ -107,14 +100,18 @@ def test_moments_are_placed_like_their_weights():
     """AdamW's moments have the specs of the weights, its counters are replicated."""
     layout = tiny_program(tiny_config((2, 2, 2))).layout
     adam = layout.specs.optimizer[0]
-    assert flat(adam.mu) == flat(adam.nu) == flat(layout.specs.params)
+    assert by_path(adam.mu) == by_path(adam.nu) == by_path(layout.specs.params)
     assert adam.count == P()
 
 
 def test_a_device_holds_its_share_only():
-    """On (2, 2, 2) a device's shards have the sizes that the specs promise."""
-    params = tiny_program(tiny_config((2, 2, 2))).layout.init().params
-    local = {name: leaf.addressable_shards[0].data.shape for name, leaf in by_path(params).items()}
+    """On (2, 2, 2) the specs cut the weights to half their heads, width, vocabulary and layers."""
+    layout = tiny_program(tiny_config((2, 2, 2))).layout
+    shapes = by_path(jax.eval_shape(layout.init).params)
+    local = {
+        name: NamedSharding(layout.mesh, spec).shard_shape(shapes[name].shape)
+        for name, spec in by_path(layout.specs.params).items()
+    }
     assert local["shared/table"] == (128 // 2, 24)
     assert local["shared/positions"] == (16, 24)
     assert local["blocks/attention/qkv/weight"] == (1, 1, 2, 24, 3, 8 // 2, 3)
@@ -122,10 +119,3 @@ def test_a_device_holds_its_share_only():
     assert local["blocks/mlp/up/weight"] == (1, 1, 2, 24, 96 // 2)
     assert local["blocks/mlp/down/weight"] == (1, 1, 2, 96 // 2, 24)
     assert local["blocks/mlp/down/bias"] == (1, 1, 2, 24)
-    assert named_leaves(params).keys() == local.keys()
-
-
-def by_path(tree) -> dict[str, jax.Array]:
-    """Arrays by path, still on their devices."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in paths}

@@ -141,29 +141,35 @@ class Pipeline:
         (_, _, _, loss, grads), _ = lax.scan(tick, (idle_x, idle_x, buffer, loss, grads), rows)
         return loss, grads
 
-    def forward_sum(self, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
-        """Run the microbatches forward only and add up `finish(y, microbatch)` of the last stage; zeros on the
-        others."""
+    def forward(self, finish: Callable[[Array, Microbatch], Array]) -> Array:
+        """Run the microbatches forward only.
+
+        Returns what `finish(y, microbatch)` makes of the last stage's output, [microbatches, …]; zeros on other stages.
+        """
         table = forward_only(self.num_stages, self.num_microbatches)
         rows, known = self._rows(forward=table, does_forward=table != IDLE)
         idle_x = zeros_like_type(self.x_type)
-        total = jax.tree.map(zeros_like_type, jax.eval_shape(finish, idle_x, self._take(0)))
+        outputs = zeros_like_type(jax.eval_shape(finish, idle_x, self._take(0)), (self.num_microbatches,))
 
         def tick(carry, row):
             row = row | known
-            x_inbox, total = carry
+            x_inbox, outputs = carry
 
-            def forward(total):
+            def forward(outputs):
                 batch = self._take(row["forward"])
                 y = self.functions.layers.run(
                     self.weights["blocks"], self.layer_index, self._input(batch, x_inbox), self.functions.context(batch)
                 )
-                return y, when(self.is_last, lambda t: _add(t, finish(y, batch)), lambda t: t, total)
 
-            y, total = when(row["does_forward"], forward, lambda total: (idle_x, total), total)
-            return (self._hand_over(send_up, y), total), None
+                def last(outputs):
+                    return outputs.at[row["forward"]].set(finish(y, batch))
 
-        return lax.scan(tick, (idle_x, total), rows)[0][1]
+                return y, when(self.is_last, last, lambda outputs: outputs, outputs)
+
+            y, outputs = when(row["does_forward"], forward, lambda outputs: (idle_x, outputs), outputs)
+            return (self._hand_over(send_up, y), outputs), None
+
+        return lax.scan(tick, (idle_x, outputs), rows)[0][1]
 
     def _forward(self, microbatch: Array, x_inbox: Array) -> tuple[Array, list[Array]]:
         batch = self._take(microbatch)

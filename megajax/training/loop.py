@@ -193,8 +193,9 @@ class _Run:
         if tokenizer is None or config.tokens == 0:
             return ""
         prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
+        one_row = dataclasses.replace(self.config.train, global_batch=self.config.mesh.data, microbatch=1)
         ids = sample(
-            self.program,
+            Program(dataclasses.replace(self.config, train=one_row), self.program.mesh),
             self.state.params,
             prompt,
             num_tokens=config.tokens,

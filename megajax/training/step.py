@@ -122,8 +122,8 @@ class Program:
 
     def _evaluate(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
         pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-        loss = pipeline.forward_sum(partial(pipeline.functions.loss, pipeline.weights["shared"]))
-        return sum_over(loss, (DATA, PIPE)), _count_targets(batch)
+        losses = pipeline.forward(partial(pipeline.functions.loss, pipeline.weights["shared"]))
+        return sum_over(jnp.sum(losses), (DATA, PIPE)), _count_targets(batch)
 
     def _next_logits(self, params: Tree, batch: Batch, position: Array) -> Array:
         pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
@@ -132,7 +132,8 @@ class Program:
             last_BTD = lax.dynamic_slice_in_dim(x_BTD, position, 1, axis=1)
             return self.model.logits(pipeline.weights["shared"], last_BTD)[:, 0]
 
-        return sum_over(pipeline.forward_sum(finish), (PIPE,))
+        logits = sum_over(pipeline.forward(finish), (PIPE,))
+        return logits.reshape(-1, logits.shape[-1])
 
     def _pipeline(self, params: Tree, batch: Batch, dropout: float, step: Array, num_targets: Array) -> Pipeline:
         """The model's functions for one batch, its weights in the compute dtype, its rows numbered globally."""

@@ -1,0 +1,88 @@
+"""The collectives: `f` and `g` are each other's transpose, stages hand over to their neighbours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import make_mesh
+from megajax.parallel.collectives import f, g, send_down, send_up, sum_over, vary, varying_axes, zeros_like_type
+
+TENSOR_SIZES = [1, 2, 8]
+
+
+def region(function, size: int, in_specs, out_specs, axis: str = "tensor"):
+    """`function` in the `shard_map` region of a mesh of `size` devices along one axis."""
+    sizes = {"data": 1, "pipe": 1, "tensor": 1} | {axis: size}
+    mesh = make_mesh(**sizes, devices=jax.devices()[:size])
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", TENSOR_SIZES)
+def test_f_is_the_identity_and_sums_gradients(size):
+    """`f` forward hands every device the same x, backward adds up the devices' different gradients."""
+
+    def function(x, grad):
+        y, pullback = jax.vjp(f, x)
+        return y, pullback(grad)[0]
+
+    x, grads = random(3), random(size * 3)
+    y, grad_x = region(function, size, (P(), P("tensor")), (P("tensor"), P()))(x, grads)
+    np.testing.assert_array_equal(y, np.tile(x, size))
+    np.testing.assert_allclose(grad_x, grads.reshape(size, 3).sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", TENSOR_SIZES)
+def test_g_sums_and_hands_the_gradient_on(size):
+    """`g` forward adds up the devices' different x, backward hands every device the same gradient."""
+
+    def function(x, grad):
+        y, pullback = jax.vjp(g, x)
+        return y, pullback(grad)[0]
+
+    x, grad = random(size * 3), random(3)
+    y, grad_x = region(function, size, (P("tensor"), P()), (P(), P("tensor")))(x, grad)
+    np.testing.assert_allclose(y, x.reshape(size, 3).sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(grad_x, np.tile(grad, size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_stages_hand_over_to_their_neighbours(size):
+    """Activations go up and gradients down by one stage; the ends receive zeros, nothing wraps around."""
+    stages = np.arange(1, size + 1, dtype=np.float32)
+    up, down = region(lambda x: (send_up(x), send_down(x)), size, P("pipe"), P("pipe"), axis="pipe")(stages)
+    np.testing.assert_array_equal(up, [0, *stages[:-1]])
+    np.testing.assert_array_equal(down, [*stages[1:], 0])
+
+
+def test_gradients_of_varied_weights_stay_local():
+    """What is declared varying has local gradients; `sum_over` completes them, once."""
+
+    def function(weight, x):
+        local = jax.grad(lambda weight: jnp.sum(weight * x))(vary(weight, ("data",)))
+        assert varying_axes(local) == {"data"} and varying_axes(sum_over(local, ("data",))) == frozenset()
+        return local[None], sum_over(local, ("data",)), sum_over(local, ())[None]
+
+    x = random(4)
+    run = region(function, 4, (P(), P("data")), (P("data"), P(), P("data")), axis="data")
+    local, total, same = run(np.float32(2), x)
+    np.testing.assert_allclose(local, x, rtol=1e-6)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(same, local)
+
+
+def test_zeros_have_the_type_they_are_asked_for():
+    """Shape, dtype and varying axes of the example, with leading dims in front; `vary` twice is `vary` once."""
+
+    def function(x):
+        zeros = zeros_like_type(x.astype(jnp.bfloat16), (5,))
+        assert zeros.shape == (5, *x.shape) and zeros.dtype == jnp.bfloat16
+        assert varying_axes(zeros) == {"tensor"} == varying_axes(vary(zeros, ("tensor",)))
+        return zeros
+
+    assert not region(function, 2, P("tensor"), P(None, "tensor"))(random(4)).any()

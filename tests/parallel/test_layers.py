@@ -1,0 +1,93 @@
+"""Split MLP and attention give the output and every gradient of the same block on one device, written plainly."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import make_mesh, mesh_spec
+from megajax.models.attention import Attention
+from megajax.models.config import ModelConfig
+from megajax.models.transformer import MLP
+from megajax.parallel.random import Dropout, NamedKey
+from megajax.verify import named_leaves
+
+CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_heads=8, sequence_length=10, vocab_size=64, init_std=0.3)
+BATCH = 3
+BLOCKS = {"mlp": MLP, "attention": Attention}
+
+
+def plain_mlp(weights: dict, x_BTD: jax.Array) -> jax.Array:
+    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, weights["up"]["weight"]) + weights["up"]["bias"][None, None]
+    cubic_BTF = up_BTF + 0.044715 * up_BTF**3
+    gelu_BTF = 0.5 * up_BTF * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * cubic_BTF))
+    return jnp.einsum("BTF,FD->BTD", gelu_BTF, weights["down"]["weight"]) + weights["down"]["bias"][None, None]
+
+
+def plain_attention(weights: dict, x_BTD: jax.Array) -> jax.Array:
+    qkv = jnp.einsum("BTD,DCHK->CBHTK", x_BTD, weights["qkv"]["weight"])
+    q_BHTK, k_BHSK, v_BHSK = qkv + weights["qkv"]["bias"][:, None, :, None, :]
+    scores_BHTS = jnp.einsum("BHTK,BHSK->BHTS", q_BHTK, k_BHSK) / q_BHTK.shape[-1] ** 0.5
+    causal_TS = jnp.tril(jnp.ones(scores_BHTS.shape[-2:], bool))
+    probability_BHTS = jax.nn.softmax(jnp.where(causal_TS[None, None], scores_BHTS, -jnp.inf))
+    out_BTHK = jnp.einsum("BHTS,BHSK->BTHK", probability_BHTS, v_BHSK)
+    return jnp.einsum("BTHK,HKD->BTD", out_BTHK, weights["output"]["weight"]) + weights["output"]["bias"][None, None]
+
+
+PLAIN = {"mlp": plain_mlp, "attention": plain_attention}
+
+
+def split(block: str) -> tuple:
+    """Graph of a block, its weights' specs, and weights that are all random, biases included."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0))))
+    specs = jax.tree.map(mesh_spec, nnx.to_pure_dict(nnx.get_partition_spec(state)), is_leaf=lambda s: isinstance(s, P))
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), nnx.to_pure_dict(state))
+    return graph, specs, weights
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray]:
+    """Input and gradient of the output."""
+    x_BTD, grad_BTD = np.random.default_rng(1).normal(size=(2, BATCH, CONFIG.sequence_length, CONFIG.hidden_size))
+    return x_BTD.astype(np.float32), grad_BTD.astype(np.float32)
+
+
+@cache
+def plain_result(block: str) -> dict[str, np.ndarray]:
+    y_BTD, pullback = jax.vjp(jax.jit(PLAIN[block]), split(block)[2], inputs()[0])
+    return {"output": y_BTD} | named_leaves(dict(zip(("weights", "input"), pullback(inputs()[1]), strict=True)))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_split_block_is_the_unsplit_one(block, size):
+    """Output, gradient of the input and of every weight, duplicated biases included, on 1, 2 and 8 devices."""
+    graph, specs, weights = split(block)
+
+    def run(weights, x_BTD):
+        module = nnx.merge(graph, nnx.State(weights))
+        if block == "mlp":
+            return module(x_BTD)
+        return module(x_BTD, Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(BATCH, dtype=jnp.int32)))
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=make_mesh(1, 1, size, jax.devices()[:size]),
+        in_specs=(specs, P(), P()),
+        out_specs=(P(), {"weights": specs, "input": P()}),
+    )
+    def split_result(weights, x_BTD, grad_BTD):
+        y_BTD, pullback = jax.vjp(run, weights, x_BTD)
+        return y_BTD, dict(zip(("weights", "input"), pullback(grad_BTD), strict=True))
+
+    y_BTD, gradients = split_result(weights, *inputs())
+    actual, expected = {"output": y_BTD} | named_leaves(gradients), plain_result(block)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(actual[name], expected[name], atol=2e-6 * scale, rtol=1e-5, err_msg=name)
