@@ -1,0 +1,115 @@
+"""GPT-2's size and initial weights: the paper's parameter counts and distributions, the same on every mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.config import load_preset, resolve
+from megajax.mesh import shardings
+from megajax.models.config import ModelConfig
+from megajax.models.gpt import GPTFunctions, count_parameters
+from megajax.verify import named_leaves
+
+PAPER_COUNTS = {
+    "gpt2-355m": 355_788_800,
+    "gpt2-1.2b": 1_213_479_936,
+    "gpt2-2.5b": 2_490_408_960,
+    "gpt2-4.2b": 4_199_109_120,
+    "gpt2-8.3b": 8_317_040_640,
+    "gpt2-8.3b-24heads": 8_317_040_640,
+}
+SEED = 3
+WIDE = ModelConfig(num_layers=5, hidden_size=64, num_heads=4, sequence_length=512, vocab_size=2048)
+
+
+@pytest.mark.parametrize("preset", PAPER_COUNTS)
+def test_presets_have_the_paper_s_parameter_counts(preset):
+    """Exactly, with the vocabulary padded to 51,200, and without an array being made."""
+    config = resolve(load_preset(preset)).model
+    arrays = len(jax.live_arrays())
+    assert count_parameters(config) == PAPER_COUNTS[preset]
+    assert len(jax.live_arrays()) == arrays
+    assert config.padded_vocab_size == 51_200
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_the_count_is_the_formula(layers):
+    """L(12h² + 13h) + Vh + Th + 2h for any size, V the padded vocabulary."""
+    config = tiny_config(num_layers=layers).model
+    h = config.hidden_size
+    assert count_parameters(config) == layers * (12 * h**2 + 13 * h) + (128 + config.sequence_length + 2) * h
+
+
+init_wide = jax.jit(GPTFunctions(WIDE).init)
+
+
+@pytest.fixture(scope="module")
+def initial() -> dict[str, np.ndarray]:
+    return named_leaves(init_wide(SEED))
+
+
+def test_initial_weights_are_normal(initial):
+    """Mean 0, standard deviation 0.02, or 0.02 / sqrt(2L) right before a residual addition; biases 0, norms 1."""
+    residual = 0.02 / (2 * WIDE.num_layers) ** 0.5
+    expected = {
+        "shared/table": 0.02,
+        "shared/positions": 0.02,
+        "blocks/attention/qkv/weight": 0.02,
+        "blocks/attention/output/weight": residual,
+        "blocks/mlp/up/weight": 0.02,
+        "blocks/mlp/down/weight": residual,
+    }
+    for name, leaf in initial.items():
+        if name in expected:
+            std, error = expected.pop(name), leaf.size**-0.5  # of the estimates below, in units of std
+            assert abs(leaf.mean()) < 5 * std * error, name
+            assert abs(leaf.std() / std - 1) < 5 * error / 2**0.5, name
+            assert abs((leaf**4).mean() / std**4 - 3) < 5 * 96**0.5 * error, name  # not uniform, not truncated
+        else:
+            assert (leaf == (1 if name.endswith("scale") else 0)).all(), name
+            assert name.endswith(("bias", "norm/scale"))
+    assert not expected
+
+
+def test_no_two_weights_are_drawn_alike(initial):
+    """Leading elements of every layer of every matrix, in units of their standard deviation, all differ."""
+    drawn = {name: leaf for name, leaf in initial.items() if leaf.std() > 0}
+    per_layer = [leaf.reshape(5, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()]
+    leading = np.concatenate([rows[:, :8] / rows.std() for rows in per_layer])
+    distances = np.abs(leading[:, None] - leading[None]).max(-1)
+    assert distances[~np.eye(len(leading), dtype=bool)].min() > 0.1
+
+
+def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
+    """Of fewer layers the first ones are the same bit for bit, but for the factor 1 / sqrt(2L) of some."""
+    fewer = GPTFunctions(dataclasses.replace(WIDE, num_layers=2))
+    for name, leaf in named_leaves(jax.jit(fewer.init)(SEED)).items():
+        expected = initial[name][:2] if name.startswith("blocks") else initial[name]
+        if name in ("blocks/attention/output/weight", "blocks/mlp/down/weight"):
+            np.testing.assert_allclose(leaf, expected * (5 / 2) ** 0.5, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2)], ids=lambda mesh: "x".join(map(str, mesh)))
+def test_every_mesh_has_the_same_initial_weights(mesh, initial):
+    """Bit for bit those of one device, though the pipe does not divide the layers, in the shards where they belong."""
+    layout = tiny_program(dataclasses.replace(tiny_config(mesh, **vars(WIDE)), seed=SEED)).layout
+    params = layout.init().params
+    placed = jax.tree.map(
+        lambda x, sharding: x.sharding == sharding, params, shardings(layout.mesh, layout.specs.params)
+    )
+    assert all(jax.tree.leaves(placed)), placed
+    actual = named_leaves(layout.natural_weights(jax.device_get(params)))
+    assert actual.keys() == initial.keys()
+    for name, leaf in actual.items():
+        np.testing.assert_array_equal(leaf, initial[name], err_msg=name)
+
+
+def test_another_seed_has_other_weights(initial):
+    """Every drawn weight changes."""
+    for name, leaf in named_leaves(init_wide(SEED + 1)).items():
+        assert leaf.std() == 0 or (leaf == initial[name]).mean() < 0.01, name

@@ -1,0 +1,115 @@
+"""Our GPT-2 is the GPT-2 of `transformers`: same weights, same logits, loss and gradients."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.parallel.vocabulary import IGNORED
+from megajax.verify import named_leaves
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+
+
+def peer_model(config):
+    """A GPT-2 of `transformers` with random weights of the size that makes differences visible."""
+    torch.manual_seed(0)
+    settings = transformers.GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.sequence_length,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        initializer_range=0.2,
+        attn_implementation="eager",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = transformers.GPT2LMHeadModel(settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def our_weights(tensors: dict, config) -> dict:
+    """Weights (or gradients) of the peer under our names and shapes, layers stacked."""
+    heads = (3, config.num_heads, config.head_size)
+
+    def stacked(name: str, *shape: int) -> np.ndarray:
+        layers = [tensors[f"transformer.h.{layer}.{name}"].numpy() for layer in range(config.num_layers)]
+        return np.stack([layer.reshape(*shape) if shape else layer for layer in layers])
+
+    def norm(name: str) -> dict:
+        return {"scale": stacked(f"{name}.weight"), "bias": stacked(f"{name}.bias")}
+
+    table = np.zeros((config.padded_vocab_size, config.hidden_size), np.float32)
+    table[: config.vocab_size] = tensors["transformer.wte.weight"].numpy()
+    return {
+        "shared": {
+            "table": table,
+            "positions": tensors["transformer.wpe.weight"].numpy(),
+            "final_norm": {
+                "scale": tensors["transformer.ln_f.weight"].numpy(),
+                "bias": tensors["transformer.ln_f.bias"].numpy(),
+            },
+        },
+        "blocks": {
+            "attention_norm": norm("ln_1"),
+            "attention": {
+                "qkv": {
+                    "weight": stacked("attn.c_attn.weight", config.hidden_size, *heads),
+                    "bias": stacked("attn.c_attn.bias", *heads),
+                },
+                "output": {
+                    "weight": stacked("attn.c_proj.weight", *heads[1:], config.hidden_size),
+                    "bias": stacked("attn.c_proj.bias"),
+                },
+            },
+            "mlp_norm": norm("ln_2"),
+            "mlp": {
+                "up": {"weight": stacked("mlp.c_fc.weight"), "bias": stacked("mlp.c_fc.bias")},
+                "down": {"weight": stacked("mlp.c_proj.weight"), "bias": stacked("mlp.c_proj.bias")},
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)])
+def test_logits_loss_and_gradients_equal_transformers(mesh):
+    config = tiny_config(mesh, global_batch=4, microbatch=2, dropout=0.0, num_layers=3, hidden_size=32, num_heads=4)
+    program, model = tiny_program(config), config.model
+    peer = peer_model(model)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.vocab_size, (4, model.sequence_length + 1), np.int32)
+    targets = np.where(rng.random((4, model.sequence_length)) < 0.2, np.int32(IGNORED), tokens[:, 1:])
+
+    logits = peer(torch.tensor(tokens[:, :-1], dtype=torch.long)).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.tensor(targets.ravel(), dtype=torch.long), ignore_index=IGNORED
+    )
+    loss.backward()
+    weights = {name: tensor.detach() for name, tensor in peer.state_dict().items()}
+    gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
+
+    fresh = jax.device_get(program.layout.to_natural(program.layout.init()))
+    natural = dataclasses.replace(fresh, params=our_weights(weights, model))
+    params = program.layout.from_natural(natural).params
+    batch = program.put_batch({"tokens": tokens[:, :-1], "targets": targets}, program.local_rows)
+    ours, grads = program.loss_and_gradients(params, batch, np.int32(0))
+    assert float(ours) == pytest.approx(loss.item(), rel=1e-6)
+    expected = named_leaves(our_weights(gradients, model))
+    actual = named_leaves(program.layout.natural_weights(jax.device_get(grads)))
+    assert expected.keys() == actual.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(actual[name], leaf, rtol=0, atol=1e-5 * max(np.abs(leaf).max(), 1e-2), err_msg=name)
+
+    position = model.sequence_length - 3
+    ours_last = np.asarray(program.next_logits(params, batch, np.int32(position)))[:, : model.vocab_size]
+    peer_last = logits[:, position].detach().numpy()
+    np.testing.assert_allclose(ours_last, peer_last, rtol=0, atol=1e-5 * np.abs(peer_last).max())
