@@ -115,12 +115,12 @@ class Pipeline:
             y, buffer = when(row["does_forward"], forward, lambda buffer: (idle_x, buffer), buffer)
             next_x_inbox = self._hand_over(send_up, y)
 
-            def fused(loss, grads):
+            def fused(_, loss, grads):
                 y, saved = self._forward(row["forward"], x_inbox)
                 grad_y, loss, grads = self._head(row["forward"], y, loss, grads)
                 return self._backward(row["forward"], saved, grad_y, loss, grads)
 
-            def backward(loss, grads):
+            def backward(_, loss, grads):
                 kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer)
                 grad_y, loss, grads = when(
                     False if last_is_fused else self.is_last,
@@ -130,12 +130,12 @@ class Pipeline:
                 )
                 return self._backward(row["backward"], kept["saved"], grad_y, loss, grads)
 
-            grad_x, loss, grads = when(
-                row["does_fused"],
-                fused,
-                lambda loss, grads: when(row["does_backward"], backward, lambda *same: (idle_x, *same), loss, grads),
-                *(loss, grads),
-            )
+            def nothing(grad_x, loss, grads):
+                return grad_x, loss, grads
+
+            # One after the other, not one inside the other: nested conditionals copy the accumulators.
+            results = when(row["does_backward"], backward, nothing, idle_x, loss, grads)
+            grad_x, loss, grads = when(row["does_fused"], fused, nothing, *results)
             return (next_x_inbox, self._hand_over(send_down, grad_x), buffer, loss, grads), None
 
         (_, _, _, loss, grads), _ = lax.scan(tick, (idle_x, idle_x, buffer, loss, grads), rows)

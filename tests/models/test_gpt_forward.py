@@ -147,7 +147,7 @@ def test_evaluation_is_numpy_s_without_dropout(split_program):
 
 
 def test_next_logits_are_numpy_s_and_causal(split_program):
-    """Logits at a position; other tokens after it leave them as they are to the bit; padded columns are never sampled."""
+    """Logits at a position, to the bit the same with other tokens after it; padded columns are never sampled."""
     config, weights = split_program.config, random_weights(split_program)
     tokens = random_batch(config, STEP)["tokens"]
     params = place(split_program, weights)
