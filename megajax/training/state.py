@@ -6,6 +6,7 @@ On devices the stacked layers are staged, `[chunks, stages, n, …]`; checkpoint
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -84,13 +85,15 @@ class StateLayout:
         """A fresh state, made directly in its shards."""
         return jax.jit(lambda: self._staged(self._fresh()), out_shardings=shardings(self.mesh, self.specs))()
 
-    def from_natural(self, natural: TrainState) -> TrainState:
-        """Move a state in natural form to this mesh's stages."""
-        return jax.jit(self._staged, out_shardings=shardings(self.mesh, self.specs))(natural)
+    @cached_property
+    def from_natural(self):
+        """natural state -> the state on this mesh's stages."""
+        return jax.jit(self._staged, out_shardings=shardings(self.mesh, self.specs))
 
-    def to_natural(self, state: TrainState) -> TrainState:
-        """The state in natural form, on this mesh."""
-        return jax.jit(self._natural, out_shardings=shardings(self.mesh, self.natural_specs))(state)
+    @cached_property
+    def to_natural(self):
+        """state -> the state in natural form, on this mesh."""
+        return jax.jit(self._natural, out_shardings=shardings(self.mesh, self.natural_specs))
 
     def natural_weights(self, tree: Tree) -> Tree:
         """Weights or gradients in natural form."""
