@@ -42,7 +42,7 @@ def test_it_stops_before_the_end_token():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_next_logits_are_those_of_the_loss(mesh):
-    """For every row of several microbatches: log-softmax of the next logits equals minus the loss of that one target."""
+    """For each row of several microbatches, log-softmax of the next logits equals minus the loss of that one target."""
     program, params = model(mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 101, (4, 16), np.int32)

@@ -2,14 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.files import write_atomically
+from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.text import STANDARD_LIBRARY, TextDocuments
 from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
@@ -47,19 +47,26 @@ class Corpus:
     report: CorpusReport
 
 
-def prepare(path: str, tokenizer_path: str, vocab_size: int, output_dir: str | Path) -> Corpus:
+def prepare(
+    path: str,
+    tokenizer_path: str,
+    vocab_size: int,
+    output_dir: str | Path,
+    check: Callable[[TokenDocuments], object] = lambda tokens: None,
+) -> Corpus:
     """Makes the corpus of a run, or finds it made. One process calls this, then all may `open_corpus`.
 
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
     of `tokenizer_path`, else of its own folder, else none. Any other source (see `TextDocuments`) is read and tokenized
     to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in `output_dir/tokenizer` in all cases. Later calls
-    use what is there, without a look at the source; an interrupted call leaves no part of a dataset.
+    use what is there, without a look at the source; a call that fails leaves nothing.
 
     Args:
         path: text file, `.jsonl` file, folder, `python-stdlib` or PREFIX.
         tokenizer_path: folder of a tokenizer; empty: train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
+        check: raises `UserError` where the tokens are not what the caller needs; the corpus is then not kept.
 
     Raises:
         UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
@@ -68,10 +75,13 @@ def prepare(path: str, tokenizer_path: str, vocab_size: int, output_dir: str | P
     folder = Path(output_dir)
     if _is_complete(folder):
         _check_same_source(folder, path, tokenizer_path)
-    elif prefix := prepared_prefix(path):
-        _adopt(prefix, tokenizer_path, vocab_size, folder)
-    else:
-        _tokenize(TextDocuments(path), tokenizer_path, vocab_size, folder)
+        return open_corpus(folder, vocab_size)
+    with folder_atomically(folder) as new:
+        if prefix := prepared_prefix(path):
+            _adopt(prefix, tokenizer_path, vocab_size, new)
+        else:
+            _tokenize(TextDocuments(path), tokenizer_path, vocab_size, new)
+        check(open_corpus(new, vocab_size).tokens)
     return open_corpus(folder, vocab_size)
 
 
@@ -88,6 +98,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     tokens = IndexedDataset(report.dataset or folder / "tokens")
     if tokens.num_tokens != report.tokens:
         raise UserError(f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made")
+    tokens.name = report.source  # what the user knows it by
     if report.vocab_size > vocab_size:
         tokens.check_vocabulary(vocab_size)
     return Corpus(tokens, tokenizer, report)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.errors import UserError
@@ -26,3 +28,31 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+@contextlib.contextmanager
+def folder_atomically(folder: Path) -> Iterator[Path]:
+    """A folder to fill under a temporary name; renamed at the end, replacing an older one.
+
+    On an exception nothing stays: neither it nor the parents that were made for it.
+
+    Raises:
+        UserError: the folder cannot be made (no permission, no space).
+    """
+    made = [parent for parent in folder.parents if not parent.exists()]
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise

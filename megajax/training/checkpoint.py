@@ -4,9 +4,7 @@ A digest of every array is stored with it and compared after reading, so that a 
 part of it is damaged; the one before it is then used.
 """
 
-import json
 import logging
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from jax import Array, lax
 
 from megajax.errors import RunError, UserError
 from megajax.mesh import shardings
+from megajax.training.metrics import read_metrics
 from megajax.training.state import StateLayout, TrainState
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
@@ -144,9 +143,9 @@ def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
         return steps[-1]
     if wanted == "best":
         losses = {
-            line["step"]: line["validation_loss"]
-            for line in map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-            if "validation_loss" in line and math.isfinite(line["validation_loss"])
+            record["step"]: record["validation_loss"]
+            for record in read_metrics(run_dir)
+            if record.get("validation_loss") is not None  # null: it was not finite
         }
         measured = [step for step in steps if step in losses]
         if not measured:

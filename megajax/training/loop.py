@@ -6,8 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -44,13 +45,16 @@ def train(config: Config) -> None:
     validate(config, jax.device_count())
     run_dir = Path(config.run_dir)
     on_first_process(lambda: _claim(run_dir, config))
-    corpus = _corpus(config, run_dir)
-    train_samples, validation_samples = train_and_validation(
-        corpus.tokens,
+    split = partial(
+        train_and_validation,
         sequence_length=config.model.sequence_length,
         validation_fraction=config.data.validation_fraction,
         seed=config.seed,
     )
+    folder, vocab_size = run_dir / "data", config.model.vocab_size
+    on_first_process(lambda: prepare(config.data.path, config.tokenizer.path, vocab_size, folder, check=split))
+    corpus = open_corpus(folder, vocab_size)
+    train_samples, validation_samples = split(corpus.tokens)
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
     lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
@@ -153,23 +157,29 @@ class _Run:
         tokens = self.config.train.global_batch * self.config.model.sequence_length
         self.log.training(pending.step, **metrics, tokens=tokens, seconds=seconds)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            self.checkpoints.wait()
-            where = f"{self.checkpoints.folder / str(self.saved)} (step {self.saved})" if self.saved else "none yet"
-            raise RunError(
-                f"step {pending.step}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}, "
-                f"so training stops; last good checkpoint: {where}"
-            )
+            self._stop(f"step {pending.step}: the loss is {metrics['loss']}, the gradient norm {metrics['grad_norm']}")
+
+    def _stop(self, reason: str) -> NoReturn:
+        self.checkpoints.wait()
+        where = f"{self.checkpoints.folder / str(self.saved)} (step {self.saved})" if self.saved else "none yet"
+        raise RunError(f"{reason}, so training stops; last good checkpoint: {where}")
 
     def _validate_and_save(self, step: int) -> None:
         if self._due(step, self.config.train.eval_every):
-            self.validation = perplexity(
-                self.program, self.state.params, self.validation_samples, batches=self.config.train.eval_batches
-            )
+            self.validation = self._evaluate(self.config.train.eval_batches)
             self.log.validation(step, self.validation.loss)
+            loss = self.validation.loss
+        else:  # a checkpoint holds the weights after the step, whose loss nobody has seen yet
+            loss = self._evaluate(1).loss
+        if not math.isfinite(loss):
+            self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._due(step, self.config.checkpoint.every):
             self.checkpoints.save(self.state)
             self.saved = step
         self.ready = time.perf_counter()
+
+    def _evaluate(self, batches: int) -> Perplexity:
+        return perplexity(self.program, self.state.params, self.validation_samples, batches=batches)
 
     def _summary(self) -> None:
         steps = self.config.train.steps
@@ -248,13 +258,6 @@ def _check_same_model(run_dir: Path, config: Config) -> None:
             )
     if (earlier.precision == "fp64") != (config.precision == "fp64"):
         raise UserError(f"--run-dir {run_dir} holds a run in {earlier.precision}, not {config.precision}")
-
-
-def _corpus(config: Config, run_dir: Path) -> Corpus:
-    """The tokenized corpus in the run directory, made by process 0."""
-    folder, vocab_size = run_dir / "data", config.model.vocab_size
-    on_first_process(lambda: prepare(config.data.path, config.tokenizer.path, vocab_size, folder))
-    return open_corpus(folder, vocab_size)
 
 
 def on_first_process(action: Callable[[], Any]) -> None:

@@ -143,7 +143,7 @@ class RunLog:
         self._file.flush()
         self._remember(record)
         for name, value in record.items():
-            if name not in ("step", "tokens", "seconds"):
+            if name not in ("step", "tokens", "seconds") and math.isfinite(value):
                 tag = {"loss": "loss/training", "validation_loss": "loss/validation"}.get(name, name)
                 self._events.add_scalar(tag, value, record["step"])
 

@@ -189,11 +189,22 @@ def test_killed_while_tokenizing(tmp_path, small_tokenizer):
     )
     arguments = [str(tmp_path / "a.txt"), small_tokenizer, str(tmp_path / "run")]
     assert subprocess.run([sys.executable, "-c", script, *arguments]).returncode == -signal.SIGKILL
-    left = content(tmp_path / "run")
-    assert left and all(name.endswith(".partial") for name in left)
+    assert content(tmp_path / "run.partial") and not (tmp_path / "run").exists()
     corpus = prepare(*arguments[:2], 300, arguments[2])
     assert "".join(texts_of(corpus)) == "some words\n\n" * 5000
-    assert not [name for name in content(tmp_path / "run") if name.endswith(".partial")]
+    assert not (tmp_path / "run.partial").exists()
+
+
+def test_a_corpus_that_is_not_what_is_needed_is_not_kept(tmp_path, source, small_tokenizer):
+    """Nor are the folders that were made for it."""
+
+    def check(tokens):
+        assert tokens.num_tokens > 0
+        raise UserError("too short")
+
+    with pytest.raises(UserError, match="too short"):
+        prepare(source, small_tokenizer, 300, tmp_path / "new" / "run" / "data", check=check)
+    assert not (tmp_path / "new").exists()
 
 
 def test_unwritable_output(source, tmp_path):
