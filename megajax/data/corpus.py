@@ -98,7 +98,8 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     tokens = IndexedDataset(report.dataset or folder / "tokens")
     if tokens.num_tokens != report.tokens:
         raise UserError(f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made")
-    tokens.name = report.source  # what the user knows it by
+    if not report.dataset:
+        tokens.name = report.source  # what the user knows it by
     if report.vocab_size > vocab_size:
         tokens.check_vocabulary(vocab_size)
     return Corpus(tokens, tokenizer, report)
