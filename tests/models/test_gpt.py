@@ -94,10 +94,9 @@ def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
             np.testing.assert_array_equal(leaf, expected)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 2)], ids=lambda mesh: "x".join(map(str, mesh)))
-def test_every_mesh_has_the_same_initial_weights(mesh, initial):
+def test_a_mesh_has_the_same_initial_weights(initial):
     """Bit for bit those of one device, though the pipe does not divide the layers, in the shards where they belong."""
-    layout = tiny_program(dataclasses.replace(tiny_config(mesh, **vars(WIDE)), seed=SEED)).layout
+    layout = tiny_program(dataclasses.replace(tiny_config((2, 2, 2), **vars(WIDE)), seed=SEED)).layout
     params = layout.init().params
     placed = jax.tree.map(
         lambda x, sharding: x.sharding == sharding, params, shardings(layout.mesh, layout.specs.params)

@@ -85,6 +85,17 @@ def test_coordinates_are_not_exchangeable(first):
     assert_independent(here[different], there[different], first)
 
 
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_every_bit_of_a_state_decides_every_bit_of_the_next(half):
+    """Flipping any of its 32 bits flips any bit of the next state in half of the cases, between 0.45 and 0.55."""
+    a, b = np.random.default_rng(0).integers(0, 2**32, (2, 2**13), np.uint32)
+    following = jax.jit(lambda a, b: getattr(RandomBits(a, b).fold(3), half))
+    for bit in np.uint32(1) << np.arange(32, dtype=np.uint32):
+        flipped = np.asarray(following(a, b) ^ following(a ^ bit, b ^ bit))
+        share = ((flipped[:, None] >> np.arange(32, dtype=np.uint32)) & 1).mean(0)
+        assert share.min() > 0.45 and share.max() < 0.55, (bit, share)
+
+
 def test_rows_have_different_states():
     """Of 2^18 rows no two share a state, and each half of it repeats as often as chance has it (8 times)."""
     step, sample, layer, token = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in (4, 16, 16, 256)), indexing="ij")

@@ -185,6 +185,27 @@ def test_check_rejects_a_broken_order(name, what):
             assert sorted(stage.forward_done) == sorted(stage.backward_done) == list(range(6))
 
 
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_check_rejects_what_only_the_neighbours_see(name):
+    """A stage that exchanges two microbatches in both directions is consistent in itself, but gets others' inputs."""
+    schedule = make_schedule(name, 4, 6)
+    broken = changed(changed(schedule, "forward", swap(1, 2, 1)), "backward", swap(1, 2, 1))
+    with pytest.raises(AssertionError):
+        check(broken)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_check_rejects_a_microbatch_that_nobody_runs(name):
+    """Left out by every stage in both directions."""
+
+    def leave_out(table):
+        table[table == 2] = IDLE
+
+    schedule = make_schedule(name, 4, 6)
+    with pytest.raises(AssertionError):
+        check(changed(changed(schedule, "forward", leave_out), "backward", leave_out))
+
+
 def first_used(table: np.ndarray, stage: int, above: int = -1) -> tuple[int, int]:
     return int(np.flatnonzero(table[:, stage] > above)[0]), stage
 

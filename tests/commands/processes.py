@@ -1,0 +1,192 @@
+"""The commands as a user runs them: processes started from the repository's root, and what they leave behind."""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400  # no command takes a tenth of this alone on a core
+
+PRESET = """\
+[model]
+num_layers = 3  # not divisible by a pipe of 2
+hidden_size = 32
+num_heads = 4
+sequence_length = 32
+vocab_size = 300
+vocab_multiple = 64
+
+[train]
+steps = 20
+global_batch = 8
+microbatch = 1
+eval_every = 10
+eval_batches = 0  # the whole split
+log_every = 4
+
+[optimizer]
+learning_rate = 3e-3
+warmup_steps = 5
+decay_steps = 20
+
+[data]
+path = "{corpus}"
+validation_fraction = 0.1
+
+[checkpoint]
+every = 5
+keep = 3
+
+[sample]
+tokens = 0
+"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of train.py that tests share: look, don't write."""
+
+    folder: Path
+    finished: Finished
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Starts commands; `cache` is a folder for compiled programs, so that not every process compiles the same step."""
+
+    preset: Path
+    cache: Path
+
+    def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+        """`python SCRIPT ARGUMENTS...` in the repository's root."""
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves what is left of the compile time
+        }
+        line = [sys.executable, script, *map(str, arguments)]
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+    def run(self, script: str, *arguments: object) -> Finished:
+        """Start a command and wait for its end."""
+        return finish(self.start(script, *arguments))
+
+    def train(self, run_dir: Path, *arguments: object, preset: object = None) -> Finished:
+        """Train in `run_dir` by the tests' preset; must succeed and leave standard error empty."""
+        done = self.run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
+        assert done.code == 0, (done.code, done.out, done.err)
+        return done
+
+    def perplexity(self, run_dir: Path, *arguments: object) -> dict[str, Any]:
+        """What `eval.py perplexity` prints as its last line; must succeed."""
+        done = self.run("eval.py", "perplexity", "--checkpoint", run_dir, *arguments)
+        assert done.code == 0, (done.code, done.out, done.err)
+        return json.loads(done.out.splitlines()[-1])
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    """Wait for a process's end; one that takes too long is killed."""
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"no end after {SECONDS} s: {process.args}\n{out}\n{err}") from None
+    return Finished(process.returncode, out or "", err)
+
+
+def made_once(folder: Path, make: Callable[[], Finished | None]) -> Finished | None:
+    """Call `make`, which makes `folder`, unless another of pytest's workers did; returns what it returned."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done = folder.parent / f"{folder.name}.done"
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+        if not done.exists():
+            made = make()
+            done.write_text(json.dumps(made and asdict(made)))
+    found = json.loads(done.read_text())
+    return found and Finished(**found)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def training(run_dir: Path) -> list[dict[str, Any]]:
+    """The training lines of metrics.jsonl."""
+    return [record for record in records(run_dir) if "loss" in record]
+
+
+def curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every training line."""
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in training(run_dir)]
+
+
+def validation(run_dir: Path) -> dict[int, float]:
+    """Validation loss by step."""
+    return {record["step"]: record["validation_loss"] for record in records(run_dir) if "validation_loss" in record}
+
+
+def assert_close_losses(found: Iterable[tuple], expected: Iterable[tuple], relative: float = 1e-6) -> None:
+    """Two curves have the same steps, and every loss within `relative`."""
+    found, expected = list(found), list(expected)
+    assert [point[0] for point in found] == [point[0] for point in expected]
+    for (step, loss, _), (_, wanted, _) in zip(found, expected, strict=True):
+        assert abs(loss - wanted) <= relative * abs(wanted), (step, loss, wanted)
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints of a run, ascending."""
+    return sorted(int(entry.name) for entry in (run_dir / "checkpoints").iterdir() if entry.name.isdecimal())
+
+
+def checkpoint_arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by name, read by Orbax alone."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    folder = run_dir.absolute() / "checkpoints" / str(step) / "state"
+    with warnings.catch_warnings(action="ignore"), ocp.PyTreeCheckpointer() as reader:
+        tree = reader.metadata(folder).item_metadata.tree
+        plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        restored = reader.restore(folder, restore_args=plain)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
+
+
+def assert_same_checkpoint(run_dir: Path, other: Path, step: int) -> None:
+    """Two runs' checkpoints of a step hold the same arrays, bit for bit."""
+    found, expected = checkpoint_arrays(run_dir, step), checkpoint_arrays(other, step)
+    assert found.keys() == expected.keys() and len(found) > 10
+    for name, array in found.items():
+        wanted = expected[name]
+        assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape), name
+        assert array.tobytes() == wanted.tobytes(), name
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every entry below a folder with a digest of its bytes; empty where there is no folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }

@@ -1,0 +1,89 @@
+"""Several processes are one run."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from processes import (
+    Commands,
+    Finished,
+    Run,
+    assert_close_losses,
+    checkpoint_arrays,
+    curve,
+    finish,
+    records,
+    validation,
+)
+
+MESH = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
+SHORT = ("--train.steps", 6, "--sample.tokens", 2, "--sample.prompt", "the end")
+
+
+def two_processes(commands: Commands, *line: object) -> list[Finished]:
+    """A command as two processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    cluster = ("--distributed.coordinator", f"localhost:{port}", "--distributed.num-processes", 2)
+    processes = [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(2)]
+    return [finish(process) for process in processes]
+
+
+def train_as_two(commands: Commands, run: Path, *arguments: object) -> list[Finished]:
+    """A run of train.py as two processes of four devices each."""
+    line = ("train.py", commands.preset, "--run-dir", run, "--simulate-devices", 4, *MESH)
+    return two_processes(commands, *line, *arguments)
+
+
+def test_two_processes_of_four_devices_are_one_of_eight(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Same losses, validation loss and checkpoint; process 0 alone writes and prints."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = commands.train(one, *MESH, *SHORT, "--simulate-devices", 8)
+    first, second = train_as_two(commands, two, *SHORT)
+    assert first.code == second.code == 0, (first, second)
+    assert_close_losses(curve(two), curve(one))
+    assert_close_losses(curve(two), curve(straight.folder)[:6])
+    assert validation(two)[6] == pytest.approx(validation(one)[6], rel=1e-6)
+    expected = checkpoint_arrays(one, 6)
+    for name, array in checkpoint_arrays(two, 6).items():
+        assert array == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+    assert len(records(two)) == 7, "each step once, and the validation at the end"
+    assert len(list(two.rglob("events.out.tfevents*"))) == 1
+    printed = [line for line in second.out.splitlines() if not line.startswith("[Gloo]")]  # jaxlib, from C++
+    assert printed == []
+    assert "validation perplexity" in first.out and "the end" in first.out
+    assert first.err == second.err == alone.err == ""
+
+
+def test_a_mistake_ends_both_processes(commands: Commands, tmp_path: Path) -> None:
+    """Process 0 finds it while the other waits: both end with exit code 2 and one line, and nothing is written."""
+    run = tmp_path / "run"
+    for done in train_as_two(commands, run, "--data.path", tmp_path / "no.txt"):
+        assert done.code == 2, done
+        assert len(done.err.splitlines()) == 1
+    assert not run.exists()
+
+
+@pytest.mark.full
+def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
+    """Its figures are those of one process; process 0's last line is the JSON object."""
+    flags = ("perplexity", "--checkpoint", straight.folder, "--simulate-devices", 4, *MESH)
+    first, second = two_processes(commands, "eval.py", *flags)
+    assert first.code == second.code == 0, (first, second)
+    loss = json.loads(first.out.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(validation(straight.folder)[20], rel=1e-6)
+    assert all(line.startswith("[Gloo]") for line in second.out.splitlines())
+
+
+@pytest.mark.full
+def test_the_number_of_processes_may_change_on_resume(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Steps 1-5 as one process, 6-12 as two, the rest as one on one device."""
+    run = tmp_path / "run"
+    commands.train(run, "--train.steps", 5)
+    for done in train_as_two(commands, run, "--train.steps", 12):
+        assert done.code == 0, done
+    commands.train(run)
+    assert_close_losses(curve(run), curve(straight.folder))

@@ -1,0 +1,74 @@
+"""`eval.py perplexity`: the numbers that training saw, on any mesh, for any checkpoint and any text."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import Commands, Run, contents, validation
+
+from megajax.data.tokenizer import Tokenizer
+
+
+def close(loss: float) -> object:
+    """Equal up to the rounding of another batch or mesh."""
+    return pytest.approx(loss, rel=1e-6)
+
+
+def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:
+    """The last line is one JSON object: loss and perplexity of the latest checkpoint as training measured them. The run
+    is only read."""
+    before = contents(straight.folder)
+    result = commands.perplexity(straight.folder)
+    assert result["loss"] == close(validation(straight.folder)[20])
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["step"] == 20
+    assert contents(straight.folder) == before
+
+
+def test_an_earlier_step_on_a_data_parallel_mesh(commands: Commands, straight: Run) -> None:
+    """`--step 10` on (2, 1, 1)."""
+    result = commands.perplexity(straight.folder, "--step", 10, "--mesh.data", 2, "--simulate-devices", 2)
+    assert result["loss"] == close(validation(straight.folder)[10])
+    assert result["step"] == 10
+
+
+def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """`--step best` on (1, 2, 2) takes the lowest validation loss, whatever else metrics.jsonl holds: a loss that was
+    not finite, a step without a checkpoint, a line that was not finished."""
+    run = shutil.copytree(straight.folder, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "validation_loss" in line:
+            line["validation_loss"] += line["step"]  # now that of step 10 is the lowest
+    lines += [{"step": 15, "validation_loss": None}, {"step": 17, "validation_loss": 0.5}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text + '{"step": 21, "validation_l')
+    mesh = ("--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
+    result = commands.perplexity(run, "--step", "best", *mesh)
+    assert result["step"] == 10
+    assert result["loss"] == close(validation(straight.folder)[10])
+
+
+def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """`--data FILE`: every token but the first is predicted once, the end of the text included."""
+    text = "Some text.\n\nWith naïve words — and 𝒻ancy ones; " * 40
+    (tmp_path / "some.txt").write_text(text, encoding="utf-8")
+    result = commands.perplexity(straight.folder, "--data", tmp_path / "some.txt", "--step", "latest")
+    tokens = Tokenizer.load(straight.folder / "data" / "tokenizer").encode(text)
+    assert result["tokens"] == len(tokens)
+    assert result["loss"] > validation(straight.folder)[20], "a text of another kind"
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+
+
+def test_a_damaged_checkpoint(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Nothing is measured on other weights than those asked for: exit code 1, a plain last line with the checkpoint."""
+    run = shutil.copytree(straight.folder, tmp_path / "run")
+    checkpoint = run / "checkpoints" / "20"
+    file = max((file for file in checkpoint.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done = commands.run("eval.py", "perplexity", "--checkpoint", run)
+    assert done.code == 1, (done.out, done.err)
+    last = done.err.splitlines()[-1]
+    assert str(checkpoint) in last and "--step" in last

@@ -1,0 +1,93 @@
+"""A run that stopped goes on as if it had not."""
+
+import fcntl
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import (
+    Commands,
+    Run,
+    assert_close_losses,
+    assert_same_checkpoint,
+    checkpoint_steps,
+    curve,
+    records,
+    validation,
+)
+
+MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+
+
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
+    commands: Commands, straight: Run, half: Run, tmp_path: Path
+) -> None:
+    """Losses, gradient norms, validation losses and the final state are identical; the run's own config.toml is the
+    preset."""
+    run = shutil.copytree(half.folder, tmp_path / "run")
+    assert curve(run) == curve(straight.folder)[:10]
+    done = commands.train(run, "--train.steps", 20, preset=run / "config.toml")
+    assert "step 10" in done.out, "it says where it goes on"
+    assert curve(run) == curve(straight.folder)
+    assert validation(run) == validation(straight.folder)
+    assert checkpoint_steps(run) == checkpoint_steps(straight.folder) == [10, 15, 20]
+    assert_same_checkpoint(run, straight.folder, 20)
+
+
+def test_resume_on_another_mesh_with_another_microbatch_size(
+    commands: Commands, straight: Run, half: Run, tmp_path: Path
+) -> None:
+    """Three layers go from one device to a (2, 2, 2) mesh, two rows per microbatch instead of one."""
+    run = shutil.copytree(half.folder, tmp_path / "run")
+    commands.train(run, *MESH_222, "--train.microbatch", 2, "--resume", "must")
+    assert curve(run)[:10] == curve(straight.folder)[:10]
+    assert_close_losses(curve(run), curve(straight.folder))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_resume_from_a_mesh_of_eight_on_one_device(
+    commands: Commands, straight: Run, microbatch: int, tmp_path: Path
+) -> None:
+    """The other direction, and a change of the microbatch size by itself."""
+    run = tmp_path / "run"
+    commands.train(run, *MESH_222, "--train.steps", 10)
+    commands.train(run, "--train.microbatch", microbatch)
+    assert_close_losses(curve(run), curve(straight.folder))
+
+
+def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """`kill -9` after the first checkpoint: the second try ends with the same numbers, each step recorded once."""
+    run = tmp_path / "run"
+    line = ("train.py", commands.preset, "--run-dir", run, "--train.log-every", 1)
+    # Nobody reads what it prints, and the pipe is small and nearly full: it stops in the middle, at some step's line.
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"." * (4096 - 1100))
+    process = commands.start(*line, stdout=writing)
+    os.close(writing)
+    try:
+        last, quiet_since = "", time.monotonic()
+        while process.poll() is None and time.monotonic() - quiet_since < 1:
+            metrics = run / "metrics.jsonl"
+            now = metrics.read_text() if metrics.exists() else ""
+            if now != last or not (run / "checkpoints" / "5").exists():
+                last, quiet_since = now, time.monotonic()
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        error = process.communicate()[1]
+        os.close(reading)
+    assert process.returncode == -signal.SIGKILL, error
+    assert 5 <= curve(run)[-1][0] < 20
+
+    done = commands.run(*line)
+    assert done.code == 0, done.err
+    steps = [(record["step"], "loss" in record) for record in records(run)]
+    assert len(steps) == len(set(steps))
+    assert curve(run) == curve(straight.folder)
+    assert validation(run) == validation(straight.folder)
+    assert_same_checkpoint(run, straight.folder, 20)

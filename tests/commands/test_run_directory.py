@@ -1,0 +1,77 @@
+"""What a run leaves behind, and what it prints."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import Commands, Run, checkpoint_steps, contents, curve, records, training, validation
+
+
+def test_every_step_is_recorded_once_with_its_figures(straight: Run) -> None:
+    """metrics.jsonl: 20 training lines in order, validation lines on schedule, numbers in full precision."""
+    lines = training(straight.folder)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert line.keys() >= {"step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second"}
+        assert line["tokens"] == 8 * 32 and line["seconds"] > 0 and line["grad_norm"] > 0
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+    assert any(len(repr(line["loss"])) > 10 for line in lines), "not rounded"
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[0] < max(rates) == pytest.approx(3e-3) and rates[-1] < rates[10], "warm-up, then decay"
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5, "it learns"
+    assert list(validation(straight.folder)) == [10, 20]
+    assert len(records(straight.folder)) == 22
+
+
+def test_the_files_of_a_run(straight: Run) -> None:
+    """A picture, TensorBoard events, the last three checkpoints, the configuration; nothing temporary."""
+    folder = straight.folder
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert [file.stat().st_size > 100 for file in folder.rglob("events.out.tfevents*")] == [True]
+    assert checkpoint_steps(folder) == [10, 15, 20]
+    assert {entry.name for entry in (folder / "checkpoints").iterdir()} == {"10", "15", "20"}
+    assert (folder / "config.toml").is_file()
+    assert not [path for path in folder.rglob("*") if "partial" in path.name or "tmp" in path.name]
+
+
+def test_the_summary(straight: Run) -> None:
+    """Standard output ends with the validation perplexity, a sample that begins with the prompt, and the paths;
+    standard error is empty."""
+    out = straight.finished.out
+    perplexity = math.exp(validation(straight.folder)[20])
+    summary = out[out.rindex("step 20/20") :]
+    assert f"{perplexity:.2f}" in summary.partition("validation perplexity")[2]
+    assert "the end" in summary
+    for name in ("config.toml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"):
+        assert str(straight.folder / name) in summary
+    assert straight.finished.err == ""
+
+
+def test_plain_lines_where_nobody_watches(straight: Run) -> None:
+    """Every fourth step has a line with loss and tokens/s, and there are no control characters."""
+    out = straight.finished.out
+    lines = [line for line in out.splitlines() if "tokens/s" in line]
+    assert len(lines) == 5
+    for line, step in zip(lines, (4, 8, 12, 16, 20), strict=True):
+        loss = curve(straight.folder)[step - 1][1]
+        assert f"{step}/20" in line and any(abs(float(x) - loss) < 1e-2 for x in re.findall(r"\d+\.\d+", line))
+    assert "\r" not in out and "\x1b" not in out
+
+
+def test_a_finished_run_is_left_as_it_is(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """The same command once more says that there is nothing to do; state and figures stay."""
+    run = shutil.copytree(straight.folder, tmp_path / "run")
+    before = contents(run / "checkpoints")
+    done = commands.train(run)
+    assert "20 steps" in done.out
+    assert records(run) == records(straight.folder)
+    assert contents(run / "checkpoints") == before
+
+
+def test_the_default_run_directory_is_named_after_the_preset(commands: Commands) -> None:
+    """`runs/PRESET`: seen in a message, so that nothing is written there."""
+    done = commands.run("train.py", commands.preset, "--resume", "must")
+    assert done.code == 2
+    assert str(Path("runs") / commands.preset.stem) in done.err

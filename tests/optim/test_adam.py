@@ -1,0 +1,146 @@
+"""AdamW and clipping on sharded weights are optax's on the whole tree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_config, tiny_program
+
+from megajax.mesh import shardings
+from megajax.models.gpt import GPTFunctions
+from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, update
+from megajax.optim.learning_rate import learning_rate
+from megajax.training.step import Program
+from megajax.verify import named_leaves
+
+DECAYED = {
+    "shared/table",
+    "shared/positions",
+    "blocks/attention/qkv/weight",
+    "blocks/attention/output/weight",
+    "blocks/mlp/up/weight",
+    "blocks/mlp/down/weight",
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """Two devices on every axis; layers that the pipe does not divide, so that some slots are padding."""
+    return tiny_program(tiny_config((2, 2, 2), num_layers=5))
+
+
+@pytest.fixture(scope="module")
+def sharded_step(program):
+    """(grads, optimizer state, params) -> norm, clipped gradients, new state and params, in the region of the step."""
+    specs = program.layout.specs
+
+    def step(grads, state, params):
+        norm = global_norm(grads)
+        clipped = clip_by_norm(grads, norm, program.config.optimizer.clip_norm)
+        params, state = update(program.optimizer, clipped, state, params)
+        return norm, clipped, state, params
+
+    in_specs = (specs.params, specs.optimizer, specs.params)
+    out_specs = (P(), specs.params, specs.optimizer, specs.params)
+    return jax.jit(jax.shard_map(step, mesh=program.mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def random_tree(program: Program, seed: int, std: float) -> dict:
+    """Weights or gradients in natural form."""
+    rng = np.random.default_rng(seed)
+    shapes = program.layout.natural_shapes.params
+    return jax.tree.map(lambda leaf: rng.normal(0, std, leaf.shape).astype(np.float32), shapes)
+
+
+def place(program: Program, tree: dict) -> dict:
+    """The same in its shards, zeros in padded slots."""
+    index = program.layout.placement.layer_index
+
+    def staged(leaf: np.ndarray) -> np.ndarray:
+        slots = np.zeros((*index.shape, *leaf.shape[1:]), leaf.dtype)
+        slots[index >= 0] = leaf
+        return slots
+
+    tree = {"shared": tree["shared"], "blocks": jax.tree.map(staged, tree["blocks"])}
+    return jax.device_put(tree, shardings(program.mesh, program.layout.specs.params))
+
+
+def assert_same(program: Program, actual: dict, expected: dict) -> None:
+    actual = named_leaves(jax.device_get(program.layout.natural_weights(actual)))
+    expected = named_leaves(expected)
+    assert actual.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(actual[name], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("std", [1e-4, 1.0], ids=["small", "clipped"])
+def test_sharded_steps_are_optax_s(program, sharded_step, std):
+    """Global norm, clipping and three AdamW steps: split, duplicated and tied weights each count once, to 1e-6."""
+    config = program.config.optimizer
+    reference = optax.adamw(
+        lambda step: learning_rate(step, config),
+        *(config.beta1, config.beta2, config.epsilon),
+        weight_decay=config.weight_decay,
+        mask=lambda tree: jax.tree_util.tree_map_with_path(
+            lambda path, _: "/".join(str(key.key) for key in path) in DECAYED, tree
+        ),
+    )
+    clip = optax.clip_by_global_norm(config.clip_norm)
+
+    @jax.jit
+    def expected_step(grads, state, params):
+        with jax.numpy_dtype_promotion("standard"):
+            clipped, _ = clip.update(grads, None)
+            updates, state = reference.update(clipped, state, params)
+        return clipped, state, optax.apply_updates(params, updates)
+
+    expected_params = random_tree(program, 0, 0.5)
+    expected_state = reference.init(expected_params)
+    params = place(program, expected_params)
+    shapes = jax.eval_shape(program.layout.init).optimizer
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    for step in range(STEPS):
+        natural = random_tree(program, step + 1, std)
+        norm, clipped, state, params = sharded_step(place(program, natural), state, params)
+        expected, expected_state, expected_params = expected_step(natural, expected_state, expected_params)
+        expected_norm = float(np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(natural))))
+        assert float(norm) == pytest.approx(expected_norm, rel=1e-6)
+        assert (expected_norm > config.clip_norm) == (std == 1.0)
+        assert_same(program, clipped, expected)
+        assert_same(program, params, expected_params)
+    assert_same(program, state[0].mu, expected_state[0].mu)
+    assert_same(program, state[0].nu, expected_state[0].nu)
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 1.0 + 2**-20, 4.0])
+def test_clipping_keeps_what_is_within_the_limit(norm):
+    """At or below the limit nothing changes, not by a bit; above it, the norm becomes the limit."""
+    grads = {"a": jnp.asarray([0.6 * norm]), "b": jnp.asarray([0.8 * norm])}
+    clipped = clip_by_norm(grads, jnp.asarray(norm), 1.0)
+    if norm <= 1:
+        jax.tree.map(np.testing.assert_array_equal, clipped, grads)
+    else:
+        assert float(optax.tree.norm(clipped)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_only_matrices_and_embeddings_decay():
+    """Exactly these six kinds of weights; no bias, nothing of a LayerNorm."""
+    mask = named_leaves(decay_mask(GPTFunctions(tiny_config().model).shapes))
+    assert {name for name, decays in mask.items() if decays} == DECAYED
+    assert all(name.endswith(("/bias", "/scale")) for name in mask.keys() - DECAYED)
+
+
+def test_weight_decay_is_decoupled(program, sharded_step):
+    """With no gradient, matrices shrink by learning rate × decay, biases and LayerNorms stay."""
+    config = program.config.optimizer
+    before = random_tree(program, 0, 0.5)
+    shapes = jax.eval_shape(program.layout.init).optimizer
+    state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2 if leaf.shape == () else 0, leaf.dtype), shapes)
+    after = sharded_step(place(program, jax.tree.map(np.zeros_like, before)), state, place(program, before))[-1]
+    after = named_leaves(jax.device_get(program.layout.natural_weights(after)))
+    for name, leaf in named_leaves(before).items():
+        factor = 1 - config.learning_rate * config.weight_decay if name in DECAYED else 1
+        np.testing.assert_allclose(after[name], leaf * factor, rtol=1e-6, err_msg=name)

@@ -1,0 +1,160 @@
+"""What a training step communicates, counted on its jaxpr: nothing runs, nothing is compiled."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import abstract_batch, tiny_config, tiny_program
+
+from megajax.mesh import mesh_spec
+from megajax.parallel.random import Dropout
+from megajax.verify import COLLECTIVES, Collective, collectives
+
+LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows
+ACTIVATION = (ROWS, TOKENS, HIDDEN)
+
+
+def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):
+    """A program, and the abstract arguments of its train step."""
+    batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
+    config = tiny_config(mesh, num_layers=LAYERS, sequence_length=TOKENS, **batch, **options)
+    program = tiny_program(config)
+    return program, (jax.eval_shape(program.layout.init), abstract_batch(config))
+
+
+@cache
+def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
+    program, arguments = traced(mesh, num_microbatches, **options)
+    return collectives(program.train_step, *arguments)
+
+
+def over(axis: str, found: list[Collective]) -> list[Collective]:
+    return [collective for collective in found if axis in collective.axes]
+
+
+def count_shapes(found: list[Collective]) -> Counter:
+    """How often an operand of each shape is communicated."""
+    counts: Counter = Counter()
+    for collective in found:
+        for shape in collective.shapes:
+            counts[shape] += collective.count
+    return counts
+
+
+@pytest.mark.parametrize(("remat", "per_layer"), [("none", 2 + 2), ("layer", 2 + 1 + 2)])
+def test_tensor_all_reduces_of_a_layer(remat, per_layer):
+    """Per layer and microbatch 2 forward and 2 backward, one more where the forward is recomputed.
+
+    Beside them, of activations, one for the embedding forward and one for the head backward.
+    """
+    for num_microbatches in (1, 4):
+        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, remat=remat))
+        assert {collective.kind for collective in found} == {"all-reduce"}
+        assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + 2)
+
+
+@pytest.mark.parametrize(("remat", "backward"), [("none", 2), ("layer", 1 + 2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_tensor_all_reduces_of_a_stage(schedule, remat, backward):
+    """The same per layer in every branch of a pipe's tick: 2 where it runs forward, the rest where backward."""
+    found = over("tensor", step_collectives((1, 2, 2), 4, schedule=schedule, remat=remat))
+    branches = {"gpipe": 2 + backward, "1f1b": 2 + backward + (2 + backward)}[schedule]  # the last stage's are fused
+    ticks = {"gpipe": 2 * (4 + 1), "1f1b": 4 + 2}[schedule]
+    ends = {"gpipe": 2, "1f1b": 3}[schedule]  # the embedding in each forward, the head once
+    assert count_shapes(found)[ACTIVATION] == ticks * (branches * LAYERS // 2 + ends)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 2, 2), (1, 1, 8)])
+def test_no_vocabulary_is_communicated(mesh, remat):
+    """No operand over the tensor axis has the vocabulary's dim, whole or a device's share of it."""
+    sizes = {101, 128, 128 // mesh[2]}
+    found = over("tensor", step_collectives(mesh, 4, remat=remat))
+    assert found and not [c for c in found if any(sizes & set(shape) for shape in c.shapes)]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4, 16])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 2)])
+def test_gradients_are_reduced_once_a_step(mesh, num_microbatches):
+    """Over data, every gradient leaf in one all-reduce however many microbatches; beside them two scalars.
+
+    The scalars are the loss and the number of targets. Shared weights are summed over the pipe in the same all-reduce.
+    """
+    program, (state, _) = traced(mesh, num_microbatches)
+    found = over("data", step_collectives(mesh, num_microbatches))
+    sharding = jax.tree.map(lambda spec: jax.sharding.NamedSharding(program.mesh, spec), program.layout.specs.params)
+    local = jax.tree.map(lambda leaf, place: place.shard_shape(leaf.shape), state.params, sharding)
+    is_shape = {"is_leaf": lambda leaf: isinstance(leaf, tuple)}
+    blocks = Counter(shape[2:] for shape in jax.tree.leaves(local["blocks"], **is_shape))
+    shared = Counter(jax.tree.leaves(local["shared"], **is_shape))
+    assert {collective.kind for collective in found} == {"all-reduce"}
+    assert count_shapes(found) == blocks + shared + Counter({(): 2})
+    assert count_shapes(over("pipe", found)) == shared + Counter({(): 1})
+
+
+def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
+    """Every equation with whether it stands inside a conditional."""
+    for eqn in jaxpr.eqns:
+        yield eqn, inside
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns"):
+                    yield from walk(part, inside or eqn.primitive.name == "cond")
+
+
+@pytest.mark.parametrize("num_layers", [6, 5], ids=["even", "padded"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_hand_over_outside_conditionals(schedule, num_layers):
+    """Two permutes a tick, up and down, over the pipe alone; inside conditionals there is the tensor axis only."""
+    config = tiny_config((2, 2, 2), schedule=schedule, num_layers=num_layers, microbatch=2)
+    program = tiny_program(config)
+    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    permutes = [c for c in collectives(program.train_step, *arguments) if c.kind == "permute"]
+    ticks = {"1f1b": 2 + 2, "gpipe": 2 * (2 + 1)}[schedule]
+    assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
+    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr) if inside]
+    inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
+    assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
+
+
+def test_a_pipe_of_one_has_no_permutes_and_no_conditionals():
+    """Accumulation over microbatches is the same loop with everything decided while tracing."""
+    program, arguments = traced((1, 1, 2), 4)
+    names = {eqn.primitive.name for eqn, _ in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr)}
+    assert "scan" in names and not names & {"cond", "ppermute"}
+
+
+def test_embedding_and_head_communicate_a_few_scalars_per_token():
+    """Each all-reduces one activation, the embedding forward, the head backward; the head 3 numbers per token."""
+    program, _ = traced((1, 1, 2), 1)
+    model = program.model
+    specs = jax.tree.map(mesh_spec, model.logical_specs["shared"], is_leaf=lambda leaf: isinstance(leaf, P))
+    dropout = Dropout.at(0.1, 0, jnp.int32(0), jnp.arange(ROWS, dtype=jnp.int32))
+
+    def embed(shared, tokens_BT):
+        return jax.grad(lambda shared: jnp.sum(model.embed(shared, tokens_BT, dropout)))(shared)
+
+    def head(shared, tokens_BT):
+        x_BTD = jnp.ones(ACTIVATION)
+        return jax.grad(lambda shared, x_BTD: model.loss(shared, x_BTD, tokens_BT), (0, 1))(shared, x_BTD)
+
+    def found(function, out_specs) -> Counter:
+        mapped = jax.shard_map(function, mesh=program.mesh, in_specs=(specs, P()), out_specs=out_specs)
+        tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), "int32")
+        return count_shapes(collectives(mapped, model.shapes["shared"], tokens))
+
+    assert found(embed, specs) == {ACTIVATION: 1}
+    assert found(head, (specs, P())) == {ACTIVATION: 1, (ROWS, TOKENS): 3}
+
+
+def test_what_a_step_communicates_in_bytes():
+    """Tensor parallel, forward and backward: 4 activations a layer, 2 at the ends and 3 numbers per token; no more."""
+    found = [c for c in over("tensor", step_collectives((1, 1, 2), 4)) if c.count > 1]
+    total = sum(collective.num_bytes * collective.count for collective in found)
+    assert total == 4 * 4 * ((4 * LAYERS + 2) * math.prod(ACTIVATION) + 3 * ROWS * TOKENS)

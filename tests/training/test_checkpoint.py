@@ -1,0 +1,219 @@
+"""Checkpoints: the same state on any mesh, and damage that is noticed."""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.errors import RunError
+from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, digest
+from megajax.training.state import StateLayout, TrainState
+
+# Orbax abandons its other reads when one fails, and Python complains when it finds them.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+MESHES = [(1, 4, 2), (1, 1, 1), (8, 1, 1)]
+
+
+def layout(mesh: tuple[int, int, int]) -> StateLayout:
+    """The placement of a model of five layers, which neither two nor four stages divide."""
+    return tiny_program(tiny_config(mesh, num_layers=5)).layout
+
+
+def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
+    """A state without a zero anywhere, moments included."""
+    rng = np.random.default_rng(seed)
+    shapes = where.natural_shapes
+    natural = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), shapes)
+    return where.from_natural(TrainState(jnp.int32(step), natural.params, natural.optimizer))
+
+
+def natural_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndarray]:
+    """Every array of a state in natural form, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(where.to_natural(state))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert array.dtype == expected[name].dtype, name
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+@pytest.fixture(autouse=True)
+def find_abandoned_reads() -> Iterator[None]:
+    """Let Python find them here, not in another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def small() -> StateLayout:
+    """The model on one device."""
+    return layout((1, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of the steps 10 and 20, of different states."""
+    run = tmp_path_factory.mktemp("written")
+    checkpoints = Checkpoints(run, small, keep=2)
+    for step in (10, 20):
+        checkpoints.save(random_state(small, step, seed=step))
+    checkpoints.wait()
+    checkpoints.close()
+    return run
+
+
+def test_another_mesh_restores_the_same_bits(tmp_path: Path) -> None:
+    """Written on (2, 2, 2), read on (1, 4, 2), (1, 1, 1) and (8, 1, 1), and after that written from one device and read
+    on (2, 2, 2): weights, moments and step are the same in natural form."""
+    first = layout((2, 2, 2))
+    state = random_state(first, 7)
+    expected = natural_arrays(first, state)
+    checkpoints = Checkpoints(tmp_path / "first", first, keep=1)
+    checkpoints.save(state)
+    checkpoints.wait()
+    checkpoints.close()
+    for mesh in MESHES:
+        other = layout(mesh)
+        reader = Checkpoints(tmp_path / "first", other)
+        found = reader.restore(7)
+        reader.close()
+        assert int(found.step) == 7
+        assert_equal(natural_arrays(other, found), expected)
+        if mesh == (1, 1, 1):
+            writer = Checkpoints(tmp_path / "second", other, keep=1)
+            writer.save(found)
+            writer.close()
+    back = Checkpoints(tmp_path / "second", first)
+    assert_equal(natural_arrays(first, back.restore(7)), expected)
+    back.close()
+
+
+def test_the_digest_notices_any_changed_element_and_swapped_neighbours() -> None:
+    """Every element of arrays of up to three dims, a change of the last bit, and -0 for 0."""
+    rng = np.random.default_rng(0)
+    sums = jax.jit(digest)
+    for shape in ((), (37,), (5, 33), (3, 4, 6)):
+        for dtype in (np.float32, np.int32):
+            array = rng.integers(1, 100, shape).astype(dtype)
+            before = int(sums(array))
+            for place in np.ndindex(shape):
+                changed = array.copy()
+                changed[place] = np.nextafter(array[place], np.float32(0)) if dtype == np.float32 else array[place] + 1
+                assert int(sums(changed)) != before, (shape, place)
+            for dim, place in ((dim, place) for dim in range(len(shape)) for place in np.ndindex(shape)):
+                neighbour = list(place)
+                neighbour[dim] = (place[dim] + 1) % shape[dim]
+                swapped = array.copy()
+                swapped[place], swapped[tuple(neighbour)] = array[tuple(neighbour)], array[place]
+                if array[place] != array[tuple(neighbour)]:
+                    assert int(sums(swapped)) != before, (shape, place, neighbour)
+    assert int(sums(np.float32(0.0))) != int(sums(np.float32(-0.0)))
+
+
+def test_the_digest_does_not_depend_on_the_mesh() -> None:
+    """Of a state in natural form, on one device and on eight."""
+    sums = []
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        where = layout(mesh)
+        sums.append(jax.tree.map(int, jax.jit(digest)(where.to_natural(random_state(where, 3)))))
+    assert sums[0] == sums[1]
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """Every file of a checkpoint."""
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
+
+
+def newest(where: StateLayout, run: Path) -> tuple[TrainState, list[str]]:
+    """What `restore_newest` finds in a run that has a good checkpoint."""
+    checkpoints = Checkpoints(run, where)
+    state, damaged = checkpoints.restore_newest()
+    checkpoints.close()
+    assert state is not None
+    return state, damaged
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "cut in half", "other bytes"])
+def test_damage_of_any_file_is_noticed_or_harmless(
+    damage: str, small: StateLayout, written: Path, tmp_path: Path
+) -> None:
+    """Whatever happens to whichever file: what is restored is a state that was written, never anything else. The file
+    with most of the numbers cannot be missed."""
+    expected = {step: natural_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
+    names = [file.relative_to(written) for file in files_of(written / "checkpoints" / "20")]
+    essential = max(names, key=lambda name: (written / name).stat().st_size)
+    for number, name in enumerate(names):
+        run = shutil.copytree(written, tmp_path / str(number))
+        data = bytearray((run / name).read_bytes())
+        if damage == "removed":
+            (run / name).unlink()
+        else:
+            if damage == "emptied":
+                data.clear()
+            elif damage == "cut in half":
+                del data[len(data) // 2 :]
+            else:
+                for place in range(len(data) // 2, min(len(data), len(data) // 2 + 4)):
+                    data[place] ^= 0xFF
+            (run / name).write_bytes(data)
+        state, damaged = newest(small, run)
+        step = int(state.step)
+        assert_equal(natural_arrays(small, state), expected[step])
+        assert len(damaged) == (step == 10), (name, damaged)
+        if damaged:
+            assert str(run / "checkpoints" / "20") in damaged[0]
+        assert step == 10 or name != essential
+
+
+def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: Path, tmp_path: Path) -> None:
+    """Arrays that can be read but are not those that were written: those of step 10 under the name 20."""
+    run = shutil.copytree(written, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "20" / "state")
+    shutil.copytree(run / "checkpoints" / "10" / "state", run / "checkpoints" / "20" / "state")
+    checkpoints = Checkpoints(run, small)
+    with pytest.raises(DamagedCheckpoint, match="20"):
+        checkpoints.restore(20)
+    checkpoints.close()
+    assert int(newest(small, run)[0].step) == 10
+
+
+def test_all_damaged_is_an_error_and_none_is_a_start(small: StateLayout, written: Path, tmp_path: Path) -> None:
+    """A run whose checkpoints cannot be read must not start from the beginning by itself."""
+    run = shutil.copytree(written, tmp_path / "run")
+    for step in ("10", "20"):
+        max(files_of(run / "checkpoints" / step), key=lambda file: file.stat().st_size).write_bytes(b"")
+    checkpoints = Checkpoints(run, small)
+    with pytest.raises(RunError, match="no checkpoint"):
+        checkpoints.restore_newest()
+    checkpoints.close()
+    empty = Checkpoints(tmp_path / "empty", small, keep=1)
+    assert empty.restore_newest() == (None, [])
+    empty.close()
+
+
+def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
+    """Of five checkpoints, the last two. Later ones than a step can be set aside; they are kept and written again."""
+    checkpoints = Checkpoints(tmp_path, small, keep=2)
+    for step in range(1, 6):
+        checkpoints.save(random_state(small, step))
+    checkpoints.wait()
+    assert checkpoints.steps() == [4, 5]
+    checkpoints.set_aside(after=4)
+    assert checkpoints.steps() == [4]
+    assert len([entry for entry in (tmp_path / "checkpoints").iterdir() if not entry.name.isdecimal()]) == 1
+    checkpoints.save(random_state(small, 5, seed=1))
+    checkpoints.wait()
+    assert checkpoints.steps() == [4, 5]
+    assert_equal(natural_arrays(small, checkpoints.restore(5)), natural_arrays(small, random_state(small, 5, seed=1)))
+    checkpoints.close()
