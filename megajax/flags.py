@@ -115,4 +115,7 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
     parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
-    return resolve(load_preset(args.preset), parser.overrides(args))
+    overrides = parser.overrides(args)
+    if not overrides.get("run_dir", "."):
+        del overrides["run_dir"]  # empty: the preset's
+    return resolve(load_preset(args.preset), overrides)

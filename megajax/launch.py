@@ -50,9 +50,10 @@ def start(config: Config) -> None:
 def in_cluster(environment: Mapping[str, str]) -> bool:
     """Whether a launcher (SLURM, Open MPI, Kubernetes) started more than one process, which JAX then finds by
     itself."""
-    processes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-    if any(environment.get(name, "1").isdecimal() and int(environment.get(name, "1")) > 1 for name in processes):
-        return "SLURM_PROCID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+    for processes, rank in (("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
+        number = environment.get(processes, "1")
+        if number.isdecimal() and int(number) > 1 and rank in environment:
+            return True
     return "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
 
 
@@ -70,7 +71,7 @@ def run(main: Callable[[], None]) -> None:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("stopped by the user; the last checkpoint is kept, run the same command to go on", file=sys.stderr)
+        print("stopped by the user; what is written is kept, training goes on by the same command", file=sys.stderr)
     except BaseException as error:
         traceback.print_exc()
         print(f"error: the run ended: {_plain(error)}", file=sys.stderr)

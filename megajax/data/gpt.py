@@ -62,7 +62,8 @@ def split_documents(
     order = order[lengths[order] > 0]
     if len(order) < 2:
         raise UserError(
-            f"--data.path: {documents.name} has {len(order)} documents; training and validation need at least 2"
+            f"--data.path: {documents.name} has {len(order)} documents; training and validation need at "
+            "least 2 (a single text file is cut in pieces when it is named itself, not its folder)"
         )
     budget = validation_fraction * documents.num_tokens
     candidates = order[lengths[order] <= budget]

@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config, load_preset, resolve, validate
-from megajax.data.corpus import evaluation_tokens, open_corpus
+from megajax.config import Config, MeshConfig, load_preset, resolve, validate_mesh
+from megajax.data.corpus import evaluation_tokens, open_corpus, prepared_prefix
 from megajax.data.gpt import EvaluationSamples, train_and_validation
+from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
-from megajax.errors import RunError
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import perplexity
 from megajax.launch import start
 from megajax.mesh import make_mesh
+from megajax.precision import MAIN_DTYPE
 from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
 from megajax.training.step import Program
 
@@ -26,12 +29,9 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
         UserError: the run, the step, the data or the mesh cannot be used.
     """
     config = _evaluation_config(run_dir, overrides)
-    start(config)
-    validate(config, jax.device_count())
     length = config.model.sequence_length
     if data:
-        documents = evaluation_tokens(data, Tokenizer.load(run_dir / "data" / "tokenizer"))
-        samples = EvaluationSamples(documents, None, sequence_length=length)
+        samples = EvaluationSamples(_documents(data, run_dir, config), sequence_length=length)
     else:
         corpus = open_corpus(run_dir / "data", config.model.vocab_size)
         _, samples = train_and_validation(
@@ -69,12 +69,34 @@ def restore_params(program: Program, run_dir: Path, wanted: str) -> tuple[Any, i
         checkpoints.close()
 
 
+def _documents(data: str, run_dir: Path, config: Config) -> TokenDocuments:
+    """A text in the run's tokens, or a dataset that is tokenized already."""
+    if prefix := prepared_prefix(data, flag="--data"):
+        tokens = IndexedDataset(prefix)
+        tokens.check_vocabulary(config.model.vocab_size)
+        return tokens
+    tokenizer = run_dir / "data" / "tokenizer"
+    if not tokenizer.is_dir():
+        raise UserError(f"--data {data}: {run_dir} has no tokenizer for text; valid: a tokenized dataset")
+    return evaluation_tokens(data, Tokenizer.load(tokenizer))
+
+
 def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
-    """The run's configuration on the mesh asked for, one device where none is; batches fill the pipeline once."""
+    """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
+
+    A batch fills the pipeline once.
+    """
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }
     config = resolve(preset, overrides)
+    earlier = preset["precision"]
+    if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
+        raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
+    start(config)
+    if not any(key.startswith("mesh.") for key in overrides):
+        config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
+    validate_mesh(config, jax.device_count())
     rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 

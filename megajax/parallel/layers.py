@@ -18,8 +18,8 @@ from megajax.parallel.random import NamedKey
 
 
 def normal_param(key: NamedKey, shape: tuple[int, ...], std: float, axes: tuple[str, ...]) -> nnx.Param:
-    """A weight drawn from N(0, std²), its dims named by `axes`."""
-    return nnx.Param(nnx.with_partitioning(nnx.initializers.normal(std), axes)(key.key, shape))
+    """A weight drawn from N(0, std²) in fp32, in any precision the same, its dims named by `axes`."""
+    return nnx.Param(nnx.with_partitioning(nnx.initializers.normal(std, jnp.float32), axes)(key.key, shape))
 
 
 def constant_param(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.precision import at_least_fp32
+
 
 @dataclasses.dataclass(frozen=True)
 class NamedKey:
@@ -105,8 +107,10 @@ class Dropout:
     def apply(self, x: Array, bits: Array) -> Array:
         """Zero the elements whose bits (uint32, broadcasting to `x`) fall below the rate; scale the others by
         1/(1-rate)."""
-        keep = bits >= jnp.uint32(round(self.rate * 2**32))
-        return jnp.where(keep, x * jnp.asarray(1 / (1 - self.rate), x.dtype), jnp.zeros((), x.dtype))
+        keep = bits >= jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
+        dtype = at_least_fp32(x.dtype)  # 1/(1-rate) rounded to bf16 would shift the mean
+        scaled = (x.astype(dtype) * jnp.asarray(1 / (1 - self.rate), dtype)).astype(x.dtype)
+        return jnp.where(keep, scaled, jnp.zeros((), x.dtype))
 
     def __call__(self, x_BTD: Array, token_T: Array) -> Array:
         """Drop features of `x_BTD`, whose tokens stand at the global positions `token_T`."""

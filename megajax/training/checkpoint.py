@@ -60,23 +60,34 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: it cannot be read, or not all of it is what was written.
         """
+        read: list[tuple[TrainState, dict[str, int]]] = []
+        problem = "another process cannot read it"
+        try:
+            read.append(self._read(step))
+        except Exception as error:
+            problem = " ".join(str(error).split())[:200]
+        # The processes agree at each turn: none may go on to the next collective alone.
+        if not all_agree(bool(read)):
+            raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
+        stored, sums = read[0]
+        actual = {name: int(value) for name, value in _named(self._digest(stored)).items()}
+        wrong = sorted(name for name in actual if sums.get(name) != actual[name])
+        if not all_agree(not wrong):
+            raise DamagedCheckpoint(f"{self.folder / str(step)}: {len(wrong)} arrays differ from what was written")
+        return self._layout.from_natural(stored)
+
+    def _read(self, step: int) -> tuple[TrainState, dict[str, int]]:
+        """The natural state and the digest stored with it."""
         target = jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             self._layout.natural_shapes,
             shardings(self._mesh, self._layout.natural_specs),
         )
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                stored = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), digest=ocp.args.JsonRestore())
-                )
-        except Exception as error:
-            raise DamagedCheckpoint(f"{self.folder / str(step)}: {' '.join(str(error).split())[:200]}") from error
-        actual = {name: int(value) for name, value in _named(self._digest(stored.state)).items()}
-        wrong = sorted(name for name in actual if stored.digest.get(name) != actual[name])
-        if wrong:
-            raise DamagedCheckpoint(f"{self.folder / str(step)}: {len(wrong)} arrays differ from what was written")
-        return self._layout.from_natural(stored.state)
+        with warnings.catch_warnings(action="ignore"):
+            stored = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), digest=ocp.args.JsonRestore())
+            )
+        return stored.state, stored.digest
 
     def restore_newest(self) -> tuple[TrainState | None, list[str]]:
         """The newest state that can be read, or None where there is no checkpoint, and what is wrong with newer ones.
@@ -108,6 +119,15 @@ class Checkpoints:
 
             multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
+
+
+def all_agree(value: bool) -> bool:
+    """Whether `value` holds on every process; all call this together."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
 
 
 class DamagedCheckpoint(Exception):

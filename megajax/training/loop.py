@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from megajax.generate import sample
 from megajax.launch import start
 from megajax.mesh import make_mesh
 from megajax.models.gpt import count_parameters
+from megajax.precision import MAIN_DTYPE
 from megajax.training.checkpoint import Checkpoints
 from megajax.training.metrics import RunLog
 from megajax.training.state import TrainState
@@ -56,11 +58,12 @@ def train(config: Config) -> None:
     corpus = open_corpus(folder, vocab_size)
     train_samples, validation_samples = split(corpus.tokens)
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
-    # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
-    lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
-    on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
     _say(_describe(config, corpus, train_samples))
     run = _Run(config, run_dir, program, corpus, train_samples, validation_samples)
+    if run.first < config.train.steps:
+        # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
+        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
+        on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
     run.go()
 
 
@@ -183,13 +186,17 @@ class _Run:
 
     def _summary(self) -> None:
         steps = self.config.train.steps
+        if self.validation is None:
+            self.validation = self._evaluate(self.config.train.eval_batches)
         if self.first >= steps:
-            _say(f"{self.run_dir} has {self.first} steps already; --train.steps {steps} asks for no more")
-        if self.validation:
             _say(
-                f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
-                f"after {self.config.train.steps} steps"
+                f"nothing to train: {self.run_dir} has {self.first} steps already and --train.steps is {steps}; "
+                "for a new run pass another --run-dir, to go on more steps"
             )
+        _say(
+            f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
+            f"after {max(self.first, steps)} steps"
+        )
         text = self._sample()
         if text:
             _say(f"a sample:\n{text}")
@@ -242,22 +249,40 @@ def _claim(run_dir: Path, config: Config) -> None:
         raise UserError(
             f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
         )
-    if has_checkpoint and (run_dir / "config.toml").is_file():
-        _check_same_model(run_dir, config)
+    if has_checkpoint:
+        if not (run_dir / "config.toml").is_file():
+            raise UserError(
+                f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
+            )
+        _check_same_run(run_dir, config)
 
 
-def _check_same_model(run_dir: Path, config: Config) -> None:
-    """A run goes on with the model it began with; what does not change the weights' shapes may change."""
+_LASTING = [  # what a run keeps: the shapes of its weights, and which samples it has seen and holds out
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_heads",
+    "model.sequence_length",
+    "model.vocab_size",
+    "model.padded_vocab_size",
+    "seed",
+    "data.validation_fraction",
+    "train.global_batch",
+]
+
+
+def _check_same_run(run_dir: Path, config: Config) -> None:
+    """A run goes on with the model and the data it began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size", "padded_vocab_size"):
-        before, now = getattr(earlier.model, name), getattr(config.model, name)
+    for key in _LASTING:
+        before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             raise UserError(
-                f"--run-dir {run_dir} holds a model with {name} {before}, not {now}; "
-                f"valid: the same model, or another --run-dir"
+                f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: the same, or another --run-dir"
             )
-    if (earlier.precision == "fp64") != (config.precision == "fp64"):
-        raise UserError(f"--run-dir {run_dir} holds a run in {earlier.precision}, not {config.precision}")
+    if MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
+        raise UserError(
+            f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
+        )
 
 
 def on_first_process(action: Callable[[], Any]) -> None:
@@ -291,7 +316,7 @@ def _describe(config: Config, corpus: Corpus, samples: TrainSamples) -> str:
         f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
         f"{jax.devices()[0].platform} devices, {jax.process_count()} processes\n"
         f"data: {report.tokens:,} tokens in {report.documents:,} documents of {report.source}{skipped}; "
-        f"an epoch is {samples.epoch_size // config.train.global_batch:,} steps"
+        f"an epoch is {samples.epoch_size / config.train.global_batch:,.4g} steps"
     )
 
 

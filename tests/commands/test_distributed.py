@@ -37,6 +37,13 @@ def train_as_two(commands: Commands, run: Path, *arguments: object) -> list[Fini
     return two_processes(commands, *line, *arguments)
 
 
+def assert_silent(process: Finished) -> None:
+    """It printed nothing but the lines of jaxlib's Gloo, which come from C++ threads and may be torn."""
+    assert process.err == ""
+    for line in process.out.splitlines():
+        assert "Gloo" in line or "peer ranks" in line or not line, line
+
+
 def test_two_processes_of_four_devices_are_one_of_eight(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Same losses, validation loss and checkpoint; process 0 alone writes and prints."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -52,10 +59,9 @@ def test_two_processes_of_four_devices_are_one_of_eight(commands: Commands, stra
 
     assert len(records(two)) == 7, "each step once, and the validation at the end"
     assert len(list(two.rglob("events.out.tfevents*"))) == 1
-    printed = [line for line in second.out.splitlines() if not line.startswith("[Gloo]")]  # jaxlib, from C++
-    assert printed == []
+    assert_silent(second)
     assert "validation perplexity" in first.out and "the end" in first.out
-    assert first.err == second.err == alone.err == ""
+    assert first.err == alone.err == ""
 
 
 def test_a_mistake_ends_both_processes(commands: Commands, tmp_path: Path) -> None:
@@ -75,7 +81,7 @@ def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
     assert first.code == second.code == 0, (first, second)
     loss = json.loads(first.out.splitlines()[-1])["loss"]
     assert loss == pytest.approx(validation(straight.folder)[20], rel=1e-6)
-    assert all(line.startswith("[Gloo]") for line in second.out.splitlines())
+    assert_silent(second)
 
 
 @pytest.mark.full

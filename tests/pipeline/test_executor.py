@@ -86,19 +86,26 @@ def test_nothing_weight_sized_is_kept(kept_and_weights, remat, num_layers, scan_
 
 
 @cache
-def compiled(remat: str) -> tuple:
+def compiled(remat: str, scan_layers: str) -> tuple:
     """Program, its loss and gradients compiled, and the hand-written loop compiled; four microbatches."""
-    program = tiny_program(tiny_config(remat=remat, global_batch=4, hidden_size=64, num_heads=4, sequence_length=32))
+    program = tiny_program(
+        tiny_config(
+            remat=remat, scan_layers=scan_layers, global_batch=4, hidden_size=64, num_heads=4, sequence_length=96
+        )
+    )
     params = jax.eval_shape(program.layout.init).params
     arguments = (params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32"))
     loops = (program.loss_and_gradients, hand_written(program))
     return program, *(fast_compile(loop.lower(*arguments)) for loop in loops)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-def test_it_is_the_hand_written_loop(remat):
+LOOPS = [("none", "true"), ("layer", "false")]  # remat, scan_layers
+
+
+@pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)
+def test_it_is_the_hand_written_loop(remat, scan_layers):
     """On one device, loss and every gradient are those of accumulating `value_and_grad` over the microbatches."""
-    program, ours, plain = compiled(remat)
+    program, ours, plain = compiled(remat, scan_layers)
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(program.layout.init).params
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
@@ -111,8 +118,8 @@ def test_it_is_the_hand_written_loop(remat):
         np.testing.assert_allclose(gradients[name], leaf, rtol=1e-5, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-def test_it_needs_no_more_memory_than_the_hand_written_loop(remat):
+@pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)
+def test_it_needs_no_more_memory_than_the_hand_written_loop(remat, scan_layers):
     """Temporary bytes of the compiled programs, within 5%."""
-    _, ours, plain = compiled(remat)
+    _, ours, plain = compiled(remat, scan_layers)
     assert temp_bytes(ours) <= 1.05 * temp_bytes(plain)
