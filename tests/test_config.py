@@ -162,7 +162,7 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
         ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 or more"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
-        ({"optimizer.warmup_steps": 201}, "--optimizer.decay-steps 200, which includes it; valid: at most 200"),
+        ({"optimizer.warmup_steps": 261}, "--optimizer.decay-steps 260, which includes it; valid: at most 260"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
         ({"distributed.num_processes": 2}, "--distributed.coordinator and --distributed.process-id missing"),
     ],
@@ -206,7 +206,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             {"mesh.tensor": 8, "model.vocab_size": 4094, "model.vocab_multiple": 1},
             "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",
         ),
-        ({"mesh.data": 3}, "--train.global-batch 16 is not divisible by --mesh.data 3 x --train.microbatch 2; valid:"),
+        ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
         ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
     ],
 )

@@ -1,6 +1,7 @@
 """Several processes are one run."""
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -38,10 +39,9 @@ def train_as_two(commands: Commands, run: Path, *arguments: object) -> list[Fini
 
 
 def assert_silent(process: Finished) -> None:
-    """It printed nothing but the lines of jaxlib's Gloo, which come from C++ threads and may be torn."""
+    """It printed nothing of ours; jaxlib's Gloo prints from C++ threads."""
     assert process.err == ""
-    for line in process.out.splitlines():
-        assert "Gloo" in line or "peer ranks" in line or not line, line
+    assert not re.search("loss|step|model|mesh|perplexity|written", process.out), process.out
 
 
 def test_two_processes_of_four_devices_are_one_of_eight(commands: Commands, straight: Run, tmp_path: Path) -> None:

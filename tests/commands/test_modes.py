@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from processes import Commands, Run, assert_close_losses, curve
+from processes import Commands, Run, assert_close_losses, curve, validation
 
 
 @pytest.mark.full
@@ -26,9 +26,11 @@ def test_recomputed_unrolled_layers_on_two_stages(
     ],
 )
 def test_precisions_and_forms(commands: Commands, straight: Run, precision: str, flags: str, tmp_path: Path) -> None:
-    """bf16 and fp64 train, from the same start as fp32."""
+    """bf16 and fp64 train, from the same start as fp32, and their checkpoints evaluate as training did."""
     commands.train(tmp_path, "--precision", precision, *flags.split(), "--train.steps", 3)
     losses = [loss for _, loss, _ in curve(tmp_path)]
     assert len(losses) == 3 and all(map(math.isfinite, losses))
     assert losses[0] == pytest.approx(curve(straight.folder)[0][1], abs=0.05)
     assert losses[2] < losses[0]
+    relative = 1e-3 if precision == "bf16" else 1e-9
+    assert commands.perplexity(tmp_path)["loss"] == pytest.approx(validation(tmp_path)[3], rel=relative)

@@ -24,6 +24,7 @@ DECAYED = {
     "blocks/mlp/down/weight",
 }
 STEPS = 3
+QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def sharded_step(program):
 
     in_specs = (specs.params, specs.optimizer, specs.params)
     out_specs = (P(), specs.params, specs.optimizer, specs.params)
-    return jax.jit(jax.shard_map(step, mesh=program.mesh, in_specs=in_specs, out_specs=out_specs))
+    run = jax.jit(jax.shard_map(step, mesh=program.mesh, in_specs=in_specs, out_specs=out_specs))
+    params = place(program, random_tree(program, 0, 1.0))
+    return run.lower(params, zero_state(program), params).compile(QUICKLY)
 
 
 def random_tree(program: Program, seed: int, std: float) -> dict:
@@ -66,6 +69,13 @@ def place(program: Program, tree: dict) -> dict:
 
     tree = {"shared": tree["shared"], "blocks": jax.tree.map(staged, tree["blocks"])}
     return jax.device_put(tree, shardings(program.mesh, program.layout.specs.params))
+
+
+def zero_state(program: Program, steps: int = 0) -> tuple:
+    """Optimizer state of moments that are zero, its counters at `steps`."""
+    shapes = jax.eval_shape(program.layout.init).optimizer
+    state = jax.tree.map(lambda leaf: np.full(leaf.shape, 0 if leaf.shape else steps, leaf.dtype), shapes)
+    return jax.device_put(state, shardings(program.mesh, program.layout.specs.optimizer))
 
 
 def assert_same(program: Program, actual: dict, expected: dict) -> None:
@@ -99,9 +109,7 @@ def test_sharded_steps_are_optax_s(program, sharded_step, std):
 
     expected_params = random_tree(program, 0, 0.5)
     expected_state = reference.init(expected_params)
-    params = place(program, expected_params)
-    shapes = jax.eval_shape(program.layout.init).optimizer
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    params, state = place(program, expected_params), zero_state(program)
     for step in range(STEPS):
         natural = random_tree(program, step + 1, std)
         norm, clipped, state, params = sharded_step(place(program, natural), state, params)
@@ -137,9 +145,8 @@ def test_weight_decay_is_decoupled(program, sharded_step):
     """With no gradient, matrices shrink by learning rate × decay, biases and LayerNorms stay."""
     config = program.config.optimizer
     before = random_tree(program, 0, 0.5)
-    shapes = jax.eval_shape(program.layout.init).optimizer
-    state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2 if leaf.shape == () else 0, leaf.dtype), shapes)
-    after = sharded_step(place(program, jax.tree.map(np.zeros_like, before)), state, place(program, before))[-1]
+    zeros = place(program, jax.tree.map(np.zeros_like, before))
+    *_, after = sharded_step(zeros, zero_state(program, steps=2), place(program, before))  # warm-up is done
     after = named_leaves(jax.device_get(program.layout.natural_weights(after)))
     for name, leaf in named_leaves(before).items():
         factor = 1 - config.learning_rate * config.weight_decay if name in DECAYED else 1
