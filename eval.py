@@ -28,7 +28,10 @@ def main() -> None:
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
     result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=parser.overrides(args))
-    print(json.dumps(result))
+    import jax
+
+    if jax.process_index() == 0:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

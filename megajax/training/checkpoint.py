@@ -65,7 +65,7 @@ class Checkpoints:
         try:
             read.append(self._read(step))
         except Exception as error:
-            problem = " ".join(str(error).split())[:200]
+            problem = " ".join(str(error).split()).partition(" See full")[0][:200]
         # The processes agree at each turn: none may go on to the next collective alone.
         if not all_agree(bool(read)):
             raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
