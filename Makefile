@@ -23,10 +23,10 @@ train: $(run)
 	$(python) train.py demo
 
 test: $(dev)
-	$(python) -m pytest -n 2
+	$(python) -m pytest -n 2 --dist worksteal
 
 test-full: $(dev)
-	$(python) -m pytest -n 2 -m 'not gpu'
+	$(python) -m pytest -n 2 --dist worksteal -m 'not gpu'
 
 lint: $(dev)
 	$(python) -m ruff check

@@ -5,7 +5,6 @@ The pieces are called one by one by whoever runs the layers (`embed`, then the b
 the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
 """
 
-import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,9 +15,6 @@ from megajax.models.transformer import Block, LayerNorm
 from megajax.parallel.layers import normal_param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits
-
-# Modules are built and merged with local shards inside `shard_map`, where no mesh context for Flax exists.
-flax.config.update("flax_always_shard_variable", False)
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropout of the layers
 

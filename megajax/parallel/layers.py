@@ -8,6 +8,7 @@ Modules compute on whatever shard of the weights they are given: sizes come from
 Letters: B batch, T tokens, D model.
 """
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,6 +16,9 @@ from jax import Array
 
 from megajax.parallel.collectives import f, g
 from megajax.parallel.random import NamedKey
+
+# Modules are built and merged with local shards inside `shard_map`, where no mesh context for Flax exists.
+flax.config.update("flax_always_shard_variable", False)
 
 
 def normal_param(key: NamedKey, shape: tuple[int, ...], std: float, axes: tuple[str, ...]) -> nnx.Param:

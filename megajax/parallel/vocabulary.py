@@ -56,16 +56,16 @@ def _forward(logits_BTV: Array, targets_BT: Array):
     picked_BT = jnp.take_along_axis(logits_BTV, ids_BT[..., None], axis=-1)[..., 0].astype(dtype)
     picked_BT = jnp.where(inside_BT, picked_BT, jnp.zeros((), dtype))
     sum_BT, picked_BT = tensor_sum((sum_BT, picked_BT))
-    normalizer_BT = max_BT + jnp.log(sum_BT)
-    loss_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), dtype), normalizer_BT - picked_BT)
-    return loss_BT, (logits_BTV, targets_BT, normalizer_BT)
+    log_sum_BT = jnp.log(sum_BT)  # kept apart from the maximum: their sum would be rounded at the logits' size
+    loss_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), dtype), log_sum_BT - (picked_BT - max_BT))
+    return loss_BT, (logits_BTV, targets_BT, max_BT, log_sum_BT)
 
 
 def _backward(residuals, grad_BT: Array):
-    logits_BTV, targets_BT, normalizer_BT = residuals
+    logits_BTV, targets_BT, max_BT, log_sum_BT = residuals
     ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1])
     grad_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), grad_BT.dtype), grad_BT)
-    probability_BTV = jnp.exp(logits_BTV.astype(normalizer_BT.dtype) - normalizer_BT[..., None])
+    probability_BTV = jnp.exp((logits_BTV.astype(max_BT.dtype) - max_BT[..., None]) - log_sum_BT[..., None])
     hit_BTV = (jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)[None, None, :] == ids_BT[..., None]) & inside_BT[
         ..., None
     ]

@@ -51,7 +51,8 @@ class Placement:
         index = self.layer_index
         if not self.padded:
             return natural.reshape(*index.shape, *natural.shape[1:])
-        return jnp.take(natural, index, axis=0, mode="fill", fill_value=0)
+        outside = np.where(index < 0, self.num_layers, index)  # a negative index would count from the end
+        return jnp.take(natural, outside, axis=0, mode="fill", fill_value=0)
 
     def to_natural(self, staged: Array) -> Array:
         """`[chunks, stages, n, …]` back to `[L, …]`."""

@@ -130,9 +130,12 @@ def check(schedule: Schedule) -> None:
     """Assert that a table can be run, independently of how it was made.
 
     Every stage runs every microbatch forward once and backward once, what it uses arrived from its neighbour in the
-    tick before, and no buffer slot is overwritten before it was read.
+    tick before, and no buffer slot is overwritten before it was read. Both passes of a microbatch share a tick on the
+    last stage for all microbatches or for none, and on no other stage.
     """
     num_microbatches = schedule.num_microbatches
+    together = ((schedule.forward == schedule.backward) & (schedule.forward != IDLE)).sum(axis=0)
+    assert not together[:-1].any() and together[-1] in (0, num_microbatches), together
     for table, upstream in ((schedule.forward, -1), (schedule.backward, +1)):
         for stage in range(schedule.num_stages):
             ran = table[:, stage]
