@@ -171,8 +171,14 @@ class Program:
 
 
 def scan_layers(config: Config) -> bool:
-    """Whether the layers run as one scan (compile time flat in their number) or unrolled."""
-    return config.model.scan_layers != "false"
+    """Whether the layers run as one scan (compile time flat in their number) or unrolled.
+
+    `auto`: on CPU scanned (unrolled was 0-6% faster per step in paired runs, docs/benchmarks/cpu.md, and compiles for
+    longer than it gains); on GPU unrolled (compiled ahead of time it moves far fewer bytes; not timed yet).
+    """
+    if config.model.scan_layers == "auto":
+        return jax.default_backend() == "cpu"
+    return config.model.scan_layers == "true"
 
 
 def _count_targets(batch: Batch) -> Array:
