@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(commands: Commands, straight: R
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-@pytest.mark.parametrize("steps", [20, 11])
+@pytest.mark.parametrize("steps", [20, pytest.param(11, marks=pytest.mark.full)])
 def test_no_checkpoint_of_weights_that_give_no_finite_loss(
     commands: Commands, half: Run, steps: int, tmp_path: Path
 ) -> None:
