@@ -1,7 +1,5 @@
 """A model small enough to compile in seconds, with every dim different from the others."""
 
-import dataclasses
-
 import jax
 
 from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
@@ -42,8 +40,3 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a global batch."""
     shape = (config.train.global_batch, config.model.sequence_length)
     return {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
-
-
-def replace_model(config: Config, **model) -> Config:
-    """`config` with other fields of its model."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))

@@ -4,8 +4,8 @@ Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample
 computes exactly its slice of the one mask that a single device would draw, whatever the mesh, the microbatch size or
 the process.
 
-The hash is an integer mixer in place of a cryptographic generator: on this project's CPU measurements threefry costs
-several times more for the same mask, and a mask needs good statistics, not unpredictability (they are tested).
+The hash is an integer mixer in place of a cryptographic generator: a few multiplications per element, fused into its
+consumer. A mask needs good statistics, not unpredictability (they are tested).
 """
 
 import dataclasses
