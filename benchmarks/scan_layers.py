@@ -19,9 +19,10 @@ path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
-from megajax.config import Config, MeshConfig, load_preset, resolve
+from megajax.config import Config, MeshConfig
 from megajax.mesh import make_mesh
 from megajax.models.gpt import count_parameters
+from megajax.presets import load_preset, resolve
 from megajax.training.step import Program
 from megajax.verify import random_batch
 

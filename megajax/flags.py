@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from megajax.config import Config, load_preset, resolve
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import Option, options, sections, suggest
-from megajax.presets import preset_names
+from megajax.presets import load_preset, preset_names, resolve
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             if section not in groups:
                 title = sections(owner)[section].__doc__ if section else owner.__doc__
                 groups[section] = self.add_argument_group((title or section).splitlines()[0].rstrip("."))
-            _add_flag(groups[section], option, (values or {}).get(key, option.default))
+            add_flag(groups[section], option, (values or {}).get(key, option.default))
             self.config_keys.append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -90,8 +90,17 @@ class _Value:
             raise argparse.ArgumentTypeError(f"{text!r}; valid: {self.valid}") from None
 
 
-def _add_flag(group: Any, option: Option, default: Any) -> None:
-    shown = "set by the preset" if default is MISSING else f'"{default}"' if isinstance(default, str) else str(default)
+def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
+    """Add an option's flag to a parser or a group of it. `default` is what `--help` shows."""
+    shown = (
+        "required"
+        if required
+        else "set by the preset"
+        if default is MISSING
+        else f'"{default}"'
+        if isinstance(default, str)
+        else str(default)
+    )
     settings: dict[str, Any] = {
         "dest": option.key,
         "default": argparse.SUPPRESS,
@@ -102,7 +111,7 @@ def _add_flag(group: Any, option: Option, default: Any) -> None:
     else:
         metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else ""
         metavar = metavar or {int: "N", float: "X", str: "TEXT"}[option.kind]
-        group.add_argument(option.flag, type=_Value(option), metavar=metavar, **settings)
+        group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
 
 
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR
+from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR, Axes, spec_axes
 
-# Logical dim of a weight -> mesh axis it is split over (paper §3). Dims that are not listed are not split.
-RULES: Mapping[str, str | None] = {
+# Logical dim of a weight -> mesh axis, or axes, it is split over (paper §3).
+RULES: Mapping[str, Axes | None] = {
     "stages": PIPE,  # pipeline stages, of the stacked layers
     "vocabulary": TENSOR,  # rows of the tied embedding table
     "heads": TENSOR,  # columns of query, key, value; rows of the attention's output projection
@@ -21,6 +21,9 @@ RULES: Mapping[str, str | None] = {
     "qkv": None,
     "head_size": None,
 }
+
+# `--pipeline.vocabulary split`: no stage holds the whole table.
+SPLIT_VOCABULARY_RULES = {**RULES, "vocabulary": (PIPE, TENSOR)}
 
 BATCH_SPEC = PartitionSpec(DATA)
 
@@ -37,18 +40,17 @@ def make_mesh(data: int, pipe: int, tensor: int, devices: Sequence[jax.Device] |
     return Mesh(grid, AXES)
 
 
-def mesh_spec(logical: PartitionSpec, rules: Mapping[str, str | None] = RULES) -> PartitionSpec:
+def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> PartitionSpec:
     """Translate a spec of logical dim names into one of mesh axes.
 
     Raises:
         KeyError: a name the table does not list.
         ValueError: two dims of one array mapped to the same mesh axis.
     """
-    axes = [None if name is None else rules[name] for name in logical]
-    used = [axis for axis in axes if axis is not None]
-    if len(set(used)) != len(used):
-        raise ValueError(f"logical dims {tuple(logical)} map two dims of one array to the same mesh axis: {axes}")
-    return PartitionSpec(*axes)
+    spec = PartitionSpec(*(None if name is None else rules[name] for name in logical))
+    if len(spec_axes(spec)) < sum(len((entry,) if isinstance(entry, str) else entry) for entry in spec if entry):
+        raise ValueError(f"logical dims {tuple(logical)} map two dims of one array to the same mesh axis: {spec}")
+    return spec
 
 
 def shardings(mesh: Mesh, specs):

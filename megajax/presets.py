@@ -1,11 +1,16 @@
-"""Preset files: where they are found, and reading them."""
+"""Presets, TOML files of a configuration's values: finding them, reading them, and putting flags in their place."""
 
+import reprlib
 import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from megajax.config import Config
 from megajax.errors import UserError
-from megajax.options import suggest
+from megajax.options import options, sections, suggest
+from megajax.validation import check_values
 
 
 def preset_folders() -> tuple[Path, ...]:
@@ -43,3 +48,55 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def load_preset(name_or_file: str | Path) -> dict[str, Any]:
+    """Read a preset: a bare name from configs/, or a TOML file. Returns values by key, `run_dir` always among them.
+
+    Raises `UserError` naming the file: malformed TOML, an unknown key, a value of the wrong type.
+    """
+    path = find_preset(name_or_file)
+    tables = read_toml(path)
+    values = {}
+    for name, entry in tables.items():
+        if isinstance(entry, dict) and name in sections(Config):
+            values.update({f"{name}.{key}": value for key, value in entry.items()})
+        elif isinstance(entry, dict) or name in sections(Config):
+            known = ", ".join(f"[{section}]" for section in sections(Config))
+            raise UserError(f"{path}: {name} = {reprlib.repr(entry)}; valid tables: {known}")
+        else:
+            values[name] = entry
+    values = {key: _convert(key, value, f"{path}: {key}") for key, value in values.items()}
+    return values | {"run_dir": values.get("run_dir") or f"runs/{path.stem}"}
+
+
+def _convert(key: str, value: object, name: str) -> Any:
+    """`value` as the type of `key`. `name` is what error messages call it: with its file, or as a flag."""
+    table = options(Config)
+    if key not in table:
+        section = key.rpartition(".")[0]
+        valid = ", ".join(known for known in table if known.rpartition(".")[0] == section)
+        raise UserError(f"{name}: unknown key; {suggest(key, table, f'valid: {valid}')}")
+    try:
+        return table[key].convert(value)
+    except ValueError:
+        raise UserError(f"{name} = {reprlib.repr(value)}; valid: {table[key].valid}") from None
+
+
+def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace what the preset says.
+
+    Raises `UserError` for an unknown key, a wrong type, a value out of range, and a value that is given nowhere.
+    """
+    overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
+    values = {key: _convert(key, value, key) for key, value in preset.items()} | overrides
+    for option in options(Config).values():
+        if option.default is MISSING and option.key not in values:
+            raise UserError(f"the preset lacks {option.key} ({option.help}): add it, or pass {option.flag}")
+    parts: dict[str, Any] = {"": {}} | {name: {} for name in sections(Config)}
+    for key, value in values.items():
+        section, _, field = key.rpartition(".")
+        parts[section][field] = value
+    config = Config(**parts[""], **{name: kind(**parts[name]) for name, kind in sections(Config).items()})
+    check_values(config)
+    return config

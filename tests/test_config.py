@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from megajax.config import Config, load_preset, resolve, to_toml, validate, validate_mesh
+from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.presets import preset_names
+from megajax.presets import load_preset, preset_names, resolve
+from megajax.validation import validate, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
 GPT2 = ("gpt2-355m", "gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b", "gpt2-8.3b-24heads")

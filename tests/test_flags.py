@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import pytest
 
-from megajax.config import Config, load_preset, resolve
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser, parse
 from megajax.options import options
+from megajax.presets import load_preset, resolve
 
 
 def fails(*argv: str) -> str:
@@ -64,7 +65,7 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
         ("demo --mesh.data 1.5", "--mesh.data '1.5'; valid: a whole number"),
         ("demo --model.dropout x", "--model.dropout 'x'; valid: a finite number"),
         ("demo --model.dropout nan", "--model.dropout 'nan'; valid: a finite number"),
-        ("demo --train.remat all", "--train.remat 'all'; valid: none, layer"),
+        ("demo --train.remat all", "--train.remat 'all'; valid: none, selective, layer, stage"),
         ("demo --model.dropout 2", "--model.dropout 2.0; valid: 0 or more and less than 1"),
         ("no-such-preset", "no preset 'no-such-preset'"),
     ],

@@ -11,6 +11,8 @@ def tiny_config(
     mesh: tuple[int, int, int] = (1, 1, 1),
     *,
     schedule: str = "1f1b",
+    chunks: int = 1,
+    vocabulary: str = "replicated",
     remat: str = "none",
     microbatch: int = 1,
     global_batch: int = 8,
@@ -24,7 +26,7 @@ def tiny_config(
         precision=precision,
         model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
         mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
-        pipeline=PipelineConfig(schedule=schedule),
+        pipeline=PipelineConfig(schedule=schedule, chunks=chunks, vocabulary=vocabulary),
         train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10),
     )

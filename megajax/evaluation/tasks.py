@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config, MeshConfig, load_preset, resolve, validate_mesh
+from megajax.config import Config, MeshConfig
 from megajax.data.corpus import evaluation_tokens, open_corpus, prepared_prefix
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedDataset
@@ -18,8 +18,10 @@ from megajax.evaluation.perplexity import perplexity
 from megajax.launch import start
 from megajax.mesh import make_mesh
 from megajax.precision import MAIN_DTYPE
+from megajax.presets import load_preset, resolve
 from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
 from megajax.training.step import Program
+from megajax.validation import validate_mesh
 
 
 def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,6 @@ def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 
 
-_NOT_KEPT = ("mesh.", "distributed.", "simulate_devices")
+_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices")
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": evaluate_perplexity}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.models.config import ModelConfig
 from megajax.parallel.collectives import TENSOR, axis_index
@@ -32,9 +33,10 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
-        qkv_BTCHK = self.qkv(x_BTD)
+        qkv_BTCHK = checkpoint_name(self.qkv(x_BTD), "attention_qkv")
         q_BTHK, k_BSHK, v_BSHK = (qkv_BTCHK[:, :, c] for c in range(3))
-        return self.output(attend(q_BTHK, k_BSHK, v_BSHK, dropout))
+        heads_BTHK = checkpoint_name(attend(q_BTHK, k_BSHK, v_BSHK, dropout), "attention_heads")
+        return self.output(heads_BTHK)
 
 
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, dropout: Dropout) -> Array:

@@ -12,6 +12,7 @@ from jax import Array
 
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import Block, LayerNorm
+from megajax.parallel.collectives import TENSOR, Axes
 from megajax.parallel.layers import normal_param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits
@@ -20,10 +21,11 @@ EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropo
 
 
 class GPT(nnx.Module):
-    """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
+    """The model; `blocks` holds all layers stacked along a leading dim `layers`, the vocabulary is split over
+    `vocabulary_axes`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey):
-        self.vocab_size = config.vocab_size
+    def __init__(self, config: ModelConfig, key: NamedKey, vocabulary_axes: Axes = TENSOR):
+        self.vocab_size, self.vocabulary_axes = config.vocab_size, vocabulary_axes
         self.table = normal_param(
             key / "table", (config.padded_vocab_size, config.hidden_size), config.init_std, ("vocabulary", "embed")
         )
@@ -41,21 +43,21 @@ class GPT(nnx.Module):
     def embed(self, tokens_BT: Array, dropout: Dropout) -> Array:
         """Token plus position embedding with dropout, shape [B, T, D]."""
         positions_TD = self.positions[...][: tokens_BT.shape[1]]
-        x_BTD = embedding_lookup(self.table[...], tokens_BT) + positions_TD[None]
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.vocabulary_axes) + positions_TD[None]
         return dropout.fold(EMBEDDING_SITE)(x_BTD, jnp.arange(tokens_BT.shape[1], dtype=jnp.int32))
 
     def logits(self, x_BTD: Array) -> Array:
-        """This device's columns of the logits, [B, T, V / tensor]."""
-        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size)
+        """This device's columns of the logits, [B, T, V / devices that the vocabulary is split over]."""
+        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.vocabulary_axes)
 
     def loss(self, x_BTD: Array, targets_BT: Array) -> Array:
         """Sum of the cross-entropy over the tokens whose target is not `IGNORED`, a scalar."""
-        return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT))
+        return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT, self.vocabulary_axes))
 
 
-def abstract_gpt(config: ModelConfig) -> GPT:
+def abstract_gpt(config: ModelConfig, vocabulary_axes: Axes = TENSOR) -> GPT:
     """The model with shapes in place of arrays: nothing is allocated."""
-    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0)))
+    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0), vocabulary_axes))
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -74,9 +76,9 @@ class GPTFunctions:
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, vocabulary_axes: Axes = TENSOR):
         self.config = config
-        model = abstract_gpt(config)
+        model = abstract_gpt(config, vocabulary_axes)
         shared_graph, self._blocks_graph, parts = _split(model)
         self._shared_graph = shared_graph
         self.shapes = nnx.to_pure_dict(parts)

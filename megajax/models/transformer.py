@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.models.attention import Attention
 from megajax.models.config import ModelConfig
@@ -19,6 +20,10 @@ from megajax.precision import at_least_fp32
 
 # What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+# Names of what is dear to compute again (a matrix product, attention, an all-reduce): kept by selective recomputation.
+# The MLP's second product is not among them, since nothing in the backward pass needs its result.
+DEAR = ("attention_qkv", "attention_heads", "attention_output", "mlp_up")
 
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
 
@@ -53,7 +58,7 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(key / "down", (width,), ("mlp",), hidden, config.residual_init_std)
 
     def __call__(self, x_BTD: Array) -> Array:
-        return self.down(_gelu(self.up(x_BTD)))
+        return self.down(_gelu(checkpoint_name(self.up(x_BTD), "mlp_up")))
 
 
 @recomputed
@@ -74,6 +79,7 @@ class Block(nnx.Module):
         """`dropout` is this layer's; all tokens of the sequence are here."""
         token_T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
         y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS))
+        y_BTD = checkpoint_name(y_BTD, "attention_output")
         x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)
         y_BTD = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + dropout.fold(MLP_OUTPUT)(y_BTD, token_T)

@@ -12,28 +12,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 DATA, PIPE, TENSOR = AXES = ("data", "pipe", "tensor")
+Axes = str | tuple[str, ...]
 
 
-def f(x: Array) -> Array:
-    """Enter a tensor-parallel region: identity forward, all-reduce over `tensor` backward (paper §3, figure 3)."""
-    return lax.pcast(x, TENSOR, to="varying")
+def f(x: Array, axes: Axes = TENSOR) -> Array:
+    """Enter a region split over `axes`: identity forward, all-reduce backward (paper §3, figure 3)."""
+    return lax.pcast(x, axes, to="varying")
 
 
-def g(x: Array) -> Array:
-    """Leave a tensor-parallel region: all-reduce over `tensor` forward, identity backward (paper §3, figure 3)."""
-    return lax.psum(x, TENSOR)
+def g(x: Any, axes: Axes = TENSOR) -> Any:
+    """Leave a region split over `axes`: all-reduce forward, identity backward (paper §3, figure 3).
+
+    A tree is summed in one collective.
+    """
+    return lax.psum(x, axes)
 
 
-def tensor_sum(x: Any) -> Any:
-    """Sum a tree over the tensor axis in one collective."""
-    return lax.psum(x, TENSOR)
-
-
-def tensor_max(x: Array) -> Array:
-    """Maximum over the tensor axis (not differentiable)."""
-    return lax.pmax(x, TENSOR)
+def max_over(x: Array, axes: Axes) -> Array:
+    """Maximum over `axes` (not differentiable)."""
+    return lax.pmax(x, axes)
 
 
 def sum_over(tree: Any, axes: Sequence[str]) -> Any:
@@ -41,21 +41,54 @@ def sum_over(tree: Any, axes: Sequence[str]) -> Any:
     return lax.psum(tree, tuple(axes)) if axes else tree
 
 
-def send_up(x: Array) -> Array:
-    """Hand a stage's output to the next stage. Never inside a conditional: every stage has to take part."""
-    num_stages = axis_size(PIPE)
-    return lax.ppermute(x, PIPE, [(stage, stage + 1) for stage in range(num_stages - 1)])
+def complete(tree: Any, specs: Any) -> Any:
+    """Local sums to global ones: every leaf is summed over the axes it varies over although its spec lacks them.
+
+    `specs` has a `PartitionSpec` for every leaf. Leaves that lack the same axes share one collective.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    split = [spec_axes(spec) for spec in jax.tree.leaves(jax.tree.map(lambda _, spec: spec, tree, specs))]
+    missing = [tuple(sorted(varying_axes(leaf) - axes)) for leaf, axes in zip(leaves, split, strict=True)]
+    for axes in sorted(set(missing)):
+        group = [index for index, lacks in enumerate(missing) if lacks == axes]
+        for index, total in zip(group, sum_over([leaves[index] for index in group], axes), strict=True):
+            leaves[index] = total
+    return jax.tree.unflatten(structure, leaves)
 
 
-def send_down(x: Array) -> Array:
-    """Hand the gradient of a stage's input to the previous stage. Never inside a conditional."""
-    num_stages = axis_size(PIPE)
-    return lax.ppermute(x, PIPE, [(stage + 1, stage) for stage in range(num_stages - 1)])
+def spec_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that an array with this spec is split over."""
+    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry is not None]
+    return frozenset(axis for entry in entries for axis in entry)
 
 
-def axis_index(axis: str) -> Array:
-    """This device's coordinate on a mesh axis, int32."""
-    return lax.axis_index(axis)
+def broadcast_stage(x: Array, mine: Array | bool) -> Array:
+    """On every stage, what the one stage has where `mine` is true. Every stage has to take part."""
+    return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)
+
+
+def send_up(x: Array, *, ring: bool) -> Array:
+    """Hand a stage's output to the next stage, in a `ring` the last one's to the first.
+
+    Never where stages may differ in taking part, as inside a conditional on the stage.
+    """
+    return _send(x, +1, ring)
+
+
+def send_down(x: Array, *, ring: bool) -> Array:
+    """Hand the gradient of a stage's input to the previous stage; otherwise as `send_up`."""
+    return _send(x, -1, ring)
+
+
+def _send(x: Array, step: int, ring: bool) -> Array:
+    p = axis_size(PIPE)
+    pairs = [(stage, (stage + step) % p) for stage in range(p) if ring or 0 <= stage + step < p]
+    return lax.ppermute(x, PIPE, pairs)
+
+
+def axis_index(axes: Axes) -> Array:
+    """This device's coordinate on a mesh axis, or over several, the first one slowest, int32."""
+    return lax.axis_index(axes)
 
 
 def axis_size(axis: str) -> int:

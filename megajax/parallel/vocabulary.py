@@ -1,69 +1,69 @@
-"""The vocabulary split over the `tensor` axis: embedding lookup, and cross-entropy fused with the tied output product.
+"""The vocabulary split over mesh axes: embedding lookup, and cross-entropy fused with the tied output product.
+
+The axes are `tensor`, or `pipe` and `tensor` where all stages compute every microbatch's ends together.
 
 Logits stay where they are computed: per token three numbers cross devices, never a vocabulary (paper §3).
 Letters: B batch, T tokens, D model, V vocabulary (each device holds a contiguous range of its rows).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.parallel.collectives import TENSOR, axis_index, f, g, tensor_max, tensor_sum
+from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, max_over
 from megajax.precision import at_least_fp32
 
 IGNORED = -1  # target of a token that is not predicted
 
 
-def _local_ids(ids_BT: Array, local_size: int) -> tuple[Array, Array]:
+def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array]:
     """Positions of global ids in this device's range of the vocabulary, clipped into it, and whether they are
     inside."""
-    ids_BT = ids_BT - axis_index(TENSOR) * local_size
+    ids_BT = ids_BT - axis_index(axes) * local_size
     inside_BT = (ids_BT >= 0) & (ids_BT < local_size)
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
-def embedding_lookup(table_VD: Array, tokens_BT: Array) -> Array:
+def embedding_lookup(table_VD: Array, tokens_BT: Array, axes: Axes = TENSOR) -> Array:
     """Rows of the split table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
-    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0])
+    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], axes)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
-    return g(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)))
+    return g(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), axes)
 
 
-def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int) -> Array:
+def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, axes: Axes = TENSOR) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
-    logits_BTV = jnp.einsum("BTD,VD->BTV", f(x_BTD), table_VD)
+    logits_BTV = jnp.einsum("BTD,VD->BTV", f(x_BTD, axes), table_VD)
     local_size = table_VD.shape[0]
-    column_V = axis_index(TENSOR) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+    column_V = axis_index(axes) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
 
 
-def cross_entropy(logits_BTV: Array, targets_BT: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cross_entropy(logits_BTV: Array, targets_BT: Array, axes: Axes = TENSOR) -> Array:
     """Loss per token, shape [B, T], in at least fp32; zero where the target is `IGNORED`."""
-    return _cross_entropy(logits_BTV, targets_BT)
+    return _forward(logits_BTV, targets_BT, axes)[0]
 
 
-@jax.custom_vjp
-def _cross_entropy(logits_BTV: Array, targets_BT: Array) -> Array:
-    return _forward(logits_BTV, targets_BT)[0]
-
-
-def _forward(logits_BTV: Array, targets_BT: Array):
+def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):
     dtype = at_least_fp32(logits_BTV.dtype)
-    max_BT = tensor_max(jnp.max(logits_BTV, axis=-1)).astype(dtype)
+    max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes).astype(dtype)
     sum_BT = jnp.sum(jnp.exp(logits_BTV.astype(dtype) - max_BT[..., None]), axis=-1)
-    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1])
+    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1], axes)
     picked_BT = jnp.take_along_axis(logits_BTV, ids_BT[..., None], axis=-1)[..., 0].astype(dtype)
     picked_BT = jnp.where(inside_BT, picked_BT, jnp.zeros((), dtype))
-    sum_BT, picked_BT = tensor_sum((sum_BT, picked_BT))
+    sum_BT, picked_BT = g((sum_BT, picked_BT), axes)
     log_sum_BT = jnp.log(sum_BT)  # kept apart from the maximum: their sum would be rounded at the logits' size
     loss_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), dtype), log_sum_BT - (picked_BT - max_BT))
     return loss_BT, (logits_BTV, targets_BT, max_BT, log_sum_BT)
 
 
-def _backward(residuals, grad_BT: Array):
+def _backward(axes: Axes, residuals, grad_BT: Array):
     logits_BTV, targets_BT, max_BT, log_sum_BT = residuals
-    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1])
+    ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1], axes)
     grad_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), grad_BT.dtype), grad_BT)
     probability_BTV = jnp.exp((logits_BTV.astype(max_BT.dtype) - max_BT[..., None]) - log_sum_BT[..., None])
     hit_BTV = (jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)[None, None, :] == ids_BT[..., None]) & inside_BT[
@@ -73,4 +73,4 @@ def _backward(residuals, grad_BT: Array):
     return grad_BTV.astype(logits_BTV.dtype), None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward)

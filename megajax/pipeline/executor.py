@@ -1,14 +1,13 @@
 """One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
 
-Every tick a stage runs at most one microbatch forward and one backward, each under a conditional, and hands
-activations up and gradients down. Collectives over `tensor` may stand inside the conditionals (a tensor group shares
-its stage, and so the branch); those over `pipe` never do. Predicates known from the table alone are decided while
-tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this loop without conditionals and
-without a buffer.
+Every tick a stage runs at most one microbatch through a chunk forward and one backward, each under a conditional, and
+hands activations up and gradients down. Collectives over `tensor` may stand inside the conditionals (a tensor group
+shares its stage, and so the branch); those over `pipe` stand only where all stages take part. Predicates known from the
+table are decided while tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this loop
+without conditionals and without a buffer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,30 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from megajax.parallel.collectives import DATA, PIPE, axis_index, send_down, send_up, vary, varying_axes, zeros_like_type
-from megajax.pipeline.schedule import IDLE, Schedule, forward_only
-from megajax.pipeline.stages import Layers, when
+from megajax.parallel.collectives import (
+    PIPE,
+    axis_index,
+    axis_size,
+    send_down,
+    send_up,
+    vary,
+    varying_axes,
+    zeros_like_type,
+)
+from megajax.pipeline.ends import Alone, Ends, Microbatch, Row, StageFunctions, Together
+from megajax.pipeline.schedule import IDLE, Pass, Schedule
+from megajax.pipeline.stages import when
 from megajax.precision import at_least_fp32
 
 Tree = Any
-Microbatch = dict[str, Array]  # leaves [rows of a microbatch, …]
 
 
-@dataclass(frozen=True)
-class StageFunctions:
-    """A model cut at the stage boundaries.
-
-    Attributes:
-        embed: (shared weights, microbatch) -> x_BTD; linear in the weights.
-        layers: the layers of a stage.
-        context: microbatch -> what every layer gets beside its input (the state of dropout).
-        loss: (shared weights, x_BTD, microbatch) -> scalar, already divided by the step's number of targets.
-    """
-
-    embed: Callable[[Tree, Microbatch], Array]
-    layers: Layers
-    context: Callable[[Microbatch], Tree]
-    loss: Callable[[Tree, Array, Microbatch], Array]
+def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
+    """What stands where nothing was computed. It is never used: NaN in place of zero changes nothing (tested)."""
+    return zeros_like_type(type_, leading)
 
 
 class Pipeline:
@@ -47,181 +43,177 @@ class Pipeline:
 
     Args:
         functions: the model.
-        weights: `{"shared": …, "blocks": …}`, blocks [n, …] of this stage, varying over `data` and `pipe`.
-        batch: leaves [rows of this device, …].
+        weights: `{"shared": …, "blocks": …}`, blocks [chunks · n, …] of this stage.
+        batch: leaves [rows of this device, …], the same on every stage.
         num_microbatches: how many microbatches the rows are cut in.
-        layer_index: global index of the layer in each slot of each stage, -1 in a padded one; [stages, n].
+        together: all stages run embedding and head of a microbatch together (`pipeline/ends.py`); the shared weights
+            then do not vary over `pipe`, but for the vocabulary, which is split over it.
     """
 
     def __init__(
-        self,
-        functions: StageFunctions,
-        weights: Tree,
-        batch: Microbatch,
-        num_microbatches: int,
-        layer_index: np.ndarray,
+        self, functions: StageFunctions, weights: Tree, batch: Microbatch, num_microbatches: int, together: bool
     ):
-        self.functions, self.weights = functions, weights
-        self.num_stages = layer_index.shape[0]
+        self.functions, self.layers = functions, functions.layers
+        self.weights, self.blocks = weights, weights["blocks"]
+        self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
         self.num_microbatches = num_microbatches
-        self.microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-        self.stage = axis_index(PIPE)
-        self.layer_index = jnp.asarray(layer_index)[self.stage]
-        stages = np.arange(self.num_stages)
-        self.is_first = self._column(stages == 0)
-        self.is_last = self._column(stages == self.num_stages - 1)
-        self.x_type = jax.eval_shape(functions.embed, weights["shared"], self._take(0))
+        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+        self.ends: Ends = (Together if together else Alone)(functions, weights["shared"], microbatches)
+        self.x_type = jax.eval_shape(lambda: vary(functions.embed(weights["shared"], self.ends.take(0)), (PIPE,)))
 
     def loss_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[Array, Tree]:
         """Run the microbatches forward and backward as `schedule` says.
 
-        Returns the loss and the gradients (accumulated in `grad_dtype`) of this device's rows and stage: local sums,
-        not yet reduced over `data` or `pipe`.
+        Returns the loss and the gradients (accumulated in `grad_dtype`) as local sums: not yet reduced over the axes
+        that they vary over although their weights do not.
         """
-        assert (schedule.num_stages, schedule.num_microbatches) == (self.num_stages, self.num_microbatches)
-        fused = (schedule.forward == schedule.backward) & (schedule.forward != IDLE)
-        last_is_fused = bool(fused.any())
-        rows, known = self._rows(
-            forward=schedule.forward,
-            backward=schedule.backward,
-            forward_slot=schedule.forward_slot,
-            backward_slot=schedule.backward_slot,
-            does_forward=(schedule.forward != IDLE) & ~fused,
-            does_backward=(schedule.backward != IDLE) & ~fused,
-            does_fused=fused,
-        )
-        idle_x = zeros_like_type(self.x_type)
-        sample = self._take(0)
-        saved_types = self.functions.layers.residual_types(
-            self.weights["blocks"], self.layer_index, idle_x, self.functions.context(sample)
-        )
-        # Where the last stage does not run its backward at once, the head's input has to be kept as well.
+        self._expect(schedule)
+        ends, keeps_output = self.ends, not schedule.turns_at_once
+        rows, known = self._rows(schedule)
+        idle_x = idle(self.x_type)
+        context = self.functions.context(ends.take(0))
+        kept_types = self.layers.kept_types(self.blocks, idle_x, vary(context, (PIPE,)))
         buffer = jax.tree.map(
-            lambda kept: zeros_like_type(kept, (schedule.num_slots,)),
-            {"saved": saved_types, "output": () if last_is_fused else self.x_type},
+            lambda kept: idle(kept, (schedule.num_slots,)),
+            {"layers": kept_types, "output": self.x_type if keeps_output else ()},
         )
-        grads = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, grad_dtype), sorted(varying_axes(w))), self.weights)
-        loss = vary(jnp.zeros((), at_least_fp32(grad_dtype)), (DATA, PIPE))
+        total = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, grad_dtype), sorted(varying_axes(w))), self.weights)
+        total["loss"] = vary(jnp.zeros((), at_least_fp32(grad_dtype)), ends.axes)
+        # The sums that conditionals on the stage add to.
+        staged = ("blocks",) if PIPE not in ends.axes else tuple(total)
 
         def tick(carry, row):
             row = row | known
-            x_inbox, grad_inbox, buffer, loss, grads = carry
+            x_wire, grad_wire, x_inbox, grad_inbox, buffer, total = carry
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
+            grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row, "backward")
+            embedded = ends.embed(row, idle_x)
 
             def forward(buffer):
-                y, saved = self._forward(row["forward"], x_inbox)
-                kept = {"saved": saved, "output": () if last_is_fused else y}
-                return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, kept)
+                x = ends.input(row, embedded, x_in)
+                y, kept = self.layers.forward(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
+                entry = {"layers": kept, "output": y if keeps_output else ()}
+                return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
 
-            y, buffer = when(row["does_forward"], forward, lambda buffer: (idle_x, buffer), buffer)
-            next_x_inbox = self._hand_over(send_up, y)
+            y, buffer = when(row["runs_forward"], forward, lambda buffer: (idle_x, buffer), buffer)
+            x_wire = self._send(send_up, y)
 
-            def fused(_, loss, grads):
-                y, saved = self._forward(row["forward"], x_inbox)
-                grad_y, loss, grads = self._head(row["forward"], y, loss, grads)
-                return self._backward(row["forward"], saved, grad_y, loss, grads)
+            def output() -> Array:
+                return buffer["output"][row["backward_slot"]] if keeps_output else y
 
-            def backward(_, loss, grads):
-                kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer)
-                grad_y, loss, grads = when(
-                    False if last_is_fused else self.is_last,
-                    lambda loss, grads: self._head(row["backward"], kept["output"], loss, grads),
-                    lambda loss, grads: (grad_inbox, loss, grads),
-                    *(loss, grads),
+            grad_head, total = ends.head(row, output, idle_x, total)
+
+            def backward(_, total):
+                kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
+                grad, total = ends.turn(row, output, grad_head, grad_in, total)
+                grad, blocks = self.layers.backward(
+                    self.blocks, row["backward_chunk"], kept, self._context(row["backward"]), grad, total["blocks"]
                 )
-                return self._backward(row["backward"], kept["saved"], grad_y, loss, grads)
+                return grad, ends.leave(row, grad, total | {"blocks": blocks})
 
-            def nothing(grad_x, loss, grads):
-                return grad_x, loss, grads
+            def fused(_, total):
+                x, chunk = ends.input(row, embedded, x_in), row["forward_chunk"]
+                y, saved = self.layers.save(self.blocks, chunk, x, self._context(row["forward"]))
+                grad, total = ends.turn(row | {"turns": True}, lambda: y, grad_head, grad_in, total)
+                grad, blocks = self.layers.pull(self.blocks, chunk, saved, grad, total["blocks"])
+                return grad, ends.leave(row, grad, total | {"blocks": blocks})
 
             # One after the other, not one inside the other: nested conditionals copy the accumulators.
-            results = when(row["does_backward"], backward, nothing, idle_x, loss, grads)
-            grad_x, loss, grads = when(row["does_fused"], fused, nothing, *results)
-            return (next_x_inbox, self._hand_over(send_down, grad_x), buffer, loss, grads), None
+            results = idle_x, {name: total[name] for name in staged}
+            results = when(row["runs_backward"], backward, lambda *carry: carry, *results)
+            grad, changed = when(row["runs_fused"], fused, lambda *carry: carry, *results)
+            total = ends.leave_outside(row, grad, total | changed)
+            return (x_wire, self._send(send_down, grad), x_inbox, grad_inbox, buffer, total), None
 
-        (_, _, _, loss, grads), _ = lax.scan(tick, (idle_x, idle_x, buffer, loss, grads), rows)
-        return loss, grads
+        inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
+        total = lax.scan(tick, (idle_x, idle_x, *inboxes, buffer, total), rows, schedule.num_ticks)[0][-1]
+        return total.pop("loss"), total
 
-    def forward(self, finish: Callable[[Array, Microbatch], Array]) -> Array:
+    def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Array]) -> Array:
         """Run the microbatches forward only.
 
-        Returns what `finish(y, microbatch)` makes of the last stage's output, [microbatches, …]; zeros on other stages.
+        Returns what `finish(y, microbatch)` makes of the last virtual stage's output, [microbatches, …]; zeros on other
+        stages, unless all run `finish` together.
         """
-        table = forward_only(self.num_stages, self.num_microbatches)
-        rows, known = self._rows(forward=table, does_forward=table != IDLE)
-        idle_x = zeros_like_type(self.x_type)
-        outputs = zeros_like_type(jax.eval_shape(finish, idle_x, self._take(0)), (self.num_microbatches,))
+        self._expect(schedule)
+        rows, known = self._rows(schedule)
+        idle_x = idle(self.x_type)
+        result = jax.eval_shape(lambda: finish(self.ends.whole(idle_x, True), self.ends.take(0)))
+        outputs = zeros_like_type(result, (self.num_microbatches,))
 
         def tick(carry, row):
             row = row | known
-            x_inbox, outputs = carry
+            x_wire, x_inbox, outputs = carry
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
+            embedded = self.ends.embed(row, idle_x)
 
-            def forward(outputs):
-                batch = self._take(row["forward"])
-                y = self.functions.layers.run(
-                    self.weights["blocks"], self.layer_index, self._input(batch, x_inbox), self.functions.context(batch)
-                )
+            def forward():
+                x = self.ends.input(row, embedded, x_in)
+                return self.layers.run(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
 
-                def last(outputs):
-                    return outputs.at[row["forward"]].set(finish(y, batch))
+            y = when(row["runs_forward"], forward, lambda: idle_x)
+            outputs = self.ends.finish(row, y, finish, outputs)
+            return (self._send(send_up, y), x_inbox, outputs), None
 
-                return y, when(self.is_last, last, lambda outputs: outputs, outputs)
+        return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), rows, schedule.num_ticks)[0][-1]
 
-            y, outputs = when(row["does_forward"], forward, lambda outputs: (idle_x, outputs), outputs)
-            return (self._hand_over(send_up, y), outputs), None
+    def _expect(self, schedule: Schedule) -> None:
+        expected = self.num_stages, self.num_chunks, self.num_microbatches
+        assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
+        assert not schedule.fused or PIPE in self.ends.axes, "work of all stages cannot stand inside one stage's"
 
-        return lax.scan(tick, (idle_x, outputs), rows)[0][1]
+    def _context(self, microbatch: Array) -> Tree:
+        return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
 
-    def _forward(self, microbatch: Array, x_inbox: Array) -> tuple[Array, list[Array]]:
-        batch = self._take(microbatch)
-        x = self._input(batch, x_inbox)
-        return self.functions.layers.forward(self.weights["blocks"], self.layer_index, x, self.functions.context(batch))
+    def _send(self, send: Callable[..., Array], x: Array) -> Array:
+        return send(x, ring=self.num_chunks > 1) if self.num_stages > 1 else x
 
-    def _head(self, microbatch: Array, y: Array, loss: Array, grads: Tree) -> tuple[Array, Array, Tree]:
-        """Loss of the last stage's output `y`, and the gradient to start the backward with."""
-        batch = self._take(microbatch)
-        value, pullback = jax.vjp(lambda shared, y: self.functions.loss(shared, y, batch), self.weights["shared"], y)
-        grad_shared, grad_y = pullback(vary(jnp.ones((), value.dtype), sorted(varying_axes(value))))
-        return grad_y, loss + value.astype(loss.dtype), grads | {"shared": _add(grads["shared"], grad_shared)}
+    def _inbox(self, direction: Pass) -> Array | None:
+        """Slots for what waits longer than a tick, and a spare one for what nobody sent."""
+        return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
 
-    def _backward(
-        self, microbatch: Array, saved: list[Array], grad_y: Array, loss: Array, grads: Tree
-    ) -> tuple[Array, Array, Tree]:
-        """Gradient of the stage's input; on the first stage it goes on into the embedding."""
-        grad_x, blocks = self.functions.layers.backward(
-            self.weights["blocks"], self.layer_index, saved, grad_y, grads["blocks"]
-        )
-
-        def into_embedding(shared: Tree) -> Tree:
-            batch = self._take(microbatch)
-            transpose = jax.linear_transpose(
-                lambda weights: self.functions.embed(weights, batch), self.weights["shared"]
-            )
-            return _add(shared, transpose(grad_x)[0])
-
-        shared = when(self.is_first, into_embedding, lambda shared: shared, grads["shared"])
-        return grad_x, loss, {"shared": shared, "blocks": blocks}
-
-    def _input(self, batch: Microbatch, x_inbox: Array) -> Array:
-        return when(self.is_first, lambda: self.functions.embed(self.weights["shared"], batch), lambda: x_inbox)
-
-    def _hand_over(self, send: Callable[[Array], Array], x: Array) -> Array:
-        return send(x) if self.num_stages > 1 else x
-
-    def _take(self, microbatch: int | Array) -> Microbatch:
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
-
-    def _column(self, table: np.ndarray) -> Array | bool:
-        """This stage's column of a table whose last dim is the stages; a bool where it is the same everywhere."""
-        if table.dtype == bool and (table.all() or not table.any()):
-            return bool(table.all())
-        return jnp.asarray(table)[..., self.stage]
-
-    def _rows(self, **tables: np.ndarray) -> tuple[dict[str, Array], dict[str, bool]]:
-        """Tables [ticks, stages] as this stage's columns to scan over, and those known to be the same everywhere."""
-        columns: dict[str, Any] = {name: self._column(table) for name, table in tables.items()}
-        known = {name: column for name, column in columns.items() if isinstance(column, bool)}
+    def _rows(self, schedule: Schedule) -> tuple[Row, Row]:
+        """The table's columns of this stage, to scan over; and those predicates that are always the same."""
+        up, down = schedule.forward, schedule.backward
+        fused = schedule.at_virtual(up, schedule.num_virtual - 1) & schedule.fused
+        tables: dict[str, np.ndarray] = {
+            "runs_forward": up.active & ~fused,
+            "runs_backward": down.active & ~fused,
+            "runs_fused": fused,
+        }
+        for name, table in (("forward", up), ("backward", down)):
+            spare = table.inbox_depth
+            tables |= {
+                name: table.microbatch,
+                f"{name}_chunk": np.maximum(table.chunk, 0),
+                f"{name}_slot": table.slot,
+                f"{name}_arrival": np.where(table.arrival == IDLE, spare, table.arrival),
+                f"{name}_source": np.where(table.source == IDLE, spare, table.source),
+            }
+        last = schedule.num_virtual - 1
+        for name, table, k in (("begins", up, 0), ("ends", up, last), ("turns", down, last), ("leaves", down, 0)):
+            here = schedule.at_virtual(table, k)
+            tables |= {
+                name: here,
+                f"any_{name}": here.max(axis=1),
+                f"{name}_microbatch": np.where(here, table.microbatch, IDLE).max(1),
+            }
+        tables["turns"] = tables["turns"] & ~fused
+        columns = {name: self._column(table) for name, table in tables.items()}
+        known = {name: column for name, column in columns.items() if isinstance(column, bool | int)}
         return {name: column for name, column in columns.items() if name not in known}, known
 
+    def _column(self, table: np.ndarray) -> Array | bool | int:
+        """This stage's column of a table [ticks, stages], or a table [ticks]; its one value where it has no other."""
+        if (table == table.flat[0]).all():
+            return table.flat[0].item()
+        column = jnp.asarray(table)
+        return column if table.ndim == 1 else column[:, self.stage]
 
-def _add(total: Tree, grads: Tree) -> Tree:
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+
+def _receive(direction: Pass, inbox: Array | None, wire: Array, row: Row, name: str) -> tuple[Array | None, Array]:
+    """Put what arrived in its slot of the inbox; returns the inbox, and the input of this tick."""
+    if inbox is None:
+        return None, wire
+    inbox = inbox.at[row[f"{name}_arrival"]].set(wire)
+    return inbox, inbox[row[f"{name}_source"]]

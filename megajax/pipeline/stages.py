@@ -1,16 +1,18 @@
-"""What a stage does with a microbatch: run its layers forward keeping what the backward needs, and run them backward.
+"""What a stage does with a microbatch: run the layers of a chunk forward keeping what the backward needs, and run them
+backward.
 
 A layer's forward is `jax.vjp`; the function it returns is a pytree whose leaves are either the layer's own weights,
 recognised by identity and not kept, or activations, which are. The backward puts the weights back. So a
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
@@ -26,21 +28,129 @@ def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands
     return lax.cond(predicate, then, otherwise, *operands)
 
 
+def rematerialized(function: LayerFunction, remat: str, dear: Sequence[str], *, prevent_cse: bool) -> LayerFunction:
+    """`function` with its backward pass recomputing what `remat` says.
+
+    none: nothing but what the layer recomputes of itself. selective: all but the values named in `dear`. layer: all.
+    stage: the stage is recomputed as a whole (`Layers.forward`), and then nothing more.
+    """
+    if remat == "layer":
+        return jax.checkpoint(function, prevent_cse=prevent_cse)
+    if remat == "selective":
+        keep_dear = jax.checkpoint_policies.save_only_these_names(*dear)
+        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=keep_dear)
+    return function
+
+
 @dataclass
 class Layers:
-    """The layers of one stage as a pair of functions, forward and backward.
+    """The layers of a stage as a pair of functions, forward and backward, of one chunk.
+
+    Weights are stacked [v · n, …]: n slots a chunk, chunk after chunk. Chunks are numbers, or scalars of a table.
 
     Attributes:
         function: one layer.
+        layer_index: global index of the layer in every slot, -1 in a padded one, which passes its input on; int32
+            [v, n], this stage's.
         unroll: unroll the loop over layers in the compiled program.
-        padded: some slot may hold no layer (index -1); it then passes its input on.
+        padded: some slot of some stage holds no layer.
+        recompute_stage: keep a stage's input only, and run its forward again in the backward pass.
     """
 
     function: LayerFunction
+    layer_index: Array | np.ndarray
     unroll: bool
     padded: bool
+    recompute_stage: bool = False
     _structure: Any = field(default=None, init=False)
     _weight_of_leaf: list[int | None] = field(default_factory=list, init=False)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.layer_index.shape[0]
+
+    def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
+        """Output of a chunk, and what is kept of it until its `backward`."""
+        if self.recompute_stage:
+            return self.run(weights, chunk, x, context), [x]
+        return self.save(weights, chunk, x, context)
+
+    def backward(
+        self, weights: Tree, chunk: int | Array, kept: list[Array], context: Tree, grad: Array, total: Tree
+    ) -> tuple[Array, Tree]:
+        """Pull `grad` back through a chunk; the gradients of its weights are added to `total` [v · n, …] in place."""
+        if self.recompute_stage:
+            kept = self.save(weights, chunk, kept[0], context)[1]
+        return self.pull(weights, chunk, kept, grad, total)
+
+    def kept_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
+        """Types of what `forward` keeps; nothing is computed."""
+        return jax.eval_shape(lambda *args: self.forward(args[0], 0, *args[1:]), weights, x, context)[1]
+
+    def run(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> Array:
+        """Run a chunk forward and keep nothing."""
+
+        def layer(x: Array, own: Tree, index: Array, _):
+            skip = index < 0 if self.padded else False
+            return when(skip, lambda x: x, lambda x: self.function(own, index, x, context), x), None
+
+        return self._scan(layer, x, weights, chunk)[0]
+
+    def save(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
+        """Run a chunk forward; returns its output and all that `pull` needs, stacked over its layers."""
+
+        def layer(x: Array, own: Tree, index: Array, _):
+            if not self.padded:
+                return self._save(own, index, x, context)
+            types = jax.eval_shape(self._save, own, index, x, context)[1]
+            return lax.cond(
+                index >= 0,
+                lambda x: self._save(own, index, x, context),
+                lambda x: (x, [zeros_like_type(kept) for kept in types]),
+                x,
+            )
+
+        return self._scan(layer, x, weights, chunk)
+
+    def pull(
+        self, weights: Tree, chunk: int | Array, saved: list[Array], grad: Array, total: Tree
+    ) -> tuple[Array, Tree]:
+        """`backward` from what `save` returned."""
+
+        def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_saved: tuple[Array, list[Array]]):
+            slot, saved = slot_and_saved
+
+            def pull(grad: Array, total: Tree) -> tuple[Array, Tree]:
+                grad_weights, grad = self._restore(own, saved)(grad)
+                return grad, jax.tree.map(lambda t, g: t.at[slot].add(g.astype(t.dtype)), total, grad_weights)
+
+            skip = index < 0 if self.padded else False
+            return when(skip, lambda *carry: carry, pull, *carry), None
+
+        return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), saved), reverse=True)[0]
+
+    def _slots(self, chunk: int | Array) -> Array:
+        """Positions of a chunk's layers in the stack."""
+        slots_per_chunk = self.layer_index.shape[1]
+        return chunk * slots_per_chunk + jnp.arange(slots_per_chunk, dtype=jnp.int32)
+
+    def _scan(
+        self, layer: Callable, carry: Tree, weights: Tree, chunk: int | Array, xs: Tree = None, reverse: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Scan `layer(carry, weights, layer index, x)` over a chunk."""
+        stack = weights, jnp.asarray(self.layer_index).reshape(-1)
+        if self.num_chunks == 1:
+
+            def body(carry: Tree, slot: tuple[Tree, Tree]):
+                return layer(carry, *slot[0], slot[1])
+
+            return lax.scan(body, carry, (stack, xs), reverse=reverse, unroll=self.unroll)
+
+        def body_of_chunk(carry: Tree, slot: tuple[Array, Tree]):
+            own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot[0], keepdims=False), stack)
+            return layer(carry, *own, slot[1])
+
+        return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
     def _save(self, weights: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
         y, pullback = jax.vjp(lambda weights, x: self.function(weights, index, x, context), weights, x)
@@ -53,53 +163,3 @@ class Layers:
         own, kept = jax.tree.leaves(weights), iter(saved)
         leaves = [next(kept) if weight is None else own[weight] for weight in self._weight_of_leaf]
         return jax.tree.unflatten(self._structure, leaves)
-
-    def residual_types(self, weights: Tree, indices: Array, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
-        """Types of what `forward` keeps; nothing is computed."""
-        return jax.eval_shape(self.forward, weights, indices, x, context)[1]
-
-    def forward(self, weights: Tree, indices: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        """Run the stacked layers `weights` [n, …] with global layer indices [n]. Returns the output and what to
-        keep."""
-
-        def layer(x: Array, slot: tuple[Tree, Array]):
-            weights, index = slot
-            if not self.padded:
-                return self._save(weights, index, x, context)
-            types = jax.eval_shape(self._save, weights, index, x, context)[1]
-            return lax.cond(
-                index >= 0,
-                lambda x: self._save(weights, index, x, context),
-                lambda x: (x, [zeros_like_type(kept) for kept in types]),
-                x,
-            )
-
-        return lax.scan(layer, x, (weights, indices), unroll=self.unroll)
-
-    def run(self, weights: Tree, indices: Array, x: Array, context: Tree) -> Array:
-        """Run the layers forward and keep nothing."""
-
-        def layer(x: Array, slot: tuple[Tree, Array]):
-            weights, index = slot
-            skip = index < 0 if self.padded else False
-            return when(skip, lambda x: x, lambda x: self.function(weights, index, x, context), x), None
-
-        return lax.scan(layer, x, (weights, indices), unroll=self.unroll)[0]
-
-    def backward(
-        self, weights: Tree, indices: Array, saved: list[Array], grad: Array, total: Tree
-    ) -> tuple[Array, Tree]:
-        """Pull `grad` back through the layers; their weights' gradients are added to `total` [n, …] in place."""
-
-        def layer(carry: tuple[Array, Tree], slot: tuple[Array, Tree, Array, list[Array]]):
-            (grad, total), (position, weights, index, saved) = carry, slot
-
-            def pull(grad: Array, total: Tree) -> tuple[Array, Tree]:
-                grad_weights, grad = self._restore(weights, saved)(grad)
-                return grad, jax.tree.map(lambda t, g: t.at[position].add(g.astype(t.dtype)), total, grad_weights)
-
-            skip = index < 0 if self.padded else False
-            return when(skip, lambda *carry: carry, pull, grad, total), None
-
-        positions = jnp.arange(indices.shape[0], dtype=jnp.int32)
-        return lax.scan(layer, (grad, total), (positions, weights, indices, saved), reverse=True, unroll=self.unroll)[0]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from megajax.config import Config, DistributedConfig, to_toml, validate
+from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.corpus import Corpus, open_corpus, prepare
 from megajax.data.files import write_atomically
 from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
@@ -29,6 +29,7 @@ from megajax.training.metrics import RunLog
 from megajax.training.run_directory import claim
 from megajax.training.state import TrainState
 from megajax.training.step import Program
+from megajax.validation import validate
 
 
 def train(config: Config) -> None:

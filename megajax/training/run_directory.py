@@ -3,9 +3,10 @@
 from operator import attrgetter
 from pathlib import Path
 
-from megajax.config import Config, load_preset, resolve
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.precision import MAIN_DTYPE
+from megajax.presets import load_preset, resolve
 
 
 def claim(run_dir: Path, config: Config) -> None:

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.config import Config
-from megajax.mesh import mesh_spec, shardings
+from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, mesh_spec, shardings
 from megajax.models.gpt import GPTFunctions
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.collectives import PIPE
@@ -48,7 +48,8 @@ class StateLayout:
     def __init__(self, config: Config, mesh: Mesh, model: GPTFunctions):
         self.mesh = mesh
         self._config, self._model = config, model
-        self.placement = Placement(config.model.num_layers, config.mesh.pipe)
+        self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
+        self.rules = SPLIT_VOCABULARY_RULES if config.splits_vocabulary else RULES
         dtype = MAIN_DTYPE[config.precision]
 
         def fresh() -> TrainState:
@@ -57,11 +58,13 @@ class StateLayout:
 
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
-        split_layers = not self.placement.padded and self.placement.num_chunks == 1
+        split_layers = config.model.num_layers % config.mesh.pipe == 0
         self.natural_specs = self._specs(
-            lambda spec: PartitionSpec(PIPE if split_layers else None, *mesh_spec(spec)[1:])
+            lambda spec: PartitionSpec(PIPE if split_layers else None, *mesh_spec(spec, self.rules)[1:])
         )
-        self.specs = self._specs(lambda spec: mesh_spec(PartitionSpec("chunks", "stages", "layers", *spec[1:])))
+        self.specs = self._specs(
+            lambda spec: mesh_spec(PartitionSpec("chunks", "stages", "layers", *spec[1:]), self.rules)
+        )
 
     def _specs(self, block_spec) -> TrainState:
         """Specs of the whole state from those of the weights: moments are placed like their weight, scalars
@@ -69,7 +72,7 @@ class StateLayout:
         logical = self._model.logical_specs
         is_spec = {"is_leaf": lambda leaf: isinstance(leaf, PartitionSpec)}
         params = {
-            "shared": jax.tree.map(mesh_spec, logical["shared"], **is_spec),
+            "shared": jax.tree.map(lambda spec: mesh_spec(spec, self.rules), logical["shared"], **is_spec),
             "blocks": jax.tree.map(block_spec, logical["blocks"], **is_spec),
         }
         optimizer = optax.tree_utils.tree_map_params(

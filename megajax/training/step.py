@@ -15,14 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.config import Config
 from megajax.mesh import BATCH_SPEC
 from megajax.models.gpt import GPTFunctions
+from megajax.models.transformer import DEAR
 from megajax.optim.adam import clip_by_norm, global_norm, make_optimizer, update
 from megajax.optim.learning_rate import learning_rate
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, Axes, axis_index, complete, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.parallel.vocabulary import IGNORED
-from megajax.pipeline.executor import Pipeline, StageFunctions
-from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.stages import Layers
+from megajax.pipeline.ends import StageFunctions
+from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
+from megajax.pipeline.stages import Layers, rematerialized
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.training.state import StateLayout, TrainState
 
@@ -35,7 +37,7 @@ class Program:
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.model = GPTFunctions(config.model)
+        self.model = GPTFunctions(config.model, vocabulary_axes(config))
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
@@ -70,7 +72,7 @@ class Program:
         """(params, batch, position) -> logits [B, V] of the token after `position`, padded columns included; dropout
         off."""
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
-        return self._compile(self._next_logits, specs, PartitionSpec(DATA, TENSOR))
+        return self._compile(self._next_logits, specs, PartitionSpec(DATA, vocabulary_axes(self.config)))
 
     def _compile(self, function, in_specs, out_specs, **options):
         region = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
@@ -98,6 +100,23 @@ class Program:
         slices = [index[0] for index in index.values() if index is not None]
         return sorted({row for rows in slices for row in range(*rows.indices(size))})
 
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches a device's rows are cut in; fewer rows than one are one."""
+        train = self.config.train
+        return max(1, train.global_batch // (self.config.mesh.data * train.microbatch))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The table of a training step."""
+        pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
+        fuse = not self.config.splits_vocabulary
+        return make_schedule(pipeline.schedule, pipe, self.num_microbatches, pipeline.chunks, fuse=fuse)
+
+    @cached_property
+    def _forward_schedule(self) -> Schedule:
+        return forward_only(self.config.mesh.pipe, self.num_microbatches, self.config.pipeline.chunks)
+
     # Inside the region from here on: arrays are this device's shards.
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -115,15 +134,16 @@ class Program:
     def _loss_and_gradients(self, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
         targets = _count_targets(batch)
         pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(targets, 1))
-        schedule = make_schedule(self.config.pipeline.schedule, pipeline.num_stages, pipeline.num_microbatches)
-        loss, grads = pipeline.loss_and_gradients(schedule, MAIN_DTYPE[self.config.precision])
-        blocks = jax.tree.map(lambda grad: grad[None, None], sum_over(grads["blocks"], (DATA,)))
-        return sum_over(loss, (DATA, PIPE)), {"shared": sum_over(grads["shared"], (DATA, PIPE)), "blocks": blocks}
+        loss, grads = pipeline.loss_and_gradients(self.schedule, MAIN_DTYPE[self.config.precision])
+        grads["blocks"] = jax.tree.map(
+            lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"]
+        )
+        return complete(loss, PartitionSpec()), complete(grads, self.layout.specs.params)
 
     def _evaluate(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
         pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-        losses = pipeline.forward(partial(pipeline.functions.loss, pipeline.weights["shared"]))
-        return sum_over(jnp.sum(losses), (DATA, PIPE)), _count_targets(batch)
+        losses = pipeline.forward(self._forward_schedule, partial(pipeline.functions.loss, pipeline.weights["shared"]))
+        return complete(jnp.sum(losses), PartitionSpec()), _count_targets(batch)
 
     def _next_logits(self, params: Tree, batch: Batch, position: Array) -> Array:
         pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
@@ -132,7 +152,8 @@ class Program:
             last_BTD = lax.dynamic_slice_in_dim(x_BTD, position, 1, axis=1)
             return self.model.logits(pipeline.weights["shared"], last_BTD)[:, 0]
 
-        logits = sum_over(pipeline.forward(finish), (PIPE,))
+        local_spec = PartitionSpec(None, DATA, vocabulary_axes(self.config))
+        logits = complete(pipeline.forward(self._forward_schedule, finish), local_spec)
         return logits.reshape(-1, logits.shape[-1])
 
     def _pipeline(self, params: Tree, batch: Batch, dropout: float, step: Array, num_targets: Array) -> Pipeline:
@@ -141,33 +162,39 @@ class Program:
         rows = batch["tokens"].shape[0]
         sample_B = axis_index(DATA) * rows + jnp.arange(rows, dtype=jnp.int32)
         dtype = COMPUTE_DTYPE[config.precision]
+        together = config.splits_vocabulary
         # Declared varying once, here, gradients stay local sums until they are reduced once per step.
-        weights = jax.tree.map(lambda weight: weight.astype(dtype), vary(params, (DATA, PIPE)))
-        weights["blocks"] = jax.tree.map(lambda weight: weight[0, 0], weights["blocks"])
+        shared = vary(params["shared"], (DATA,) if together else (DATA, PIPE))
+        blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], (DATA,)))
+        weights = jax.tree.map(lambda weight: weight.astype(dtype), {"shared": shared, "blocks": blocks})
 
         def context(microbatch: Batch) -> Dropout:
             return Dropout.at(dropout, config.seed, step, microbatch["sample"])
-
-        def block(weights: Tree, layer: Array, x_BTD: Array, context: Dropout) -> Array:
-            return model.block(weights, layer, x_BTD, context)
-
-        unroll = not scan_layers(config)
-        if config.train.remat == "layer":
-            block = jax.checkpoint(block, prevent_cse=unroll)
 
         def loss(shared: Tree, x_BTD: Array, microbatch: Batch) -> Array:
             total = model.loss(shared, x_BTD, microbatch["targets"])
             return total / num_targets.astype(total.dtype)
 
+        unroll = not scan_layers(config)
+        placement = self.layout.placement
         functions = StageFunctions(
             embed=lambda shared, microbatch: model.embed(shared, microbatch["tokens"], context(microbatch)),
-            layers=Layers(block, unroll, self.layout.placement.padded),
+            layers=Layers(
+                rematerialized(model.block, config.train.remat, DEAR, prevent_cse=unroll),
+                jnp.asarray(placement.layer_index)[:, axis_index(PIPE)],
+                unroll,
+                placement.padded,
+                recompute_stage=config.train.remat == "stage",
+            ),
             context=context,
             loss=loss,
         )
-        batch = vary(batch | {"sample": sample_B}, (DATA, PIPE))
-        num_microbatches = max(1, rows // config.train.microbatch)
-        return Pipeline(functions, weights, batch, num_microbatches, self.layout.placement.layer_index[0])
+        return Pipeline(functions, weights, batch | {"sample": sample_B}, self.num_microbatches, together)
+
+
+def vocabulary_axes(config: Config) -> Axes:
+    """The mesh axes that the vocabulary is split over."""
+    return (PIPE, TENSOR) if config.splits_vocabulary else TENSOR
 
 
 def scan_layers(config: Config) -> bool:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.config import load_preset, resolve
 from megajax.mesh import shardings
 from megajax.models.config import ModelConfig
 from megajax.models.gpt import GPTFunctions, count_parameters
+from megajax.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
 PAPER_COUNTS = {

@@ -7,7 +7,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import make_mesh
-from megajax.parallel.collectives import f, g, send_down, send_up, sum_over, vary, varying_axes, zeros_like_type
+from megajax.parallel.collectives import (
+    broadcast_stage,
+    complete,
+    f,
+    g,
+    send_down,
+    send_up,
+    sum_over,
+    vary,
+    varying_axes,
+    zeros_like_type,
+)
 
 TENSOR_SIZES = [1, 2, 8]
 
@@ -53,11 +64,52 @@ def test_g_sums_and_hands_the_gradient_on(size):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_stages_hand_over_to_their_neighbours(size):
-    """Activations go up and gradients down by one stage; the ends receive zeros, nothing wraps around."""
+    """Activations go up and gradients down by one stage; the ends receive zeros, in a ring each other's."""
     stages = np.arange(1, size + 1, dtype=np.float32)
-    up, down = region(lambda x: (send_up(x), send_down(x)), size, P("pipe"), P("pipe"), axis="pipe")(stages)
+
+    def sent(ring: bool):
+        function = lambda x: (send_up(x, ring=ring), send_down(x, ring=ring))  # noqa: E731
+        return region(function, size, P("pipe"), P("pipe"), axis="pipe")(stages)
+
+    up, down = sent(ring=False)
     np.testing.assert_array_equal(up, [0, *stages[:-1]])
     np.testing.assert_array_equal(down, [*stages[1:], 0])
+    up, down = sent(ring=True)
+    np.testing.assert_array_equal(up, np.roll(stages, 1))
+    np.testing.assert_array_equal(down, np.roll(stages, -1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_stage_is_heard_by_all(size):
+    """What one stage has reaches all of them exactly, whatever the others hold, NaN included."""
+    x = np.full((size, 3), np.nan, np.float32)
+    x[size - 1] = random(3)
+
+    def function(x):
+        return broadcast_stage(x[0], jax.lax.axis_index("pipe") == size - 1)
+
+    np.testing.assert_array_equal(region(function, size, P("pipe"), P(), axis="pipe")(x), x[size - 1])
+
+
+def test_local_sums_are_completed_over_what_their_spec_lacks():
+    """A leaf is summed over an axis only where it varies over it and its spec does not name it."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "pipe", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    specs = {"split": P("tensor"), "both": P(("pipe", "tensor")), "whole": P(), "same": P()}
+
+    def function(x):
+        local = {"split": x, "both": x, "whole": x, "same": sum_over(x, ("data", "pipe", "tensor"))}
+        total = complete(local, specs)
+        assert varying_axes(total["split"]) == {"tensor"} and not varying_axes(total["whole"])
+        assert varying_axes(total["both"]) == {"pipe", "tensor"}
+        return total
+
+    x = random(8).reshape(2, 2, 2)  # data, pipe, tensor
+    run = jax.shard_map(function, mesh=mesh, in_specs=P(("data", "pipe", "tensor")), out_specs=specs)
+    total = run(x.ravel())
+    np.testing.assert_allclose(total["split"], x.sum((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(total["both"], x.sum(0).ravel(), rtol=1e-6)
+    np.testing.assert_allclose(total["whole"], [x.sum()], rtol=1e-5)
+    np.testing.assert_allclose(total["same"], [x.sum()], rtol=1e-5)
 
 
 def test_gradients_of_varied_weights_stay_local():

@@ -46,14 +46,14 @@ ROWS, TOKENS = 3, 17
 def kept_and_weights(monkeypatch) -> list[tuple]:
     """What a stage keeps of a microbatch and its weights, as types, of every program traced from now on."""
     found = []
-    residual_types = Layers.residual_types
+    kept_types = Layers.kept_types
 
     def record(self, weights, *others):
-        types = residual_types(self, weights, *others)
+        types = kept_types(self, weights, *others)
         found.append((types, jax.tree.leaves(weights)))
         return types
 
-    monkeypatch.setattr(Layers, "residual_types", record)
+    monkeypatch.setattr(Layers, "kept_types", record)
     return found
 
 

@@ -1,0 +1,125 @@
+"""How long a schedule takes and what it holds, from its table alone. No JAX here.
+
+Time is simulated with every stage on a machine of its own: after the forward of a tick a stage waits for what its
+upstream neighbour sends, after the backward for what its downstream neighbour sends. Times are in the caller's unit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.pipeline.schedule import IDLE, Pass, Schedule
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a stage needs for its parts, arrays [chunks, stages].
+
+    Attributes:
+        forward, backward: of one microbatch through one chunk.
+        embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    embed: float = 0.0
+    head: float = 0.0
+    embed_backward: float = 0.0
+
+    @classmethod
+    def equal(cls, schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> "StageTimes":
+        """Stages that need the same; `forward` and `backward` of all their chunks together."""
+        ones = np.ones((schedule.num_chunks, schedule.num_stages)) / schedule.num_chunks
+        return cls(forward * ones, backward * ones)
+
+    def busy(self, schedule: Schedule) -> np.ndarray:
+        """What each stage computes in a step, [stages]."""
+        ends = self.embed + self.head + self.embed_backward
+        return schedule.num_microbatches * ((self.forward + self.backward).sum(0) + ends)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work in a timeline."""
+
+    stage: int
+    microbatch: int
+    chunk: int
+    backward: bool
+    start: float
+    end: float
+
+
+def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
+    """Everything that runs, with when it runs."""
+    return _run(schedule, times)[1]
+
+
+def wall_time(schedule: Schedule, times: StageTimes) -> float:
+    """Time from the first forward to the end of the last backward on any stage."""
+    return _run(schedule, times)[0]
+
+
+def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> float:
+    """(wall - ideal) / ideal, the ideal being the busiest stage's work without a pause; by default tF = 1, tB = 2."""
+    times = times or StageTimes.equal(schedule)
+    ideal = float(times.busy(schedule).max())
+    return (wall_time(schedule, times) - ideal) / ideal
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """The most chunks that each stage has run forward and not yet backward; both in one tick counts."""
+    entered, left = schedule.forward.active.cumsum(0), schedule.backward.active.cumsum(0)
+    return (entered - left + schedule.backward.active).max(0).tolist()
+
+
+def published_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> float:
+    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2."""
+    return (num_stages - 1) / (num_chunks * num_microbatches)
+
+
+def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int]:
+    """Chunks in flight per stage in Megatron-LM: its warm-up forwards, and the one that follows them."""
+    p, m, v = num_stages, num_microbatches, num_chunks
+    if name == "gpipe":
+        return [m] * p
+    warm_up = [(p - s - 1) * 2 + (v - 1) * p if v > 1 else p - s - 1 for s in range(p)]
+    return [m * v if v > 1 and m == p else min(forwards + 1, m * v) for forwards in warm_up]
+
+
+def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
+    p, ring = schedule.num_stages, schedule.num_chunks > 1
+    now = np.zeros(p)
+    spans: list[Span] = []
+
+    def work(table: Pass, tick: int, cost: np.ndarray, backward: bool) -> None:
+        for s in np.flatnonzero(table.microbatch[tick] != IDLE):
+            microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
+            end = now[s] + cost[chunk, s]
+            spans.append(Span(int(s), microbatch, chunk, backward, float(now[s]), float(end)))
+            now[s] = end
+
+    def together(cost: float) -> None:
+        if cost:
+            now[:] = now.max() + cost
+
+    def receive(shift: int) -> None:
+        sent = np.roll(now, shift)
+        if not ring:
+            sent[0 if shift > 0 else -1] = 0.0
+        np.maximum(now, sent, out=now)
+
+    def on_any_stage(table: Pass, k: int) -> list[bool]:
+        return schedule.at_virtual(table, k).max(axis=1).tolist()
+
+    embeds, embeds_backward = on_any_stage(schedule.forward, 0), on_any_stage(schedule.backward, 0)
+    heads = on_any_stage(schedule.backward, schedule.num_virtual - 1)
+    for tick in range(schedule.num_ticks):
+        together(times.embed * embeds[tick])
+        work(schedule.forward, tick, times.forward, backward=False)
+        receive(+1)
+        together(times.head * heads[tick])
+        work(schedule.backward, tick, times.backward, backward=True)
+        together(times.embed_backward * embeds_backward[tick])
+        receive(-1)
+    return max(span.end for span in spans), spans

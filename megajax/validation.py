@@ -1,0 +1,137 @@
+"""Checks of a configuration's values, each by itself and against each other."""
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+
+from megajax.config import Config, PipelineConfig
+from megajax.errors import UserError
+from megajax.options import options
+
+_OR_ZERO = "optimizer.min_learning_rate optimizer.warmup_steps optimizer.weight_decay train.eval_batches sample.tokens"
+_OR_ZERO += " sample.temperature simulate_devices distributed.num_processes"
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # every other number must be positive
+    "seed": (lambda x: 0 <= x < 2**31, f"0 to {2**31 - 1}"),
+    "model.dropout": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
+    "optimizer.beta1": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
+    "optimizer.beta2": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
+    "data.validation_fraction": (lambda x: 0 < x < 1, "more than 0 and less than 1"),
+    "distributed.process_id": (lambda x: x >= -1, "0 or more, or -1: not given"),
+    **{key: (lambda x: x >= 0, "0 or more") for key in _OR_ZERO.split()},
+}
+
+
+def check_values(config: Config) -> None:
+    """Every check that needs neither devices nor a mesh."""
+    for key, option in options(Config).items():
+        value = attrgetter(key)(config)
+        if option.kind in (int, float):
+            inside, valid = _RANGES.get(key, (lambda x: x > 0, "1 or more" if option.kind is int else "more than 0"))
+            if not inside(value):
+                raise UserError(f"{option.flag} {value}; valid: {valid}")
+    model, optimizer, distributed = config.model, config.optimizer, config.distributed
+    if model.hidden_size % model.num_heads:
+        below = model.head_size * model.num_heads
+        valid = " or ".join(str(size) for size in (below, below + model.num_heads) if size)
+        raise UserError(
+            f"--model.hidden-size {model.hidden_size} is not divisible by --model.num-heads {model.num_heads}; "
+            f"valid: a multiple of {model.num_heads}, such as {valid}"
+        )
+    if optimizer.warmup_steps > optimizer.decay_steps:
+        raise UserError(
+            f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
+            f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise UserError(
+            f"--optimizer.min-learning-rate {optimizer.min_learning_rate} is above --optimizer.learning-rate "
+            f"{optimizer.learning_rate}; valid: at most {optimizer.learning_rate}"
+        )
+    given = (distributed.coordinator != "", distributed.num_processes != 0, distributed.process_id != -1)
+    if any(given) and not all(given):
+        flags = ("--distributed.coordinator", "--distributed.num-processes", "--distributed.process-id")
+        missing = " and ".join(flag for flag, there in zip(flags, given, strict=True) if not there)
+        raise UserError(f"{missing} missing; valid: {', '.join(flags)} together, or none of them")
+    if all(given) and distributed.process_id >= distributed.num_processes:
+        raise UserError(
+            f"--distributed.process-id {distributed.process_id} with --distributed.num-processes "
+            f"{distributed.num_processes}; valid: 0 to {distributed.num_processes - 1}"
+        )
+    host, _, port = distributed.coordinator.rpartition(":")
+    if distributed.coordinator and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(
+            f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
+        )
+
+
+def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
+    """Check a schedule's chunks against the stages, and against the layers where there is a model."""
+    chunks = pipeline.chunks
+    if pipeline.schedule != "interleaved":
+        if chunks != 1:
+            raise UserError(
+                f"--pipeline.chunks {chunks} with --pipeline.schedule {pipeline.schedule}; valid: 1, "
+                "or --pipeline.schedule interleaved"
+            )
+        return
+    if pipe == 1:
+        raise UserError(
+            "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, "
+            "or --pipeline.schedule 1f1b or gpipe"
+        )
+    most = None if num_layers is None else num_layers // pipe
+    if most is not None and most < 2:
+        raise UserError(
+            f"--pipeline.schedule interleaved: --model.num-layers {num_layers} are too few for 2 chunks on each of "
+            f"--mesh.pipe {pipe} stages; valid: --pipeline.schedule 1f1b or gpipe, or {2 * pipe} layers or more"
+        )
+    if chunks < 2 or (most is not None and chunks > most):
+        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
+        raise UserError(
+            f"--pipeline.chunks {chunks} with --pipeline.schedule interleaved{why}; valid: 2 "
+            + ("or more" if most is None else f"to {most}" if most > 2 else "")
+        )
+
+
+def validate(config: Config, num_devices: int) -> None:
+    """Check the values against each other, the mesh, and `num_devices`, those of all processes together.
+
+    Raises one `UserError`, naming flags.
+    """
+    check_values(config)
+    validate_mesh(config, num_devices)
+    rows = config.mesh.data * config.train.microbatch
+    if config.train.global_batch % rows:
+        raise UserError(
+            f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
+            f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
+        )
+
+
+def validate_mesh(config: Config, num_devices: int) -> None:
+    """The part of `validate` that any use of the model needs, not only training."""
+    model, mesh = config.model, config.mesh
+    check_schedule(config.pipeline, mesh.pipe, model.num_layers)
+    if mesh.num_devices != num_devices:
+        simulated = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        raise UserError(
+            f"--mesh.data {mesh.data} x --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} needs {mesh.num_devices} "
+            f"devices, there are {num_devices}; valid: sizes whose product is {num_devices}, "
+            f"or --simulate-devices {simulated}"
+        )
+    vocabulary = f"the padded vocabulary of {model.padded_vocab_size} (see --model.vocab-multiple)"
+    if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):
+        raise UserError(
+            f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
+            f"{vocabulary}; valid: a padded vocabulary that is a multiple of {mesh.pipe * mesh.tensor}"
+        )
+    split = {
+        f"--model.num-heads {model.num_heads}": model.num_heads,
+        vocabulary: model.padded_vocab_size,
+        f"the MLP width of {model.mlp_size} (4 x --model.hidden-size)": model.mlp_size,
+    }
+    for name, size in split.items():
+        if size % mesh.tensor:
+            common = math.gcd(*split.values())
+            valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {name}; valid: {valid}")
