@@ -10,9 +10,14 @@ def main() -> None:
     from megajax.flags import parse
 
     config = parse(sys.argv[1:], "Pretrain a GPT on a (data, pipe, tensor) mesh.")
-    from megajax.training.loop import train
+    if config.profile_pipeline:
+        from megajax.training.profile import profile_pipeline
 
-    train(config)
+        profile_pipeline(config)
+    else:
+        from megajax.training.loop import train
+
+        train(config)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ class Config:
         "continue from the last checkpoint: if there is one, never, or fail without one",
     ] = "auto"
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices"] = 0
+    profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()

@@ -68,19 +68,24 @@ def random_batch(config: Config, step: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": np.where(ignored, np.int32(IGNORED), tokens[:, 1:])}
 
 
-def trace(config: Config, steps: int, devices: Sequence[jax.Device] | None = None) -> Trace:
+def trace(
+    config: Config, steps: int, devices: Sequence[jax.Device] | None = None, *, quick_compile: bool = False
+) -> Trace:
     """Train `config` for `steps` steps on random batches, on its mesh over the first of `devices` (default: all there
-    are)."""
+    are). `quick_compile` leaves the CPU's machine code unoptimised."""
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
     program = Program(config, make_mesh(size.data, size.pipe, size.tensor, devices))
     state = program.layout.init()
     losses, gradients = [], []
+    options = {"xla_backend_optimization_level": 0} if quick_compile else {}
+    train_step = None
     for step in range(steps):
         rows = program.local_rows
         local = {name: array[rows] for name, array in random_batch(config, step).items()}
         batch = program.put_batch(local, rows)
-        state, metrics, grads = program.train_step_with_gradients(state, batch)
+        train_step = train_step or program.train_step_with_gradients.lower(state, batch).compile(options)
+        state, metrics, grads = train_step(state, batch)
         losses.append(float(metrics["loss"]))
         gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))
     return Trace(losses, gradients)

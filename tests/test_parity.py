@@ -11,21 +11,34 @@ from tiny import tiny_config
 
 from megajax.verify import Comparison, Trace, compare, trace
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (1, 4, 2), (4, 1, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
+PIPES = [(1, 2, 1), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 GRID = {
-    "mesh": MESHES,  # heads = tensor size in the last one
-    "microbatch": [1, 2, 4],
-    "schedule": ["1f1b", "gpipe"],
-    "remat": ["none", "layer"],
-    "num_layers": [5, 8],  # 5: not divisible by any pipe but 1
+    "mesh": MESHES + PIPES,
+    "schedule": ["1f1b", "gpipe", "interleaved-2", "interleaved-4"],  # the number: chunks
+    "vocabulary": ["replicated", "split"],
+    "remat": ["none", "selective", "layer", "stage"],
+    "microbatches": ["fewer", "not a multiple", "a multiple"],  # of the stages
+    "layers": ["divisible", "not divisible"],  # by the virtual stages
     "vocab_size": [101, 128],  # 101: padded
 }
 STEPS = 5
 
 
-def pairwise(grid: dict[str, list]) -> list[tuple]:
-    """Rows of the grid that contain every pair of values of any two of its columns, chosen greedily."""
-    rows = list(itertools.product(*grid.values()))
+def exists(row: tuple) -> bool:
+    """Interleaving needs a pipe, and so does splitting the vocabulary over it."""
+    (_, pipe, _), schedule, vocabulary, _, microbatches, layers, _ = row
+    if pipe == 1:
+        return (schedule, vocabulary, layers) == (
+            "1f1b",
+            "replicated",
+            "divisible",
+        ) and microbatches != "not a multiple"
+    return True
+
+
+def pairwise(rows: list[tuple]) -> list[tuple]:
+    """Rows that contain every pair of values of any two columns that occurs at all, chosen greedily."""
 
     def pairs(row: tuple) -> set:
         return set(itertools.combinations(enumerate(row), 2))
@@ -42,26 +55,41 @@ def name(row: tuple) -> str:
     return "-".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in row)
 
 
-PAIRWISE = pairwise(GRID)
-OTHERS = [row for row in itertools.product(*GRID.values()) if row not in PAIRWISE]
+ALL = [row for row in itertools.product(*GRID.values()) if exists(row)]
+PAIRWISE = pairwise(ALL)
+OTHERS = [row for row in ALL if row not in PAIRWISE and row[-1] == 101]
+ROWS = 24  # of the global batch
 
 
 @functools.cache
 def reference(num_layers: int, vocab_size: int) -> Trace:
-    return trace(tiny_config(microbatch=32, global_batch=32, num_layers=num_layers, vocab_size=vocab_size), STEPS)
+    config = tiny_config(microbatch=ROWS, global_batch=ROWS, num_layers=num_layers, vocab_size=vocab_size)
+    return trace(config, STEPS, quick_compile=True)
 
 
-def check_row(mesh, microbatch, schedule, remat, num_layers, vocab_size) -> None:
+def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, vocab_size) -> None:
+    data, pipe, _ = mesh
+    schedule, _, chunks = schedule.partition("-")
+    chunks = int(chunks or 1)
+    virtual = pipe * chunks
+    num_layers = virtual * -(-8 // virtual)
+    if layers == "not divisible":
+        num_layers = 5 if chunks == 1 else virtual + 1  # 5 on 8 stages: some have none
+    multiple = {1: 3, 2: 4, 4: 8, 8: 8}[pipe]
+    number = {"fewer": max(1, pipe // 2), "not a multiple": pipe + pipe // 2, "a multiple": multiple}[microbatches]
+    assert ROWS % (data * number) == 0
     config = tiny_config(
         mesh,
         schedule=schedule,
+        chunks=chunks,
+        vocabulary=vocabulary,
         remat=remat,
-        microbatch=microbatch,
-        global_batch=32,
+        microbatch=ROWS // data // number,
+        global_batch=ROWS,
         num_layers=num_layers,
         vocab_size=vocab_size,
     )
-    result = compare(reference(num_layers, vocab_size), trace(config, STEPS))
+    result = compare(reference(num_layers, vocab_size), trace(config, STEPS, quick_compile=True))
     assert result.within(), result
 
 
@@ -76,21 +104,59 @@ def test_rest_of_the_grid(row):
     check_row(*row)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_what_is_left_is_rounding(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "vocabulary"),
+    [("1f1b", 1, "replicated"), ("gpipe", 1, "split"), ("interleaved", 2, "split")],
+)
+def test_what_is_left_is_rounding(schedule, chunks, vocabulary):
     """The hardest mesh in fp64, with more than one block of queries and layers the pipe does not divide."""
-    common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 8}
+    common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12}
     with jax.enable_x64(True):
-        expected = trace(tiny_config(microbatch=8, **common), 3)
-        actual = trace(tiny_config((2, 2, 2), schedule=schedule, remat="layer", **common), 3)
+        expected = trace(tiny_config(microbatch=12, **common), 3)
+        pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary}
+        actual = trace(tiny_config((2, 2, 2), microbatch=2, remat="layer", **pipeline, **common), 3)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
-def test_unrolled_layers_equal_scanned_ones():
-    scanned = trace(tiny_config((1, 2, 2), num_layers=5), 3)
-    unrolled = trace(tiny_config((1, 2, 2), num_layers=5, scan_layers="false"), 3)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_unrolled_layers_equal_scanned_ones(schedule, chunks):
+    common = {"num_layers": 5, "schedule": schedule, "chunks": chunks}
+    scanned = trace(tiny_config((1, 2, 2), **common), 3)
+    unrolled = trace(tiny_config((1, 2, 2), remat="selective", scan_layers="false", **common), 3)
     assert compare(scanned, unrolled).within()
+
+
+IDLE = [
+    ("1f1b", 1, "replicated", "none"),
+    ("gpipe", 1, "replicated", "stage"),
+    ("interleaved", 2, "replicated", "layer"),
+    ("interleaved", 2, "split", "none"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "remat"), IDLE)
+def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, remat, monkeypatch):
+    """NaN in place of zero, in every buffer, inbox and wire and in what padded layers keep, changes not a bit."""
+    options = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": remat}
+    config = tiny_config((1, 4, 1), num_layers=9, global_batch=6, **options)  # 6: stretched groups, a real inbox
+    expected = trace(config, 2)
+    filled = []
+
+    def nan(type_, leading=()):
+        is_float = jax.numpy.issubdtype(type_.dtype, jax.numpy.floating)
+        zeros = real(type_, leading)
+        filled.append(is_float)
+        return zeros + jax.numpy.asarray(math.nan, zeros.dtype) if is_float else zeros
+
+    from megajax.pipeline import executor, stages
+
+    real = executor.idle
+    monkeypatch.setattr(executor, "idle", nan)
+    monkeypatch.setattr(stages, "zeros_like_type", nan)
+    actual = trace(config, 2)
+    assert sum(filled) >= 5
+    assert actual.losses == expected.losses and compare(expected, actual).gradient_error == 0.0
 
 
 def test_the_comparison_can_fail():

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.parallel.collectives import (
+    DATA,
     PIPE,
     axis_index,
     axis_size,
@@ -68,17 +69,11 @@ class Pipeline:
         that they vary over although their weights do not.
         """
         self._expect(schedule)
-        ends, keeps_output = self.ends, not schedule.turns_at_once
+        ends = self.ends
         rows, known = self._rows(schedule)
         idle_x = idle(self.x_type)
-        context = self.functions.context(ends.take(0))
-        kept_types = self.layers.kept_types(self.blocks, idle_x, vary(context, (PIPE,)))
-        buffer = jax.tree.map(
-            lambda kept: idle(kept, (schedule.num_slots,)),
-            {"layers": kept_types, "output": self.x_type if keeps_output else ()},
-        )
-        total = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, grad_dtype), sorted(varying_axes(w))), self.weights)
-        total["loss"] = vary(jnp.zeros((), at_least_fp32(grad_dtype)), ends.axes)
+        buffer = self._buffer(schedule.num_slots, keeps_output=not schedule.turns_at_once)
+        total = self._zeros(grad_dtype)
         # The sums that conditionals on the stage add to.
         staged = ("blocks",) if PIPE not in ends.axes else tuple(total)
 
@@ -90,28 +85,22 @@ class Pipeline:
             embedded = ends.embed(row, idle_x)
 
             def forward(buffer):
-                x = ends.input(row, embedded, x_in)
-                y, kept = self.layers.forward(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
-                entry = {"layers": kept, "output": y if keeps_output else ()}
-                return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
+                return self._forward(row, ends.input(row, embedded, x_in), buffer)
 
             y, buffer = when(row["runs_forward"], forward, lambda buffer: (idle_x, buffer), buffer)
             x_wire = self._send(send_up, y)
 
             def output() -> Array:
-                return buffer["output"][row["backward_slot"]] if keeps_output else y
+                return y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
 
             grad_head, total = ends.head(row, output, idle_x, total)
 
             def backward(_, total):
-                kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
                 grad, total = ends.turn(row, output, grad_head, grad_in, total)
-                grad, blocks = self.layers.backward(
-                    self.blocks, row["backward_chunk"], kept, self._context(row["backward"]), grad, total["blocks"]
-                )
-                return grad, ends.leave(row, grad, total | {"blocks": blocks})
+                return self._backward(row, buffer, grad, total)
 
             def fused(_, total):
+                """The last virtual stage, forward and backward as one: nothing is kept, nothing recomputed."""
                 x, chunk = ends.input(row, embedded, x_in), row["forward_chunk"]
                 y, saved = self.layers.save(self.blocks, chunk, x, self._context(row["forward"]))
                 grad, total = ends.turn(row | {"turns": True}, lambda: y, grad_head, grad_in, total)
@@ -156,6 +145,79 @@ class Pipeline:
             return (self._send(send_up, y), x_inbox, outputs), None
 
         return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), rows, schedule.num_ticks)[0][-1]
+
+    def measured(self, part: str, k: Array, repeats: Array, grad_dtype: Any) -> Array:
+        """Run one part of a step over and over, for measuring it; returns a number that depends on the results.
+
+        Parts: `forward` and `both` (and backward) of one microbatch through virtual stage `k`, on its stage alone,
+        where all others skip it; `embed`, `head` and `embed_backward` of ends that all stages run together.
+        """
+        chunk, stage = k // self.num_stages, k % self.num_stages
+        alone = PIPE in self.ends.axes
+        begins, turns = alone & (k == 0), alone & (k == self.num_chunks * self.num_stages - 1)
+
+        def once(repeat: Array, carry: Tree) -> Tree:
+            x, buffer, total = carry
+            microbatch = repeat % self.num_microbatches
+            row: Row = {"forward": microbatch, "forward_chunk": chunk, "forward_slot": 0, "begins": begins}
+            row |= {"backward": microbatch, "backward_chunk": chunk, "backward_slot": 0, "turns": turns}
+            row |= {"leaves": begins, "any_begins": True, "any_turns": True, "any_leaves": True}
+            row |= {f"{name}_microbatch": microbatch for name in ("begins", "turns", "leaves")}
+            if part == "embed":
+                x += self.ends.embed(row, x)
+            elif part == "head":
+                x, total = self.ends.head(row | {"turns": self.stage == 0}, lambda: x, x, total)
+            elif part == "embed_backward":
+                total = self.ends.leave_outside(row | {"leaves": self.stage == 0}, x, total)
+            else:
+                y, buffer = self._forward(row, self.ends.input(row, x, x), buffer)
+                if part == "both":
+                    grad, total = self.ends.turn(row, lambda: y, y, y, total)
+                    x, total = self._backward(row, buffer, grad, total)
+                x += y
+            size = lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype))
+            return x * size, buffer, total
+
+        def run(x: Array) -> Array:
+            total = self._zeros(grad_dtype)
+            if part in ("forward", "both") and not alone:
+                total = {"blocks": total["blocks"]}
+            carry = lax.fori_loop(0, repeats, once, (x, self._buffer(1, keeps_output=False), total))
+            return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in jax.tree.leaves(carry))
+
+        x = vary(self.functions.embed(self.weights["shared"], self.ends.take(0)), (PIPE,))
+        if part not in ("forward", "both"):
+            return run(x)
+        mine = (k >= 0) & (stage == self.stage)
+        return when(mine, run, lambda x: idle(jax.eval_shape(run, x)), x)
+
+    def _forward(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree]:
+        """A chunk's output for the row's microbatch; what its backward needs goes into the buffer."""
+        y, kept = self.layers.forward(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
+        entry = {"layers": kept} | ({"output": y} if "output" in buffer else {})
+        return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
+
+    def _backward(self, row: Row, buffer: Tree, grad: Array, total: Tree) -> tuple[Array, Tree]:
+        """Pull the gradient of a chunk's output back to its input."""
+        kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
+        context = self._context(row["backward"])
+        grad, blocks = self.layers.backward(self.blocks, row["backward_chunk"], kept, context, grad, total["blocks"])
+        return grad, self.ends.leave(row, grad, total | {"blocks": blocks})
+
+    def kept_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
+        context = vary(self.functions.context(self.ends.take(0)), (PIPE,))
+        return self.layers.kept_types(self.blocks, idle(self.x_type), context)
+
+    def _buffer(self, num_slots: int, keeps_output: bool) -> Tree:
+        """`keeps_output`: the head runs later than the layers before it, whose output it needs."""
+        types: Tree = {"layers": self.kept_types()} | ({"output": self.x_type} if keeps_output else {})
+        return jax.tree.map(lambda kept: idle(kept, (num_slots,)), types)
+
+    def _zeros(self, dtype: Any) -> Tree:
+        """The sums of a step: gradients and loss."""
+        total = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
+        return total | {"loss": vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)}
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches

@@ -185,6 +185,7 @@ def arrange(ticks: Ticks, *, fuse: bool = True) -> Schedule:
     microbatches.
     """
     num_microbatches, num_chunks, num_stages = ticks.forward.shape
+    assert ticks.backward is None or (ticks.forward <= ticks.backward).all(), "a backward before its forward"
     fused = fuse and ticks.backward is not None and bool((ticks.forward == ticks.backward)[:, -1, -1].all())
     num_ticks = 1 + int(max(ticks.forward.max(), -1 if ticks.backward is None else ticks.backward.max()))
     indices = np.indices(ticks.forward.shape)
@@ -205,6 +206,7 @@ def arrange(ticks: Ticks, *, fuse: bool = True) -> Schedule:
         sent[:, 0 if upstream < 0 else -1] = IDLE  # the virtual stage where the direction begins
         sent = sent.reshape(tick.shape)
         receives = sent != IDLE
+        assert (sent[receives] < tick[receives]).all(), "something is used before it was sent"
         inbox, depth = _slots(sent + 1, tick, stage, receives)
         return Pass(
             table(tick, microbatch), table(tick, chunk), table(tick, slot, through_buffer),
@@ -251,6 +253,9 @@ def check(schedule: Schedule) -> None:
     and is the right one; nothing is overwritten before it was read, in inbox or ring buffer, and nothing is left over.
     """
     p, num_virtual = schedule.num_stages, schedule.num_virtual
+    for table in (schedule.forward, schedule.backward):
+        for array in (table.microbatch, table.chunk, table.slot, table.arrival, table.source):
+            assert array.shape == (schedule.num_ticks, p), array.shape
     buffers: list[dict] = [{} for _ in range(p)]
     directions: list[Any] = []
     for table, step, end in ((schedule.forward, 1, num_virtual - 1), (schedule.backward, -1, 0)):
@@ -268,6 +273,7 @@ def check(schedule: Schedule) -> None:
                     assert table.arrival[tick, s] == IDLE, ("nothing arrives", tick, s)
                 microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
                 if microbatch == IDLE:
+                    assert chunk == IDLE, ("a chunk of nothing", tick, s)
                     continue
                 k = chunk * p + s
                 assert 0 <= microbatch < schedule.num_microbatches and 0 <= chunk < schedule.num_chunks, (tick, s)
@@ -292,3 +298,4 @@ def check(schedule: Schedule) -> None:
         assert len(ran) == expected, "something was not run"
         assert not any(inboxes) and not any(wires), "something was not used"
     assert schedule.forward.active.any() and not any(buffers)
+    assert schedule.backward.active.any() or schedule.num_slots == 0, "kept for a backward that never comes"

@@ -34,8 +34,10 @@ class StageTimes:
 
     def busy(self, schedule: Schedule) -> np.ndarray:
         """What each stage computes in a step, [stages]."""
-        ends = self.embed + self.head + self.embed_backward
-        return schedule.num_microbatches * ((self.forward + self.backward).sum(0) + ends)
+        work = self.forward.sum(0) + self.embed
+        if schedule.backward.active.any():
+            work = work + self.backward.sum(0) + self.head + self.embed_backward
+        return schedule.num_microbatches * work
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
 
 
 def wall_time(schedule: Schedule, times: StageTimes) -> float:
-    """Time from the first forward to the end of the last backward on any stage."""
+    """Time from the first forward to the end of the last work on any stage."""
     return _run(schedule, times)[0]
 
 
@@ -122,4 +124,4 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
         work(schedule.backward, tick, times.backward, backward=True)
         together(times.embed_backward * embeds_backward[tick])
         receive(-1)
-    return max(span.end for span in spans), spans
+    return float(now.max()), spans

@@ -84,6 +84,11 @@ class StateLayout:
         )
         return TrainState(PartitionSpec(), params, optimizer)  # type: ignore[arg-type]  # specs where arrays stand
 
+    @cached_property
+    def shapes(self) -> TrainState:
+        """The state on this mesh's stages, as types."""
+        return jax.eval_shape(self._staged, self.natural_shapes)
+
     def init(self) -> TrainState:
         """A fresh state, made directly in its shards."""
         return jax.jit(lambda: self._staged(self._fresh()), out_shardings=shardings(self.mesh, self.specs))()

@@ -74,6 +74,11 @@ class Program:
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
         return self._compile(self._next_logits, specs, PartitionSpec(DATA, vocabulary_axes(self.config)))
 
+    def measured(self, part: str):
+        """(params, batch, virtual stage, repeats) -> a number: one part of a step, see `Pipeline.measured`."""
+        specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec(), PartitionSpec())
+        return self._compile(partial(self._measured, part), specs, PartitionSpec())
+
     def _compile(self, function, in_specs, out_specs, **options):
         region = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
         return jax.jit(region, **options)
@@ -117,6 +122,22 @@ class Program:
     def _forward_schedule(self) -> Schedule:
         return forward_only(self.config.mesh.pipe, self.num_microbatches, self.config.pipeline.chunks)
 
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes a device keeps of a microbatch's way through a chunk until it comes back; nothing is computed."""
+        found: list[jax.ShapeDtypeStruct] = []
+
+        def look(params: Tree, batch: Batch) -> Array:
+            count = jnp.ones((), jnp.int32)
+            found.extend(self._pipeline(params, batch, self.config.model.dropout, count, count).kept_types())
+            return count
+
+        shape = self.config.train.global_batch, self.config.model.sequence_length
+        batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct(shape, jnp.int32))
+        specs = (self.layout.specs.params, BATCH_SPEC)
+        jax.eval_shape(self._compile(look, specs, PartitionSpec()), self.layout.shapes.params, batch)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in found)
+
     # Inside the region from here on: arrays are this device's shards.
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -155,6 +176,12 @@ class Program:
         local_spec = PartitionSpec(None, DATA, vocabulary_axes(self.config))
         logits = complete(pipeline.forward(self._forward_schedule, finish), local_spec)
         return logits.reshape(-1, logits.shape[-1])
+
+    def _measured(self, part: str, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
+        step = jnp.zeros((), jnp.int32)
+        pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(_count_targets(batch), 1))
+        total = pipeline.measured(part, k, repeats, MAIN_DTYPE[self.config.precision])
+        return complete(total, PartitionSpec())
 
     def _pipeline(self, params: Tree, batch: Batch, dropout: float, step: Array, num_targets: Array) -> Pipeline:
         """The model's functions for one batch, its weights in the compute dtype, its rows numbered globally."""

@@ -1,0 +1,135 @@
+"""`train.py --profile-pipeline`: what each stage's forward and backward take on this machine, and the bubble that
+follows, beside the one predicted from equal stages."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from megajax.config import Config
+from megajax.launch import start
+from megajax.mesh import make_mesh
+from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
+from megajax.training.step import Program
+from megajax.validation import validate
+from megajax.verify import random_batch
+
+ROUNDS = 5
+SECONDS_PER_MEASUREMENT = 0.2
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured times in seconds.
+
+    Attributes:
+        times: of the stages and their chunks, each measured alone, the others idle.
+        step: loss and gradients of a whole step.
+        predicted: the step's time that the schedule's table gives for `times`.
+        bubble: share of pause over the busiest stage's work that follows from `times`.
+        equal_bubble: the same for stages that take equally long.
+    """
+
+    times: StageTimes
+    step: float
+    predicted: float
+    bubble: float
+    equal_bubble: float
+
+
+def profile_pipeline(config: Config) -> Profile:
+    """Measure on random tokens; nothing is trained or written. Prints a table on process 0.
+
+    Raises:
+        UserError: the configuration cannot be used.
+    """
+    start(config)
+    validate(config, jax.device_count())
+    mesh = config.mesh
+    program = Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor))
+    found = measure(program)
+    if jax.process_index() == 0:
+        print("\n".join(_report(program, found)), flush=True)
+    return found
+
+
+def measure(program: Program) -> Profile:
+    """Time every chunk of every stage alone, then the whole step."""
+    schedule, pipe, chunks = program.schedule, program.config.mesh.pipe, program.config.pipeline.chunks
+    params = program.layout.init().params
+    rows = program.local_rows
+    batch = program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
+
+    def part(name: str) -> Callable[[int], float]:
+        run = program.measured(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
+        return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
+
+    def of_stages(name: str) -> np.ndarray:
+        seconds = part(name)
+        return np.array([seconds(k) for k in range(chunks * pipe)]).reshape(chunks, pipe)
+
+    forward = of_stages("forward")
+    backward = np.maximum(of_stages("both") - forward, 0.0)
+    ends = (part(name)(-1) for name in ("embed", "head", "embed_backward")) if program.config.splits_vocabulary else ()
+    times = StageTimes(forward, backward, *ends)
+    whole = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile()
+    step = statistics.median(_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS))
+    predicted = wall_time(schedule, times)
+    return Profile(times, step, predicted, bubble_overhead(schedule, times), bubble_overhead(schedule))
+
+
+def _seconds(run: Callable[[], jax.Array]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - began
+
+
+def _seconds_per_repeat(run: Callable[[int], jax.Array]) -> float:
+    """Time of one repeat, without what a call costs by itself."""
+    _seconds(lambda: run(1))
+    once = max(1e-6, _seconds(lambda: run(2)) / 2)
+    # All processes have to agree on it.
+    repeats = int(_of_first_process(max(1, round(SECONDS_PER_MEASUREMENT / once))))
+    pairs = [(_seconds(lambda: run(1 + repeats)), _seconds(lambda: run(1))) for _ in range(ROUNDS)]
+    return statistics.median(max(0.0, long - short) / repeats for long, short in pairs)
+
+
+def _of_first_process(number: int) -> int:
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _report(program: Program, found: Profile) -> list[str]:
+    config, schedule, times = program.config, program.schedule, found.times
+    pipe, chunks = config.mesh.pipe, config.pipeline.chunks
+    lines = [
+        f"{config.pipeline.schedule}, {pipe} stages, {chunks} chunks each, {schedule.num_microbatches} microbatches of "
+        f"{config.train.microbatch}, remat {config.train.remat}, vocabulary {config.pipeline.vocabulary}",
+        f"{'stage':<6} {'chunk':<6} {'layers':<7} {'forward ms':>11} {'backward ms':>12}",
+    ]
+    layers = (program.layout.placement.layer_index >= 0).sum(-1)
+    for stage in range(pipe):
+        for chunk in range(chunks):
+            forward, backward = 1e3 * times.forward[chunk, stage], 1e3 * times.backward[chunk, stage]
+            lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7} {forward:>11.3f} {backward:>12.3f}")
+    if config.splits_vocabulary:
+        lines.append(
+            f"all stages together: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} ms, "
+            f"embedding backward {1e3 * times.embed_backward:.3f} ms"
+        )
+    published = published_bubble(pipe, schedule.num_microbatches, chunks)
+    lines += [
+        f"bubble over ideal  {found.bubble:.4f} from the measured times, {found.equal_bubble:.4f} predicted for equal "
+        f"stages (published (p-1)/(v*m) = {published:.4f})",
+        f"time of a step     {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
+        f"stages' times, ratio {found.step / found.predicted:.3f}",
+    ]
+    if config.simulate_devices > 1 and pipe > 1:
+        lines.append("simulated devices share this machine's cores: a measured step is not that of a real pipe")
+    return lines
