@@ -58,7 +58,12 @@ def work(args: argparse.Namespace, process: int) -> None:
         }
         figures = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": args.remat}
         figures |= {"microbatches": args.microbatches, "measured": found.step, "predicted": found.predicted}
-        figures |= {"ratio": found.step / found.predicted, "bubble": found.bubble, "equal_bubble": found.equal_bubble}
+        figures |= {"predicted_with_hand_over": found.predicted_with_hand_over, "ratio": found.step / found.predicted}
+        figures |= {
+            "ratio_with_hand_over": found.step / found.predicted_with_hand_over,
+            "bubble": found.bubble,
+            "equal_bubble": found.equal_bubble,
+        }
         print(json.dumps(figures | {"times": times}), flush=True)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.mesh import mesh_spec
+from megajax.parallel.collectives import varying_axes
 from megajax.parallel.random import Dropout
 from megajax.verify import COLLECTIVES, Collective, collectives
 
@@ -58,15 +59,18 @@ def test_tensor_all_reduces_of_a_layer(remat, per_layer):
         assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + 2)
 
 
-@pytest.mark.parametrize(("remat", "backward"), [("none", 2), ("layer", 1 + 2)])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_tensor_all_reduces_of_a_stage(schedule, remat, backward):
-    """The same per layer in every branch of a pipe's tick: 2 where it runs forward, the rest where backward."""
-    found = over("tensor", step_collectives((1, 2, 2), 4, schedule=schedule, remat=remat))
-    branches = {"gpipe": 2 + backward, "1f1b": 2 + backward + (2 + backward)}[schedule]  # the last stage's are fused
-    ticks = {"gpipe": 2 * (4 + 1), "1f1b": 4 + 2}[schedule]
-    ends = {"gpipe": 2, "1f1b": 3}[schedule]  # the embedding in each forward, the head once
-    assert count_shapes(found)[ACTIVATION] == ticks * (branches * LAYERS // 2 + ends)
+REMATS = {"none": 2, "selective": 2, "layer": 1 + 2, "stage": 2 + 2}  # all-reduces of a layer's backward
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(("schedule", "ticks"), [("gpipe", 2 * (4 + 1)), ("1f1b", 4 + 2), ("interleaved", 2 * 4 + 4)])
+def test_tensor_all_reduces_of_a_stage(schedule, ticks, remat):
+    """The same per layer in a pipe's tick: 2 where it runs forward, the rest where backward, of a chunk's layers."""
+    chunks = 2 if schedule == "interleaved" else 1
+    found = over("tensor", step_collectives((1, 2, 2), 4, schedule=schedule, chunks=chunks, remat=remat))
+    layers = -(-LAYERS // (2 * chunks))
+    ends = 2  # the embedding in each forward, the head in each backward
+    assert count_shapes(found)[ACTIVATION] == ticks * ((2 + REMATS[remat]) * layers + ends)
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
@@ -109,18 +113,64 @@ def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
 
 
 @pytest.mark.parametrize("num_layers", [6, 5], ids=["even", "padded"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_stages_hand_over_outside_conditionals(schedule, num_layers):
+@pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 2 + 2), ("gpipe", 2 * (2 + 1)), ("interleaved", 2 * 2 + 4)])
+def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     """Two permutes a tick, up and down, over the pipe alone; inside conditionals there is the tensor axis only."""
-    config = tiny_config((2, 2, 2), schedule=schedule, num_layers=num_layers, microbatch=2)
+    chunks = 2 if schedule == "interleaved" else 1
+    config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
     permutes = [c for c in collectives(program.train_step, *arguments) if c.kind == "permute"]
-    ticks = {"1f1b": 2 + 2, "gpipe": 2 * (2 + 1)}[schedule]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
     equations = [eqn for eqn, inside in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr) if inside]
     inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
     assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
+
+
+@pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 2 + 2), ("gpipe", 2 * (2 + 1)), ("interleaved", 2 * 2 + 4)])
+def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
+    """Over the pipe: an activation for the embedding, two for the head and one for the embedding's gradient; a few
+    numbers per token; no vocabulary. Each under a predicate that no stage index goes into."""
+    chunks = 2 if schedule == "interleaved" else 1
+    options = {"schedule": schedule, "chunks": chunks, "vocabulary": "split", "microbatch": ROWS}
+    config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
+    program = tiny_program(config)
+    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    found = [c for c in over("pipe", collectives(program.train_step, *arguments)) if c.kind == "all-reduce"]
+    in_loop = count_shapes([c for c in found if c.count > 1])
+    assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
+    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr) if is_cond(eqn)]
+    over_pipe = [eqn for eqn in conditionals if "pipe" in communicated(eqn)]
+    assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
+
+
+def is_cond(eqn) -> bool:
+    return eqn.primitive.name == "cond"
+
+
+def communicated(eqn) -> set[str]:
+    """Axes of the collectives inside a conditional."""
+    inside = [inner for branch in eqn.params["branches"] for inner, _ in walk(branch.jaxpr)]
+    axes = [inner.params.get("axes", ()) for inner in inside if inner.primitive.name in COLLECTIVES]
+    return {axis for names in axes for axis in names}
+
+
+@pytest.mark.parametrize(("vocabulary", "share"), [("replicated", 2), ("split", 8)])
+def test_table_bytes_of_a_stage(vocabulary, share):
+    """The balanced vocabulary divides a stage's part of the table, and of its gradients and moments, by the pipe."""
+    program = tiny_program(tiny_config((1, 4, 2), vocabulary=vocabulary))
+    state, specs = program.layout.shapes, program.layout.specs
+    tables = [state.params["shared"]["table"], *(m["shared"]["table"] for m in moments(state))]
+    placed = [specs.params["shared"]["table"], *(m["shared"]["table"] for m in moments(specs))]
+    for table, spec in zip(tables, placed, strict=True):
+        local = jax.sharding.NamedSharding(program.mesh, spec).shard_shape(table.shape)
+        assert local == (128 // share, HIDDEN)
+
+
+def moments(state) -> list:
+    """AdamW's two moments."""
+    adam = next(part for part in state.optimizer if hasattr(part, "mu"))
+    return [adam.mu, adam.nu]
 
 
 def test_a_pipe_of_one_has_no_permutes_and_no_conditionals():

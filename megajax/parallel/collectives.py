@@ -97,8 +97,8 @@ def axis_size(axis: str) -> int:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which an array, tracer or `ShapeDtypeStruct` varies."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    """The mesh axes over which an array, a tracer, or the type of one varies."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     if hasattr(aval, "vma"):  # JAX < 0.10
         return aval.vma
     return aval.manual_axis_type.varying

@@ -26,7 +26,7 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.pipeline.ends import Alone, Ends, Microbatch, Row, StageFunctions, Together
+from megajax.pipeline.ends import Ends, Microbatch, Row, StageFunctions
 from megajax.pipeline.schedule import IDLE, Pass, Schedule
 from megajax.pipeline.stages import when
 from megajax.precision import at_least_fp32
@@ -59,7 +59,7 @@ class Pipeline:
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
         self.num_microbatches = num_microbatches
         microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-        self.ends: Ends = (Together if together else Alone)(functions, weights["shared"], microbatches)
+        self.ends = Ends(functions, weights["shared"], microbatches, together)
         self.x_type = jax.eval_shape(lambda: vary(functions.embed(weights["shared"], self.ends.take(0)), (PIPE,)))
 
     def loss_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[Array, Tree]:
@@ -69,54 +69,40 @@ class Pipeline:
         that they vary over although their weights do not.
         """
         self._expect(schedule)
-        ends = self.ends
         rows, known = self._rows(schedule)
         idle_x = idle(self.x_type)
-        buffer = self._buffer(schedule.num_slots, keeps_output=not schedule.turns_at_once)
-        total = self._zeros(grad_dtype)
-        # The sums that conditionals on the stage add to.
-        staged = ("blocks",) if PIPE not in ends.axes else tuple(total)
 
         def tick(carry, row):
             row = row | known
-            x_wire, grad_wire, x_inbox, grad_inbox, buffer, total = carry
+            x_wire, grad_wire, x_inbox, grad_inbox, buffer, ends, blocks = carry
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row, "backward")
-            embedded = ends.embed(row, idle_x)
-
-            def forward(buffer):
-                return self._forward(row, ends.input(row, embedded, x_in), buffer)
-
-            y, buffer = when(row["runs_forward"], forward, lambda buffer: (idle_x, buffer), buffer)
+            # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
+            x = self.ends.input(row, x_in)
+            if schedule.fused:
+                y, kept = self.layers.save(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
+            else:
+                keep = lambda buffer: self._forward(row, x, buffer)  # noqa: E731
+                y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
             x_wire = self._send(send_up, y)
 
             def output() -> Array:
                 return y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
 
-            grad_head, total = ends.head(row, output, idle_x, total)
-
-            def backward(_, total):
-                grad, total = ends.turn(row, output, grad_head, grad_in, total)
-                return self._backward(row, buffer, grad, total)
-
-            def fused(_, total):
-                """The last virtual stage, forward and backward as one: nothing is kept, nothing recomputed."""
-                x, chunk = ends.input(row, embedded, x_in), row["forward_chunk"]
-                y, saved = self.layers.save(self.blocks, chunk, x, self._context(row["forward"]))
-                grad, total = ends.turn(row | {"turns": True}, lambda: y, grad_head, grad_in, total)
-                grad, blocks = self.layers.pull(self.blocks, chunk, saved, grad, total["blocks"])
-                return grad, ends.leave(row, grad, total | {"blocks": blocks})
-
-            # One after the other, not one inside the other: nested conditionals copy the accumulators.
-            results = idle_x, {name: total[name] for name in staged}
-            results = when(row["runs_backward"], backward, lambda *carry: carry, *results)
-            grad, changed = when(row["runs_fused"], fused, lambda *carry: carry, *results)
-            total = ends.leave_outside(row, grad, total | changed)
-            return (x_wire, self._send(send_down, grad), x_inbox, grad_inbox, buffer, total), None
+            grad, ends = self.ends.head(row, output, grad_in, ends)
+            if schedule.fused:
+                grad, blocks = self.layers.pull(self.blocks, row["backward_chunk"], kept, grad, blocks)
+            else:
+                pull = lambda grad, blocks: self._backward(row, buffer, grad, blocks)  # noqa: E731
+                grad, blocks = when(row["runs_backward"], pull, lambda *carry: carry, grad, blocks)
+            ends = self.ends.leave(row, grad, ends)
+            return (x_wire, self._send(send_down, grad), x_inbox, grad_inbox, buffer, ends, blocks), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
-        total = lax.scan(tick, (idle_x, idle_x, *inboxes, buffer, total), rows, schedule.num_ticks)[0][-1]
-        return total.pop("loss"), total
+        buffer = None if schedule.fused else self._buffer(schedule.num_slots, not schedule.turns_at_once)
+        carry = idle_x, idle_x, *inboxes, buffer, *self._zeros(grad_dtype)
+        *_, ends, blocks = lax.scan(tick, carry, rows, schedule.num_ticks)[0]
+        return ends["loss"], {"shared": ends["shared"], "blocks": blocks}
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Array]) -> Array:
         """Run the microbatches forward only.
@@ -134,10 +120,9 @@ class Pipeline:
             row = row | known
             x_wire, x_inbox, outputs = carry
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
-            embedded = self.ends.embed(row, idle_x)
+            x = self.ends.input(row, x_in)
 
             def forward():
-                x = self.ends.input(row, embedded, x_in)
                 return self.layers.run(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
 
             y = when(row["runs_forward"], forward, lambda: idle_x)
@@ -150,39 +135,44 @@ class Pipeline:
         """Run one part of a step over and over, for measuring it; returns a number that depends on the results.
 
         Parts: `forward` and `both` (and backward) of one microbatch through virtual stage `k`, on its stage alone,
-        where all others skip it; `embed`, `head` and `embed_backward` of ends that all stages run together.
+        where all others skip it; `embed`, `head` and `embed_backward` of ends that all stages run together; `hand_over`
+        up and down.
         """
         chunk, stage = k // self.num_stages, k % self.num_stages
-        alone = PIPE in self.ends.axes
-        begins, turns = alone & (k == 0), alone & (k == self.num_chunks * self.num_stages - 1)
+        last = self.num_chunks * self.num_stages - 1
+        alone = not self.ends.together
 
         def once(repeat: Array, carry: Tree) -> Tree:
-            x, buffer, total = carry
+            x, buffer, ends, blocks = carry
             microbatch = repeat % self.num_microbatches
-            row: Row = {"forward": microbatch, "forward_chunk": chunk, "forward_slot": 0, "begins": begins}
-            row |= {"backward": microbatch, "backward_chunk": chunk, "backward_slot": 0, "turns": turns}
-            row |= {"leaves": begins, "any_begins": True, "any_turns": True, "any_leaves": True}
+            row: Row = {"forward": microbatch, "forward_chunk": chunk, "forward_slot": 0, "begins": alone & (k == 0)}
+            row |= {"backward": microbatch, "backward_chunk": chunk, "backward_slot": 0, "turns": alone & (k == last)}
+            row |= {"leaves": row["begins"], "any_begins": True, "any_turns": True, "any_leaves": True}
             row |= {f"{name}_microbatch": microbatch for name in ("begins", "turns", "leaves")}
-            if part == "embed":
-                x += self.ends.embed(row, x)
+            if part == "hand_over":
+                x = self._send(send_down, self._send(send_up, x))
+            elif part == "embed":
+                x = self.ends.input(row | {"begins": self.stage == 0}, x)
             elif part == "head":
-                x, total = self.ends.head(row | {"turns": self.stage == 0}, lambda: x, x, total)
+                x, ends = self.ends.head(row | {"turns": self.stage == 0}, lambda: x, x, ends)
             elif part == "embed_backward":
-                total = self.ends.leave_outside(row | {"leaves": self.stage == 0}, x, total)
+                ends = self.ends.leave(row | {"leaves": self.stage == 0}, x, ends)
             else:
-                y, buffer = self._forward(row, self.ends.input(row, x, x), buffer)
+                y, buffer = self._forward(row, self.ends.input(row, x) if alone else x, buffer)
+                grad = y
                 if part == "both":
-                    grad, total = self.ends.turn(row, lambda: y, y, y, total)
-                    x, total = self._backward(row, buffer, grad, total)
-                x += y
+                    grad, ends = self.ends.head(row, lambda: y, y, ends) if alone else (y, ends)
+                    grad, blocks = self._backward(row, buffer, grad, blocks)
+                    ends = self.ends.leave(row, grad, ends) if alone else ends
+                x = y + grad
             size = lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype))
-            return x * size, buffer, total
+            return x * size, buffer, ends, blocks
 
         def run(x: Array) -> Array:
-            total = self._zeros(grad_dtype)
+            ends, blocks = self._zeros(grad_dtype)
             if part in ("forward", "both") and not alone:
-                total = {"blocks": total["blocks"]}
-            carry = lax.fori_loop(0, repeats, once, (x, self._buffer(1, keeps_output=False), total))
+                ends = {}
+            carry = lax.fori_loop(0, repeats, once, (x, self._buffer(1, False), ends, blocks))
             return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in jax.tree.leaves(carry))
 
         x = vary(self.functions.embed(self.weights["shared"], self.ends.take(0)), (PIPE,))
@@ -197,12 +187,11 @@ class Pipeline:
         entry = {"layers": kept} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
 
-    def _backward(self, row: Row, buffer: Tree, grad: Array, total: Tree) -> tuple[Array, Tree]:
-        """Pull the gradient of a chunk's output back to its input."""
+    def _backward(self, row: Row, buffer: Tree, grad: Array, blocks: Tree) -> tuple[Array, Tree]:
+        """Pull the gradient of a chunk's output back to its input; `blocks` are the sums of the layers' gradients."""
         kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
         context = self._context(row["backward"])
-        grad, blocks = self.layers.backward(self.blocks, row["backward_chunk"], kept, context, grad, total["blocks"])
-        return grad, self.ends.leave(row, grad, total | {"blocks": blocks})
+        return self.layers.backward(self.blocks, row["backward_chunk"], kept, context, grad, blocks)
 
     def kept_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
@@ -214,15 +203,15 @@ class Pipeline:
         types: Tree = {"layers": self.kept_types()} | ({"output": self.x_type} if keeps_output else {})
         return jax.tree.map(lambda kept: idle(kept, (num_slots,)), types)
 
-    def _zeros(self, dtype: Any) -> Tree:
-        """The sums of a step: gradients and loss."""
-        total = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
-        return total | {"loss": vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)}
+    def _zeros(self, dtype: Any) -> tuple[Tree, Tree]:
+        """The sums of a step: loss and gradients of the ends, and gradients of the layers."""
+        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
+        loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
+        return {"loss": loss, "shared": zeros["shared"]}, zeros["blocks"]
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
         assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
-        assert not schedule.fused or PIPE in self.ends.axes, "work of all stages cannot stand inside one stage's"
 
     def _context(self, microbatch: Array) -> Tree:
         return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
@@ -237,12 +226,7 @@ class Pipeline:
     def _rows(self, schedule: Schedule) -> tuple[Row, Row]:
         """The table's columns of this stage, to scan over; and those predicates that are always the same."""
         up, down = schedule.forward, schedule.backward
-        fused = schedule.at_virtual(up, schedule.num_virtual - 1) & schedule.fused
-        tables: dict[str, np.ndarray] = {
-            "runs_forward": up.active & ~fused,
-            "runs_backward": down.active & ~fused,
-            "runs_fused": fused,
-        }
+        tables: dict[str, np.ndarray] = {"runs_forward": up.active, "runs_backward": down.active}
         for name, table in (("forward", up), ("backward", down)):
             spare = table.inbox_depth
             tables |= {
@@ -260,7 +244,6 @@ class Pipeline:
                 f"any_{name}": here.max(axis=1),
                 f"{name}_microbatch": np.where(here, table.microbatch, IDLE).max(1),
             }
-        tables["turns"] = tables["turns"] & ~fused
         columns = {name: self._column(table) for name, table in tables.items()}
         known = {name: column for name, column in columns.items() if isinstance(column, bool | int)}
         return {name: column for name, column in columns.items() if name not in known}, known

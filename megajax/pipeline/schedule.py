@@ -69,8 +69,9 @@ class Schedule:
         forward, backward: the two directions; a forward-only schedule has an empty `backward`.
         num_chunks, num_microbatches: of every stage, of a step.
         num_slots: size of the ring buffer.
-        fused: the last virtual stage runs forward and backward of a microbatch as one, and what the backward needs does
-        not pass through the buffer; only where it `turns_at_once`.
+        fused: a single stage that runs a microbatch backward in the tick of its forward: what the backward needs does
+        not pass through a buffer. (In a pipe it does also on the last stage: run as one, its forward would wait for the
+        other stages' forwards of the tick, and their backwards for it.)
     """
 
     forward: Pass
@@ -150,10 +151,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Ticks]] = {
 CHUNKED = {"interleaved"}  # those that need more than one chunk; the others take one
 
 
-def make_schedule(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, *, fuse: bool = True
-) -> Schedule:
-    """The schedule called `name`, checked. `fuse`: see `arrange`.
+def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule called `name`, checked.
 
     Raises:
         ValueError: unknown name, no stage or no microbatch, or a number of chunks that the schedule does not take.
@@ -166,7 +165,7 @@ def make_schedule(
         raise ValueError(f"{name} takes {'2 or more chunks' if name in CHUNKED else '1 chunk'}, not {num_chunks}")
     if num_chunks > 1 and num_stages == 1:
         raise ValueError(f"{name} needs at least 2 stages")
-    schedule = arrange(SCHEDULES[name](num_stages, num_microbatches, num_chunks), fuse=fuse)
+    schedule = arrange(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
     check(schedule)
     return schedule
 
@@ -178,21 +177,14 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
     return schedule
 
 
-def arrange(ticks: Ticks, *, fuse: bool = True) -> Schedule:
-    """The table of `ticks`, every buffer as small as it can be.
-
-    With `fuse`, forward and backward of the last virtual stage are run as one where they share their tick for all
-    microbatches.
-    """
+def arrange(ticks: Ticks) -> Schedule:
+    """The table of `ticks`, every buffer as small as it can be."""
     num_microbatches, num_chunks, num_stages = ticks.forward.shape
     assert ticks.backward is None or (ticks.forward <= ticks.backward).all(), "a backward before its forward"
-    fused = fuse and ticks.backward is not None and bool((ticks.forward == ticks.backward)[:, -1, -1].all())
+    fused = num_stages == 1 and ticks.backward is not None and bool((ticks.forward == ticks.backward).all())
     num_ticks = 1 + int(max(ticks.forward.max(), -1 if ticks.backward is None else ticks.backward.max()))
     indices = np.indices(ticks.forward.shape)
     microbatch, chunk, stage = indices[0], indices[1], indices[2]
-    through_buffer = (
-        np.broadcast_to(not fused, ticks.forward.shape) | (chunk < num_chunks - 1) | (stage < num_stages - 1)
-    )
 
     def table(tick: np.ndarray, values: np.ndarray, where: np.ndarray | None = None) -> np.ndarray:
         cells = np.full((num_ticks, num_stages), IDLE, np.int32)
@@ -209,7 +201,7 @@ def arrange(ticks: Ticks, *, fuse: bool = True) -> Schedule:
         assert (sent[receives] < tick[receives]).all(), "something is used before it was sent"
         inbox, depth = _slots(sent + 1, tick, stage, receives)
         return Pass(
-            table(tick, microbatch), table(tick, chunk), table(tick, slot, through_buffer),
+            table(tick, microbatch), table(tick, chunk), table(tick, slot),
             table(sent + 1, inbox, receives), table(tick, inbox, receives), depth,
         )  # fmt: skip
 
@@ -218,7 +210,7 @@ def arrange(ticks: Ticks, *, fuse: bool = True) -> Schedule:
         forward = direction(ticks.forward, np.full(ticks.forward.shape, IDLE), upstream=-1)
         backward = Pass(idle, idle, idle, idle, idle, inbox_depth=0)
         return Schedule(forward, backward, num_chunks, num_microbatches, num_slots=0, fused=False)
-    slot, num_slots = _slots(ticks.forward, ticks.backward, stage, through_buffer)
+    slot, num_slots = _slots(ticks.forward, ticks.backward, stage, np.full(ticks.forward.shape, not fused))
     return Schedule(
         direction(ticks.forward, slot, upstream=-1), direction(ticks.backward, slot, upstream=+1),
         num_chunks, num_microbatches, num_slots, fused,
@@ -283,9 +275,8 @@ def check(schedule: Schedule) -> None:
                     assert inboxes[s].pop(int(table.source[tick, s]), None) == (microbatch, k), ("input", tick, s)
                 if k != end:
                     wires[(s + step) % p] = (microbatch, k + step)
-                fused = schedule.fused and k == num_virtual - 1
                 slot = int(table.slot[tick, s])
-                if fused:
+                if schedule.fused:
                     other = schedule.backward if step > 0 else schedule.forward
                     assert (other.microbatch[tick, s], other.chunk[tick, s]) == (microbatch, chunk), ("fused", tick)
                 elif step < 0:

@@ -18,6 +18,7 @@ class StageTimes:
     Attributes:
         forward, backward: of one microbatch through one chunk.
         embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
+        hand_over: of sending to one neighbour while receiving from the other.
     """
 
     forward: np.ndarray
@@ -25,6 +26,7 @@ class StageTimes:
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
+    hand_over: float = 0.0
 
     @classmethod
     def equal(cls, schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> "StageTimes":
@@ -110,6 +112,7 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
         if not ring:
             sent[0 if shift > 0 else -1] = 0.0
         np.maximum(now, sent, out=now)
+        now[:] += times.hand_over
 
     def on_any_stage(table: Pass, k: int) -> list[bool]:
         return schedule.at_virtual(table, k).max(axis=1).tolist()

@@ -1,6 +1,7 @@
 """`train.py --profile-pipeline`: what each stage's forward and backward take on this machine, and the bubble that
 follows, beside the one predicted from equal stages."""
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -28,14 +29,16 @@ class Profile:
     Attributes:
         times: of the stages and their chunks, each measured alone, the others idle.
         step: loss and gradients of a whole step.
-        predicted: the step's time that the schedule's table gives for `times`.
-        bubble: share of pause over the busiest stage's work that follows from `times`.
+        predicted: the step's time that the schedule's table gives for `times`, without the hand-overs.
+        predicted_with_hand_over: and with them.
+        bubble: share of pause over the busiest stage's work that follows from `times`, without the hand-overs.
         equal_bubble: the same for stages that take equally long.
     """
 
     times: StageTimes
     step: float
     predicted: float
+    predicted_with_hand_over: float
     bubble: float
     equal_bubble: float
 
@@ -74,11 +77,12 @@ def measure(program: Program) -> Profile:
     forward = of_stages("forward")
     backward = np.maximum(of_stages("both") - forward, 0.0)
     ends = (part(name)(-1) for name in ("embed", "head", "embed_backward")) if program.config.splits_vocabulary else ()
-    times = StageTimes(forward, backward, *ends)
+    stages = StageTimes(forward, backward, *ends)
+    times = dataclasses.replace(stages, hand_over=part("hand_over")(-1) / 2 if pipe > 1 else 0.0)
     whole = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile()
     step = statistics.median(_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS))
-    predicted = wall_time(schedule, times)
-    return Profile(times, step, predicted, bubble_overhead(schedule, times), bubble_overhead(schedule))
+    predicted = wall_time(schedule, stages), wall_time(schedule, times)
+    return Profile(times, step, *predicted, bubble_overhead(schedule, stages), bubble_overhead(schedule))
 
 
 def _seconds(run: Callable[[], jax.Array]) -> float:
@@ -129,6 +133,8 @@ def _report(program: Program, found: Profile) -> list[str]:
         f"stages (published (p-1)/(v*m) = {published:.4f})",
         f"time of a step     {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
         f"stages' times, ratio {found.step / found.predicted:.3f}",
+        f"hand-over          {1e3 * times.hand_over:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; with them "
+        f"{1e3 * found.predicted_with_hand_over:.1f} ms, ratio {found.step / found.predicted_with_hand_over:.3f}",
     ]
     if config.simulate_devices > 1 and pipe > 1:
         lines.append("simulated devices share this machine's cores: a measured step is not that of a real pipe")

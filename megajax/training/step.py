@@ -115,8 +115,7 @@ class Program:
     def schedule(self) -> Schedule:
         """The table of a training step."""
         pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
-        fuse = not self.config.splits_vocabulary
-        return make_schedule(pipeline.schedule, pipe, self.num_microbatches, pipeline.chunks, fuse=fuse)
+        return make_schedule(pipeline.schedule, pipe, self.num_microbatches, pipeline.chunks)
 
     @cached_property
     def _forward_schedule(self) -> Schedule:

@@ -55,7 +55,7 @@ def at(t: Pass, i: int, s: int) -> tuple[int, int]:
 
 SMALL = {
     "1f1b": make_schedule("1f1b", 3, 4),
-    "1f1b, not fused": make_schedule("1f1b", 3, 4, fuse=False),
+    "a single stage": make_schedule("1f1b", 1, 3),
     "gpipe": make_schedule("gpipe", 2, 3),
     "interleaved": make_schedule("interleaved", 2, 3, 2),
     "interleaved, unequal groups": make_schedule("interleaved", 2, 5, 2),
