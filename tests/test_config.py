@@ -216,6 +216,50 @@ def test_sizes_that_the_mesh_does_not_divide(overrides: dict[str, Any], words: s
     assert words in message(validate, config, config.mesh.num_devices)
 
 
+INTERLEAVED = {"pipeline.schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (INTERLEAVED, "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or"),
+        (INTERLEAVED | {"mesh.pipe": 2}, "--pipeline.chunks 1 with --pipeline.schedule interleaved; valid: 2 to 4"),
+        (
+            INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 5},
+            "--pipeline.chunks 5 with --pipeline.schedule interleaved, which leaves a stage without a layer; valid: 2",
+        ),
+        (
+            INTERLEAVED | {"mesh.pipe": 8, "pipeline.chunks": 2},
+            "--model.num-layers 8 are too few for 2 chunks on each of",
+        ),
+        ({"pipeline.chunks": 2}, "--pipeline.chunks 2 with --pipeline.schedule 1f1b; valid: 1, or --pipeline.schedule"),
+        ({"mesh.pipe": 2, "pipeline.schedule": "gpipe", "pipeline.chunks": 3}, "--pipeline.chunks 3 with --pipeline"),
+        (
+            {"mesh.pipe": 3, "pipeline.vocabulary": "split"},
+            "--pipeline.vocabulary split: --mesh.pipe 3 x --mesh.tensor 1 does not divide the padded vocabulary of",
+        ),
+    ],
+)
+def test_schedules_that_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words: str) -> None:
+    config = resolve(load_preset("demo"), overrides)
+    assert words in message(validate, config, config.mesh.num_devices)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 4},
+        INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 3},  # 8 layers on 6 virtual stages
+        {"mesh.pipe": 3},  # layers need not be divisible
+        {"mesh.pipe": 8, "pipeline.vocabulary": "split"},
+        {"pipeline.vocabulary": "split", "model.vocab_multiple": 1, "model.vocab_size": 2047},  # one stage: not split
+    ],
+)
+def test_schedules_that_are_valid(overrides: dict[str, Any]) -> None:
+    config = resolve(load_preset("demo"), overrides)
+    validate(config, config.mesh.num_devices)
+
+
 def test_the_mesh_alone_may_be_checked_without_the_batch() -> None:
     validate_mesh(demo(mesh__data=3), 3)
 

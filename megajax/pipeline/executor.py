@@ -86,9 +86,7 @@ class Pipeline:
                 y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
             x_wire = self._send(send_up, y)
 
-            def output() -> Array:
-                return y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
-
+            output = y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
                 grad, blocks = self.layers.pull(self.blocks, row["backward_chunk"], kept, grad, blocks)
@@ -154,14 +152,14 @@ class Pipeline:
             elif part == "embed":
                 x = self.ends.input(row | {"begins": self.stage == 0}, x)
             elif part == "head":
-                x, ends = self.ends.head(row | {"turns": self.stage == 0}, lambda: x, x, ends)
+                x, ends = self.ends.head(row | {"turns": self.stage == 0}, x, x, ends)
             elif part == "embed_backward":
                 ends = self.ends.leave(row | {"leaves": self.stage == 0}, x, ends)
             else:
                 y, buffer = self._forward(row, self.ends.input(row, x) if alone else x, buffer)
                 grad = y
                 if part == "both":
-                    grad, ends = self.ends.head(row, lambda: y, y, ends) if alone else (y, ends)
+                    grad, ends = self.ends.head(row, y, y, ends) if alone else (y, ends)
                     grad, blocks = self._backward(row, buffer, grad, blocks)
                     ends = self.ends.leave(row, grad, ends) if alone else ends
                 x = y + grad

@@ -26,16 +26,30 @@ def temp_bytes(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_buffers_do_not_grow_with_the_microbatches():
-    """1F1B with 64 microbatches needs the memory of 8, to 1% (what is left is the tokens themselves)."""
+def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options) -> tuple[int, int]:
+    """Temporary bytes of a compiled step on four stages, and those that its table predicts for the buffer."""
+    model = {"hidden_size": 128, "num_heads": 4, "sequence_length": 64, "num_layers": 8}
+    config = tiny_config((1, 4, 1), schedule=schedule, chunks=chunks, global_batch=num_microbatches, **options, **model)
+    program = tiny_program(config)
+    params = program.layout.shapes.params
+    arguments = params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
+    outputs = 0 if program.schedule.turns_at_once else 4 * 64 * 128
+    predicted = program.schedule.num_slots * (program.kept_bytes + outputs)
+    return temp_bytes(fast_compile(program.loss_and_gradients.lower(*arguments))), predicted
 
-    def train_step_bytes(num_microbatches: int) -> int:
-        config = tiny_config((1, 4, 1), global_batch=num_microbatches, hidden_size=128, num_heads=4, sequence_length=64)
-        program = tiny_program(config)
-        state = jax.eval_shape(program.layout.init)
-        return temp_bytes(fast_compile(program.train_step.lower(state, abstract_batch(config))))
 
-    assert train_step_bytes(64) == pytest.approx(train_step_bytes(8), rel=0.01)
+@pytest.mark.parametrize(("schedule", "chunks", "vocabulary"), [("1f1b", 1, "replicated"), ("interleaved", 2, "split")])
+def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary):
+    """1F1B and interleaved with 64 microbatches need the memory of 8, to 1% (what is left is the tokens themselves)."""
+    few, many = (step_bytes(schedule, m, chunks, vocabulary=vocabulary)[0] for m in (8, 64))
+    assert many == pytest.approx(few, rel=0.01)
+
+
+def test_memory_is_what_the_tables_predict():
+    """Schedules differ by their ring buffers: slots times what a chunk keeps, to 5% of the difference."""
+    measured, predicted = zip(*[step_bytes("gpipe", 8), step_bytes("gpipe", 24)], strict=True)
+    assert predicted[1] - predicted[0] > 0.5 * measured[0]
+    assert measured[1] - measured[0] == pytest.approx(predicted[1] - predicted[0], rel=0.05)
 
 
 # Tokens are a prime number that divides no dim of a weight, so that an array without them is known by its size.
@@ -57,32 +71,72 @@ def kept_and_weights(monkeypatch) -> list[tuple]:
     return found
 
 
+REMATS = ["none", "selective", "layer", "stage"]
 KINDS = [
-    (remat, num_layers, scan_layers, "bf16" if (num_layers == 5) == (scan_layers == "true") else "fp32")
-    for remat, num_layers, scan_layers in itertools.product(["none", "layer"], [4, 5], ["true", "false"])
+    (remat, num_layers, scan_layers, "bf16" if (num_layers == 5) == (scan_layers == "true") else "fp32", chunks)
+    for (remat, num_layers, scan_layers), chunks in zip(
+        itertools.product(REMATS, [4, 5], ["true", "false"]), itertools.cycle([1, 1, 2]), strict=False
+    )
 ]
 
 
-@pytest.mark.parametrize(("remat", "num_layers", "scan_layers", "precision"), KINDS)
-def test_nothing_weight_sized_is_kept(kept_and_weights, remat, num_layers, scan_layers, precision):
-    """All that is kept has a token dim, but for the states of dropout; with remat of layers it is their input only."""
+@pytest.mark.parametrize(("remat", "num_layers", "scan_layers", "precision", "chunks"), KINDS)
+def test_nothing_weight_sized_is_kept(kept_and_weights, remat, num_layers, scan_layers, precision, chunks):
+    """All that is kept has a token dim, but for the states of dropout; with remat of layers it is their input only, of
+    stages the stage's."""
     layout = {"sequence_length": TOKENS, "microbatch": ROWS, "global_batch": 2 * ROWS, "num_layers": num_layers}
+    layout |= {"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
     config = tiny_config((1, 2, 2), remat=remat, precision=precision, scan_layers=scan_layers, **layout)
     program = tiny_program(config)
-    params = jax.eval_shape(program.layout.init).params
-    jax.eval_shape(program.loss_and_gradients, params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32"))
+    arguments = program.layout.shapes.params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
+    jax.eval_shape(program.loss_and_gradients, *arguments)
     ((kept, weights),) = kept_and_weights
-    slots = (num_layers + 1) // 2
-    assert {leaf.shape[0] for leaf in kept + weights} == {slots}
-    small = ROWS * config.model.num_heads // 2  # a state of dropout for every head
-    sizes, weight_sizes = ([leaf.size // slots for leaf in leaves] for leaves in (kept, weights))
-    assert all(size % TOKENS and size > small for size in weight_sizes)
-    assert all(size % TOKENS == 0 or size <= small for size in sizes), kept
+    slots = -(-num_layers // (2 * chunks))  # of a chunk
+    assert {leaf.shape[0] for leaf in weights} == {slots * chunks}
     x_size = ROWS * TOKENS * config.model.hidden_size
+    if remat == "stage":
+        assert [leaf.size for leaf in kept] == [x_size]
+        return
+    assert {leaf.shape[0] for leaf in kept} == {slots}
+    small = ROWS * config.model.num_heads // 2  # a state of dropout for every head
+    sizes = [leaf.size // slots for leaf in kept]
+    assert all(leaf.size // (slots * chunks) % TOKENS and leaf.size // (slots * chunks) > small for leaf in weights)
+    assert all(size % TOKENS == 0 or size <= small for size in sizes), kept
+    large = [size for size in sizes if size > small]
     if remat == "layer":
-        assert [size for size in sizes if size > small] == [x_size]
+        assert large == [x_size]
+    elif remat == "selective":  # x; queries, keys, values and heads of half the heads; half the MLP; attention's output
+        qkv, heads, up = 3 * x_size // 2, x_size // 2, 4 * x_size // 2
+        assert sorted(large) == sorted([x_size, qkv, heads, x_size, up])
     else:
-        assert sum(sizes) > 5 * x_size
+        assert sum(large) > 7 * x_size
+
+
+def matrix_products(program) -> int:
+    """How often a matrix product runs in a step."""
+    arguments = program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
+
+    def count(jaxpr, times: int = 1) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            total += times * (eqn.primitive.name == "dot_general")
+            inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            for value in eqn.params.values():
+                for part in value if isinstance(value, tuple | list) else (value,):
+                    part = getattr(part, "jaxpr", part)
+                    total += count(part, inner) if hasattr(part, "eqns") else 0
+        return total
+
+    return count(jax.make_jaxpr(program.loss_and_gradients)(*arguments).jaxpr)
+
+
+def test_selective_recomputes_no_matrix_product():
+    """What it drops is cheap: the products of a step are those of `none`; a layer's remat runs its forward again."""
+    products = {remat: matrix_products(tiny_program(tiny_config(remat=remat, global_batch=2))) for remat in REMATS}
+    layers_and_microbatches = 4 * 2
+    assert products["selective"] == products["none"] == products["stage"]  # one stage is not recomputed: it is at hand
+    heads_and_blocks = 8 * 2  # attention of a head: scores, and weights times values
+    assert products["layer"] - products["none"] == layers_and_microbatches * (3 + heads_and_blocks)
 
 
 @cache

@@ -1,0 +1,48 @@
+"""Pipelines by command: runs that change schedule, chunks and vocabulary on the way, `--profile-pipeline`."""
+
+from pathlib import Path
+
+import pytest
+from processes import Commands, Run, assert_close_losses, curve, validation
+
+
+def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Interleaved, then 1F1B with a split vocabulary, selective recomputation: the numbers of one device.
+
+    What the interleaved run left is evaluated on one device.
+    """
+    two = ("--mesh.pipe", 2, "--simulate-devices", 2)
+    interleaved = ("--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--model.num-layers", 4)
+    layers = ("--model.num-layers", 4)
+    commands.train(tmp_path / "one", *layers, "--train.steps", 10)
+    commands.train(tmp_path / "two", *interleaved, *two, "--train.steps", 5)
+    result = commands.perplexity(tmp_path / "two")
+    assert result["step"] == 5
+    assert result["loss"] == pytest.approx(validation(tmp_path / "two")[5], rel=1e-6)
+    split = ("--pipeline.vocabulary", "split", "--train.remat", "selective", "--train.microbatch", 2)
+    commands.train(tmp_path / "two", *layers, *split, *two, "--train.steps", 10)
+    assert_close_losses(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    assert validation(tmp_path / "two")[10] == pytest.approx(validation(tmp_path / "one")[10], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4",
+        "--pipeline.vocabulary split --train.remat stage",
+    ],
+)
+def test_profile(commands: Commands, flags: str, tmp_path: Path) -> None:
+    """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; no run."""
+    arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, *flags.split())
+    done = commands.train(tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+    lines = done.out.splitlines()
+    rows = [line.split() for line in lines[2:] if line[0].isdigit()]
+    expected = [["0", "0", "1"], ["0", "1", "1"], ["1", "0", "1"], ["1", "1", "1"]]
+    assert [row[:3] for row in rows] == (expected if "interleaved" in flags else [["0", "0", "2"], ["1", "0", "1"]])
+    assert all(float(time) >= 0 for row in rows for time in row[3:5]) and any(float(row[3]) > 0 for row in rows)
+    bubble = next(line for line in lines if line.startswith("bubble over ideal"))
+    predicted = (2 - 1) / (2 * 8) if "interleaved" in flags else (2 - 1) / 8
+    assert f"{predicted:.4f} predicted for equal stages" in bubble and f"= {predicted:.4f})" in bubble
+    assert any("all stages together: embedding" in line for line in lines) == ("split" in flags)
