@@ -7,6 +7,7 @@ from operator import attrgetter
 from megajax.config import Config, PipelineConfig
 from megajax.errors import UserError
 from megajax.options import options
+from megajax.pipeline.schedule import CHUNKED, SCHEDULES
 
 _OR_ZERO = "optimizer.min_learning_rate optimizer.warmup_steps optimizer.weight_decay train.eval_batches sample.tokens"
 _OR_ZERO += " sample.temperature simulate_devices distributed.num_processes"
@@ -66,30 +67,26 @@ def check_values(config: Config) -> None:
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
     """Check a schedule's chunks against the stages, and against the layers where there is a model."""
-    chunks = pipeline.chunks
-    if pipeline.schedule != "interleaved":
+    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
+    others = f"--pipeline.schedule {' or '.join(sorted(set(SCHEDULES) - CHUNKED))}"
+    if pipeline.schedule not in CHUNKED:
         if chunks != 1:
-            raise UserError(
-                f"--pipeline.chunks {chunks} with --pipeline.schedule {pipeline.schedule}; valid: 1, "
-                "or --pipeline.schedule interleaved"
-            )
+            valid = f"1, or --pipeline.schedule {' or '.join(sorted(CHUNKED))}"
+            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
         return
     if pipe == 1:
-        raise UserError(
-            "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, "
-            "or --pipeline.schedule 1f1b or gpipe"
-        )
+        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
     most = None if num_layers is None else num_layers // pipe
     if most is not None and most < 2:
         raise UserError(
-            f"--pipeline.schedule interleaved: --model.num-layers {num_layers} are too few for 2 chunks on each of "
-            f"--mesh.pipe {pipe} stages; valid: --pipeline.schedule 1f1b or gpipe, or {2 * pipe} layers or more"
+            f"{schedule}: --model.num-layers {num_layers} are too few for 2 chunks on each of "
+            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
         )
     if chunks < 2 or (most is not None and chunks > most):
         why = ", which leaves a stage without a layer" if chunks >= 2 else ""
         raise UserError(
-            f"--pipeline.chunks {chunks} with --pipeline.schedule interleaved{why}; valid: 2 "
-            + ("or more" if most is None else f"to {most}" if most > 2 else "")
+            f"--pipeline.chunks {chunks} with {schedule}{why}; "
+            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
         )
 
 

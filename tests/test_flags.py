@@ -32,7 +32,16 @@ def different(key: str) -> Iterator[str]:
     yield from (option.flag, text)
 
 
-@pytest.mark.parametrize("key", [key for key in options(Config) if not key.startswith("distributed.")])
+def test_a_switch_is_a_flag_without_a_value() -> None:
+    assert parse(["demo", "--profile-pipeline"], "Train.").profile_pipeline
+    assert not parse(["demo", "--profile-pipeline", "--no-profile-pipeline"], "Train.").profile_pipeline
+
+
+SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
+VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in SWITCHES]
+
+
+@pytest.mark.parametrize("key", VALUES)
 def test_every_field_is_a_flag(key: str) -> None:
     flag, text = different(key)
     expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})

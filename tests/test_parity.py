@@ -6,16 +6,19 @@ import itertools
 import math
 
 import jax
+import numpy as np
 import pytest
 from tiny import tiny_config
 
+from megajax.pipeline import schedule as schedule_module
+from megajax.pipeline.schedule import CHUNKED, SCHEDULES, Ticks
 from megajax.verify import Comparison, Trace, compare, trace
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
 PIPES = [(1, 2, 1), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 GRID = {
     "mesh": MESHES + PIPES,
-    "schedule": ["1f1b", "gpipe", "interleaved-2", "interleaved-4"],  # the number: chunks
+    "schedule": [f"{name}-{chunks}" for name in sorted(SCHEDULES) for chunks in ([2, 4] if name in CHUNKED else [1])],
     "vocabulary": ["replicated", "split"],
     "remat": ["none", "selective", "layer", "stage"],
     "microbatches": ["fewer", "not a multiple", "a multiple"],  # of the stages
@@ -28,13 +31,8 @@ STEPS = 5
 def exists(row: tuple) -> bool:
     """Interleaving needs a pipe, and so does splitting the vocabulary over it."""
     (_, pipe, _), schedule, vocabulary, _, microbatches, layers, _ = row
-    if pipe == 1:
-        return (schedule, vocabulary, layers) == (
-            "1f1b",
-            "replicated",
-            "divisible",
-        ) and microbatches != "not a multiple"
-    return True
+    alone = schedule == "1f1b-1" and vocabulary == "replicated" and layers == "divisible"
+    return pipe > 1 or (alone and microbatches != "not a multiple")
 
 
 def pairwise(rows: list[tuple]) -> list[tuple]:
@@ -72,8 +70,8 @@ def reference(num_layers: int, vocab_size: int) -> Trace:
 
 def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, vocab_size) -> None:
     data, pipe, _ = mesh
-    schedule, _, chunks = schedule.partition("-")
-    chunks = int(chunks or 1)
+    schedule, _, number = schedule.rpartition("-")
+    chunks = int(number)
     virtual = pipe * chunks
     num_layers = virtual * -(-8 // virtual)
     if layers == "not divisible":
@@ -128,6 +126,23 @@ def test_unrolled_layers_equal_scanned_ones(schedule, chunks):
     scanned = trace(tiny_config((1, 2, 2), **common), 3)
     unrolled = trace(tiny_config((1, 2, 2), remat="selective", scan_layers="false", **common), 3)
     assert compare(scanned, unrolled).within()
+
+
+def test_a_new_schedule_is_one_function(monkeypatch):
+    """Any ticks in which the input is there run: here everything waits, every other microbatch a tick longer."""
+
+    def dawdling(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
+        ticks = SCHEDULES["interleaved"](num_stages, num_microbatches, num_chunks)
+        wait = np.arange(num_microbatches)[:, None, None] % 2
+        return Ticks(2 * ticks.forward + wait, 2 * ticks.backward + wait + 3)
+
+    monkeypatch.setitem(SCHEDULES, "dawdling", dawdling)
+    monkeypatch.setattr(schedule_module, "CHUNKED", CHUNKED | {"dawdling"})
+    expected = trace(tiny_config(num_layers=5), 2)
+    options = {"schedule": "dawdling", "chunks": 2, "remat": "layer"}
+    for vocabulary in ("replicated", "split"):
+        config = tiny_config((1, 2, 1), num_layers=5, vocabulary=vocabulary, **options)
+        assert compare(expected, trace(config, 2)).within()
 
 
 IDLE = [

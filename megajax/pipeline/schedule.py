@@ -4,8 +4,9 @@ A tick is at most one forward and one backward per stage, forward first, then a 
 sent in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so that a microbatch
 goes round the pipe as often: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
 
-A new schedule is one more function `(stages, microbatches, chunks) -> Ticks` in `SCHEDULES`. From the ticks alone
-`arrange` makes the table that the executor runs, buffers included, and `check` runs it with symbols in place of arrays.
+A new schedule is one more function `(stages, microbatches, chunks) -> Ticks` with its name above it. From the ticks
+alone `arrange` makes the table that the executor runs, buffers included, and `check` runs it with symbols in place of
+arrays.
 """
 
 import heapq
@@ -106,6 +107,24 @@ class Schedule:
         return np.logical_and(table.chunk == chunk, np.arange(self.num_stages) == stage)
 
 
+SCHEDULES: dict[str, Callable[[int, int, int], Ticks]] = {}
+CHUNKED: set[str] = set()  # the names of those that take two or more chunks; the others take one
+
+
+def named(name: str, *, chunked: bool = False) -> Callable:
+    """Enter a function into the schedules that flags, commands and tests know."""
+
+    def enter(function: Callable[[int, int, int], Ticks]) -> Callable[[int, int, int], Ticks]:
+        SCHEDULES[name] = function
+        if chunked:
+            CHUNKED.add(name)
+        return function
+
+    return enter
+
+
+@named("1f1b")
+@named("interleaved", chunked=True)
 def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     """Eager 1F1B: as soon as the first microbatch is through, every tick is one forward and one backward.
 
@@ -128,6 +147,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
     )
 
 
+@named("gpipe")
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     """GPipe: all forwards, then all backwards, last microbatch first; all microbatches are in flight at once.
 
@@ -141,14 +161,6 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
         forward=microbatch + stage,
         backward=turn + (num_microbatches - 1 - microbatch) + (num_stages - 1 - stage),
     )
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], Ticks]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": one_forward_one_backward,
-}
-CHUNKED = {"interleaved"}  # those that need more than one chunk; the others take one
 
 
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -200,8 +212,10 @@ def arrange(ticks: Ticks) -> Schedule:
         receives = sent != IDLE
         assert (sent[receives] < tick[receives]).all(), "something is used before it was sent"
         inbox, depth = _slots(sent + 1, tick, stage, receives)
+        cells = table(tick, microbatch)
+        assert np.count_nonzero(cells != IDLE) == tick.size, "two microbatches in one tick of a stage"
         return Pass(
-            table(tick, microbatch), table(tick, chunk), table(tick, slot),
+            cells, table(tick, chunk), table(tick, slot),
             table(sent + 1, inbox, receives), table(tick, inbox, receives), depth,
         )  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_plot(monkeypatch, capsys, tmp_path: Path, suffix: str) -> None:
         ("--mesh.pipe 0 --microbatches 2", "--mesh.pipe 0; valid: 1 or more"),
         (
             "--microbatches 2 --pipeline.schedule zigzag",
-            "'zigzag'; valid: gpipe, 1f1b, interleaved",
+            "'zigzag'; valid: 1f1b, gpipe, interleaved",
         ),
         ("--microbatches 2 --pipeline.schedule interleaved --pipeline.chunks 2", "--mesh.pipe 1; valid: --mesh.pipe 2"),
         ("--microbatches 2 --pipeline.schedule interleaved --mesh.pipe 2", "--pipeline.chunks 1 with"),
