@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.parallel.collectives import (
-    DATA,
     PIPE,
     axis_index,
     axis_size,
@@ -82,23 +81,23 @@ class Pipeline:
             if schedule.fused:
                 y, kept = self.layers.save(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
             else:
-                keep = lambda buffer: self._forward(row, x, buffer)  # noqa: E731
+                keep = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
-            x_wire = self._send(send_up, y)
+            x_wire = self.send(send_up, y)
 
             output = y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
                 grad, blocks = self.layers.pull(self.blocks, row["backward_chunk"], kept, grad, blocks)
             else:
-                pull = lambda grad, blocks: self._backward(row, buffer, grad, blocks)  # noqa: E731
+                pull = lambda grad, blocks: self.backward_chunk(row, buffer, grad, blocks)  # noqa: E731
                 grad, blocks = when(row["runs_backward"], pull, lambda *carry: carry, grad, blocks)
             ends = self.ends.leave(row, grad, ends)
-            return (x_wire, self._send(send_down, grad), x_inbox, grad_inbox, buffer, ends, blocks), None
+            return (x_wire, self.send(send_down, grad), x_inbox, grad_inbox, buffer, ends, blocks), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
-        buffer = None if schedule.fused else self._buffer(schedule.num_slots, not schedule.turns_at_once)
-        carry = idle_x, idle_x, *inboxes, buffer, *self._zeros(grad_dtype)
+        buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
+        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype)
         *_, ends, blocks = lax.scan(tick, carry, rows, schedule.num_ticks)[0]
         return ends["loss"], {"shared": ends["shared"], "blocks": blocks}
 
@@ -125,67 +124,17 @@ class Pipeline:
 
             y = when(row["runs_forward"], forward, lambda: idle_x)
             outputs = self.ends.finish(row, y, finish, outputs)
-            return (self._send(send_up, y), x_inbox, outputs), None
+            return (self.send(send_up, y), x_inbox, outputs), None
 
         return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), rows, schedule.num_ticks)[0][-1]
 
-    def measured(self, part: str, k: Array, repeats: Array, grad_dtype: Any) -> Array:
-        """Run one part of a step over and over, for measuring it; returns a number that depends on the results.
-
-        Parts: `forward` and `both` (and backward) of one microbatch through virtual stage `k`, on its stage alone,
-        where all others skip it; `embed`, `head` and `embed_backward` of ends that all stages run together; `hand_over`
-        up and down.
-        """
-        chunk, stage = k // self.num_stages, k % self.num_stages
-        last = self.num_chunks * self.num_stages - 1
-        alone = not self.ends.together
-
-        def once(repeat: Array, carry: Tree) -> Tree:
-            x, buffer, ends, blocks = carry
-            microbatch = repeat % self.num_microbatches
-            row: Row = {"forward": microbatch, "forward_chunk": chunk, "forward_slot": 0, "begins": alone & (k == 0)}
-            row |= {"backward": microbatch, "backward_chunk": chunk, "backward_slot": 0, "turns": alone & (k == last)}
-            row |= {"leaves": row["begins"], "any_begins": True, "any_turns": True, "any_leaves": True}
-            row |= {f"{name}_microbatch": microbatch for name in ("begins", "turns", "leaves")}
-            if part == "hand_over":
-                x = self._send(send_down, self._send(send_up, x))
-            elif part == "embed":
-                x = self.ends.input(row | {"begins": self.stage == 0}, x)
-            elif part == "head":
-                x, ends = self.ends.head(row | {"turns": self.stage == 0}, x, x, ends)
-            elif part == "embed_backward":
-                ends = self.ends.leave(row | {"leaves": self.stage == 0}, x, ends)
-            else:
-                y, buffer = self._forward(row, self.ends.input(row, x) if alone else x, buffer)
-                grad = y
-                if part == "both":
-                    grad, ends = self.ends.head(row, y, y, ends) if alone else (y, ends)
-                    grad, blocks = self._backward(row, buffer, grad, blocks)
-                    ends = self.ends.leave(row, grad, ends) if alone else ends
-                x = y + grad
-            size = lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype))
-            return x * size, buffer, ends, blocks
-
-        def run(x: Array) -> Array:
-            ends, blocks = self._zeros(grad_dtype)
-            if part in ("forward", "both") and not alone:
-                ends = {}
-            carry = lax.fori_loop(0, repeats, once, (x, self._buffer(1, False), ends, blocks))
-            return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in jax.tree.leaves(carry))
-
-        x = vary(self.functions.embed(self.weights["shared"], self.ends.take(0)), (PIPE,))
-        if part not in ("forward", "both"):
-            return run(x)
-        mine = (k >= 0) & (stage == self.stage)
-        return when(mine, run, lambda x: idle(jax.eval_shape(run, x)), x)
-
-    def _forward(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree]:
+    def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree]:
         """A chunk's output for the row's microbatch; what its backward needs goes into the buffer."""
         y, kept = self.layers.forward(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
         entry = {"layers": kept} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
 
-    def _backward(self, row: Row, buffer: Tree, grad: Array, blocks: Tree) -> tuple[Array, Tree]:
+    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, blocks: Tree) -> tuple[Array, Tree]:
         """Pull the gradient of a chunk's output back to its input; `blocks` are the sums of the layers' gradients."""
         kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
         context = self._context(row["backward"])
@@ -196,12 +145,12 @@ class Pipeline:
         context = vary(self.functions.context(self.ends.take(0)), (PIPE,))
         return self.layers.kept_types(self.blocks, idle(self.x_type), context)
 
-    def _buffer(self, num_slots: int, keeps_output: bool) -> Tree:
-        """`keeps_output`: the head runs later than the layers before it, whose output it needs."""
+    def buffer(self, num_slots: int, keeps_output: bool) -> Tree:
+        """The ring buffer; `keeps_output`: also of chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"layers": self.kept_types()} | ({"output": self.x_type} if keeps_output else {})
         return jax.tree.map(lambda kept: idle(kept, (num_slots,)), types)
 
-    def _zeros(self, dtype: Any) -> tuple[Tree, Tree]:
+    def sums(self, dtype: Any) -> tuple[Tree, Tree]:
         """The sums of a step: loss and gradients of the ends, and gradients of the layers."""
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
@@ -214,7 +163,8 @@ class Pipeline:
     def _context(self, microbatch: Array) -> Tree:
         return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
 
-    def _send(self, send: Callable[..., Array], x: Array) -> Array:
+    def send(self, send: Callable[..., Array], x: Array) -> Array:
+        """Hand over to a neighbour; in a pipe of one to nobody."""
         return send(x, ring=self.num_chunks > 1) if self.num_stages > 1 else x
 
     def _inbox(self, direction: Pass) -> Array | None:

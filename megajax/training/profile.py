@@ -13,6 +13,7 @@ import numpy as np
 from megajax.config import Config
 from megajax.launch import start
 from megajax.mesh import make_mesh
+from megajax.pipeline.measuring import Part
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
 from megajax.training.step import Program
 from megajax.validation import validate
@@ -66,11 +67,11 @@ def measure(program: Program) -> Profile:
     rows = program.local_rows
     batch = program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
 
-    def part(name: str) -> Callable[[int], float]:
-        run = program.measured(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
+    def part(name: Part) -> Callable[[int], float]:
+        run = program.repeat_part(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
         return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
 
-    def of_stages(name: str) -> np.ndarray:
+    def of_stages(name: Part) -> np.ndarray:
         seconds = part(name)
         return np.array([seconds(k) for k in range(chunks * pipe)]).reshape(chunks, pipe)
 

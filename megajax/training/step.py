@@ -23,6 +23,7 @@ from megajax.parallel.random import Dropout
 from megajax.parallel.vocabulary import IGNORED
 from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.measuring import Part, repeat_part
 from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
 from megajax.pipeline.stages import Layers, rematerialized
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
@@ -74,10 +75,10 @@ class Program:
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
         return self._compile(self._next_logits, specs, PartitionSpec(DATA, vocabulary_axes(self.config)))
 
-    def measured(self, part: str):
-        """(params, batch, virtual stage, repeats) -> a number: one part of a step, see `Pipeline.measured`."""
+    def repeat_part(self, part: Part):
+        """(params, batch, virtual stage, repeats) -> a number: one part of a step alone, see `repeat_part`."""
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec(), PartitionSpec())
-        return self._compile(partial(self._measured, part), specs, PartitionSpec())
+        return self._compile(partial(self._repeat_part, part), specs, PartitionSpec())
 
     def _compile(self, function, in_specs, out_specs, **options):
         region = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
@@ -176,11 +177,11 @@ class Program:
         logits = complete(pipeline.forward(self._forward_schedule, finish), local_spec)
         return logits.reshape(-1, logits.shape[-1])
 
-    def _measured(self, part: str, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
+    def _repeat_part(self, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
         step = jnp.zeros((), jnp.int32)
         pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(_count_targets(batch), 1))
-        total = pipeline.measured(part, k, repeats, MAIN_DTYPE[self.config.precision])
-        return complete(total, PartitionSpec())
+        result = repeat_part(pipeline, part, k, repeats, MAIN_DTYPE[self.config.precision])
+        return complete(result, PartitionSpec())
 
     def _pipeline(self, params: Tree, batch: Batch, dropout: float, step: Array, num_targets: Array) -> Pipeline:
         """The model's functions for one batch, its weights in the compute dtype, its rows numbered globally."""

@@ -1,0 +1,70 @@
+"""The parts of a pipeline's step one by one, for measuring them."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.parallel.collectives import DATA, PIPE, send_down, send_up, vary, zeros_like_type
+from megajax.pipeline.ends import Row
+from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.stages import when
+
+Tree = Any
+Part = Literal["forward", "both", "embed", "head", "embed_backward", "hand_over"]
+
+
+def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_dtype: Any) -> Array:
+    """Run one part of a step over and over; returns a number that depends on the results.
+
+    Args:
+        part: `forward` or `both` (and backward) of one microbatch through virtual stage `k`, which its stage runs while
+            all others skip it; `embed`, `head` or `embed_backward` of ends that all stages run together; `hand_over`
+            up and down.
+        k: virtual stage; none is run where it is negative.
+    """
+    ends, alone, stages = pipeline.ends, not pipeline.ends.together, pipeline.num_stages
+    first, last = alone & (k == 0), alone & (k == pipeline.num_chunks * stages - 1)
+    one_stage = part in ("forward", "both")
+
+    def once(repeat: Array, carry: Tree) -> Tree:
+        x, buffer, total, blocks = carry
+        microbatch = repeat % pipeline.num_microbatches
+        row: Row = {"begins": first, "turns": last, "leaves": first}
+        row |= {f"any_{name}": True for name in ("begins", "turns", "leaves")}
+        row |= {f"{name}_microbatch": microbatch for name in ("begins", "turns", "leaves")}
+        for direction in ("forward", "backward"):
+            row |= {direction: microbatch, f"{direction}_chunk": k // stages, f"{direction}_slot": 0}
+        on_first = row | dict.fromkeys(("begins", "turns", "leaves"), pipeline.stage == 0)
+        if part == "hand_over":
+            x = pipeline.send(send_down, pipeline.send(send_up, x))
+        elif part == "embed":
+            x = ends.input(on_first, x)
+        elif part == "head":
+            x, total = ends.head(on_first, x, x, total)
+        elif part == "embed_backward":
+            total = ends.leave(on_first, x, total)
+        else:
+            y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
+            grad = y
+            if part == "both":
+                grad, total = ends.head(row, y, y, total) if alone else (y, total)
+                grad, blocks = pipeline.backward_chunk(row, buffer, grad, blocks)
+                total = ends.leave(row, grad, total) if alone else total
+            x = y + grad
+        return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
+
+    def run(x: Array) -> Array:
+        total, blocks = pipeline.sums(grad_dtype)
+        if one_stage and not alone:
+            total = {}  # the ends' sums are every stage's, which one stage alone cannot change
+        carry = x, pipeline.buffer(1, keeps_output=False), total, blocks
+        results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
+        return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
+
+    x = vary(pipeline.functions.embed(pipeline.weights["shared"], ends.take(0)), (PIPE,))
+    if not one_stage:
+        return run(x)
+    mine = (k >= 0) & (k % stages == pipeline.stage)
+    return when(mine, run, lambda x: zeros_like_type(jax.eval_shape(run, x)), x)
