@@ -8,7 +8,7 @@ from pathlib import Path
 from megajax.launch import run
 
 USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--flag value ...]"
-CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "train.microbatch")
+CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
 
 
 def main() -> None:

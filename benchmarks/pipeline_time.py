@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -78,6 +79,8 @@ def main() -> None:
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("this measurement needs two cores")
     if args.process is not None:
         work(args, args.process)
         return
@@ -90,8 +93,12 @@ def main() -> None:
             subprocess.Popen([*command, "--process", str(i)], stdout=None if i == 0 else subprocess.DEVNULL)
             for i in range(2)
         ]
-        if any(process.wait() for process in processes):
-            sys.exit(1)
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.2)
+        if any(process.poll() != 0 for process in processes):
+            for process in processes:
+                process.kill()
+            sys.exit(f"{command[2:]}: a process failed")
 
 
 if __name__ == "__main__":

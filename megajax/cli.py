@@ -18,6 +18,7 @@ from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, publ
 from megajax.validation import check_schedule
 
 PLOT_FORMATS = (".png", ".svg")
+MOST_CELLS = 250_000  # a table of some seconds
 
 
 def schedule(argv: Sequence[str]) -> None:
@@ -28,7 +29,7 @@ def schedule(argv: Sequence[str]) -> None:
     )
     parser.add_config_flags("mesh.pipe", "pipeline.schedule", "pipeline.chunks")
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), MISSING, required=True)
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the timeline into a .png or .svg file")
+    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file"), "")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     given = parser.overrides(args)
@@ -42,24 +43,31 @@ def schedule(argv: Sequence[str]) -> None:
         if value < 1:
             raise UserError(f"{flag} {value}; valid: 1 or more")
     check_schedule(pipeline, stages)
-    if args.plot and args.plot.suffix.lower() not in PLOT_FORMATS:
-        raise UserError(f"--plot {args.plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
+    size = stages * pipeline.chunks * microbatches
+    if size > MOST_CELLS or stages**2 > MOST_CELLS:
+        raise UserError(
+            f"--mesh.pipe {stages} x --pipeline.chunks {pipeline.chunks} x --microbatches {microbatches} is a table of "
+            f"{size} forwards; valid: at most {MOST_CELLS}, and {int(MOST_CELLS**0.5)} stages"
+        )
+    plot = Path(args.plot) if "plot" in args else None
+    if plot and plot.suffix.lower() not in PLOT_FORMATS:
+        raise UserError(f"--plot {plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
     bubble = bubble_overhead(table)
-    if args.plot:
+    if plot:
         from megajax.pipeline.drawing import draw_timeline
 
         title = f"{_describe(pipeline, table)}: bubble {bubble:.1%} of the ideal time"
         try:
-            draw_timeline(args.plot, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
+            draw_timeline(plot, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
         except OSError as error:
-            raise UserError(f"--plot {args.plot}: cannot be written: {error.strerror}") from None
+            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}") from None
     if args.json:
         print(json.dumps(_figures(table, bubble)))
     else:
         _print(pipeline, table, bubble)
-        if args.plot:
-            print(f"timeline drawn: {args.plot}")
+        if plot:
+            print(f"timeline drawn: {plot}")
 
 
 def _describe(pipeline: PipelineConfig, table: Schedule) -> str:
@@ -89,13 +97,18 @@ def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
     for line in draw_text(table, console.width if console.is_terminal else None):
         console.print(line)
     depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
-    published = ", ".join(map(str, published_in_flight(pipeline.schedule, *shape)))
+    bubble_there = published_bubble(pipeline.schedule, *shape)
+    chunks_there = published_in_flight(pipeline.schedule, *shape)
+    nothing = "nothing published for this case"
     console.print(f"ticks             {table.num_ticks}")
     console.print(
         f"bubble over ideal {bubble:.4f} (backward = 2 x forward); "
-        f"published (p-1)/(v*m) = {published_bubble(*shape):.4f}"
+        + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}")
     )
-    console.print(f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; Megatron-LM {published}")
+    console.print(
+        f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; "
+        + (nothing if chunks_there is None else f"published {', '.join(map(str, chunks_there))}")
+    )
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
 
 

@@ -118,9 +118,10 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         )
     vocabulary = f"the padded vocabulary of {model.padded_vocab_size} (see --model.vocab-multiple)"
     if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):
+        multiple = math.lcm(model.vocab_multiple, mesh.pipe * mesh.tensor)
         raise UserError(
             f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
-            f"{vocabulary}; valid: a padded vocabulary that is a multiple of {mesh.pipe * mesh.tensor}"
+            f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
     split = {
         f"--model.num-heads {model.num_heads}": model.num_heads,

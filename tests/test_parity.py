@@ -169,9 +169,9 @@ def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, r
 
     from megajax.pipeline import executor, stages
 
-    real = executor.idle
+    real = stages.idle
     monkeypatch.setattr(executor, "idle", nan)
-    monkeypatch.setattr(stages, "zeros_like_type", nan)
+    monkeypatch.setattr(stages, "idle", nan)
     actual = trace(config, 2)
     assert sum(filled) >= 5
     assert actual.losses == expected.losses and compare(expected, actual).gradient_error == 0.0

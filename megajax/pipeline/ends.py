@@ -82,14 +82,14 @@ class Ends:
         embedded = when(runs, lambda: embed(batch()), lambda: x_in)
         return jnp.where(row["begins"], embedded, x_in)
 
-    def head(self, row: Row, output: Array, grad_in: Array, total: Tree) -> tuple[Array, Tree]:
-        """Gradient of the output of the row's backward: what came from above, or the head's, from `output`.
+    def head(self, row: Row, output: Callable[[], Array], grad_in: Array, total: Tree) -> tuple[Array, Tree]:
+        """Gradient of the output of the row's backward: what came from above, or the head's, from `output()`.
 
         The head's loss and gradients are added to `total`, `{"loss": …, "shared": …}`.
         """
 
         def head(batch: Microbatch, total: Tree) -> tuple[Array, Tree]:
-            y = self.whole(output, row["turns"])
+            y = self.whole(output(), row["turns"])
             value, pullback = jax.vjp(lambda shared, y: self.functions.loss(shared, y, batch), self.shared, y)
             shared, grad = pullback(vary(jnp.ones((), value.dtype), sorted(varying_axes(value))))
             total = {"loss": total["loss"] + value.astype(total["loss"].dtype), "shared": _add(total["shared"], shared)}

@@ -27,15 +27,10 @@ from megajax.parallel.collectives import (
 )
 from megajax.pipeline.ends import Ends, Microbatch, Row, StageFunctions
 from megajax.pipeline.schedule import IDLE, Pass, Schedule
-from megajax.pipeline.stages import when
+from megajax.pipeline.stages import idle, when
 from megajax.precision import at_least_fp32
 
 Tree = Any
-
-
-def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
-    """What stands where nothing was computed. It is never used: NaN in place of zero changes nothing (tested)."""
-    return zeros_like_type(type_, leading)
 
 
 class Pipeline:
@@ -85,7 +80,7 @@ class Pipeline:
                 y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
             x_wire = self.send(send_up, y)
 
-            output = y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]
+            output = lambda: y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
                 grad, blocks = self.layers.pull(self.blocks, row["backward_chunk"], kept, grad, blocks)

@@ -42,14 +42,14 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
         elif part == "embed":
             x = ends.input(on_first, x)
         elif part == "head":
-            x, total = ends.head(on_first, x, x, total)
+            x, total = ends.head(on_first, lambda: x, x, total)
         elif part == "embed_backward":
             total = ends.leave(on_first, x, total)
         else:
             y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
             grad = y
             if part == "both":
-                grad, total = ends.head(row, y, y, total) if alone else (y, total)
+                grad, total = ends.head(row, lambda: y, y, total) if alone else (y, total)
                 grad, blocks = pipeline.backward_chunk(row, buffer, grad, blocks)
                 total = ends.leave(row, grad, total) if alone else total
             x = y + grad

@@ -28,6 +28,11 @@ def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands
     return lax.cond(predicate, then, otherwise, *operands)
 
 
+def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
+    """What stands where nothing was computed. It is never used: NaN in place of zero changes nothing (tested)."""
+    return zeros_like_type(type_, leading)
+
+
 def rematerialized(function: LayerFunction, remat: str, dear: Sequence[str], *, prevent_cse: bool) -> LayerFunction:
     """`function` with its backward pass recomputing what `remat` says.
 
@@ -106,7 +111,7 @@ class Layers:
             return lax.cond(
                 index >= 0,
                 lambda x: self._save(own, index, x, context),
-                lambda x: (x, [zeros_like_type(kept) for kept in types]),
+                lambda x: (x, [idle(kept) for kept in types]),
                 x,
             )
 
@@ -118,14 +123,17 @@ class Layers:
         """`backward` from what `save` returned."""
 
         def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_saved: tuple[Array, list[Array]]):
-            slot, saved = slot_and_saved
+            (grad, total), (slot, saved) = carry, slot_and_saved
 
-            def pull(grad: Array, total: Tree) -> tuple[Array, Tree]:
-                grad_weights, grad = self._restore(own, saved)(grad)
-                return grad, jax.tree.map(lambda t, g: t.at[slot].add(g.astype(t.dtype)), total, grad_weights)
+            def pull(grad: Array) -> tuple[Tree, Array]:
+                return self._restore(own, saved)(grad)
 
-            skip = index < 0 if self.padded else False
-            return when(skip, lambda *carry: carry, pull, *carry), None
+            def skip(grad: Array) -> tuple[Tree, Array]:
+                return jax.tree.map(zeros_like_type, jax.eval_shape(pull, grad)[0]), grad
+
+            # The sums stay outside: a conditional inside the loop would copy all of them for every layer.
+            grad_weights, grad = when(index < 0 if self.padded else False, skip, pull, grad)
+            return (grad, jax.tree.map(lambda t, g: t.at[slot].add(g.astype(t.dtype)), total, grad_weights)), None
 
         return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), saved), reverse=True)[0]
 

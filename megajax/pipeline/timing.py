@@ -13,10 +13,10 @@ from megajax.pipeline.schedule import IDLE, Pass, Schedule
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a stage needs for its parts, arrays [chunks, stages].
+    """What the parts of a step take.
 
     Attributes:
-        forward, backward: of one microbatch through one chunk.
+        forward, backward: of one microbatch through one chunk, arrays [chunks, stages].
         embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
         hand_over: of sending to one neighbour while receiving from the other.
     """
@@ -77,14 +77,20 @@ def in_flight(schedule: Schedule) -> list[int]:
     return (entered - left + schedule.backward.active).max(0).tolist()
 
 
-def published_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> float:
-    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2."""
-    return (num_stages - 1) / (num_chunks * num_microbatches)
+def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> float | None:
+    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2; None of a schedule that is not in there."""
+    published = name in ("gpipe", "1f1b", "interleaved")
+    return (num_stages - 1) / (num_chunks * num_microbatches) if published else None
 
 
-def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int]:
-    """Chunks in flight per stage in Megatron-LM: its warm-up forwards, and the one that follows them."""
+def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int] | None:
+    """Chunks in flight per stage: of GPipe all, in Megatron-LM its warm-up forwards and the one that follows them.
+
+    None where nothing is published; Megatron-LM interleaves only if p divides m.
+    """
     p, m, v = num_stages, num_microbatches, num_chunks
+    if name not in ("gpipe", "1f1b", "interleaved") or (v > 1 and m % p):
+        return None
     if name == "gpipe":
         return [m] * p
     warm_up = [(p - s - 1) * 2 + (v - 1) * p if v > 1 else p - s - 1 for s in range(p)]

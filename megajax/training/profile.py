@@ -29,7 +29,7 @@ class Profile:
 
     Attributes:
         times: of the stages and their chunks, each measured alone, the others idle.
-        step: loss and gradients of a whole step.
+        step: loss and gradients of a whole step with their reduction, without the optimizer.
         predicted: the step's time that the schedule's table gives for `times`, without the hand-overs.
         predicted_with_hand_over: and with them.
         bubble: share of pause over the busiest stage's work that follows from `times`, without the hand-overs.
@@ -68,7 +68,7 @@ def measure(program: Program) -> Profile:
     batch = program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
 
     def part(name: Part) -> Callable[[int], float]:
-        run = program.repeat_part(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
+        run = program.one_part(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
         return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
 
     def of_stages(name: Part) -> np.ndarray:
@@ -77,13 +77,15 @@ def measure(program: Program) -> Profile:
 
     forward = of_stages("forward")
     backward = np.maximum(of_stages("both") - forward, 0.0)
-    ends = (part(name)(-1) for name in ("embed", "head", "embed_backward")) if program.config.splits_vocabulary else ()
-    stages = StageTimes(forward, backward, *ends)
+    parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
+    stages = StageTimes(forward, backward, **{name: part(name)(-1) for name in parts})
     times = dataclasses.replace(stages, hand_over=part("hand_over")(-1) / 2 if pipe > 1 else 0.0)
     whole = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile()
-    step = statistics.median(_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS))
+    step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
     predicted = wall_time(schedule, stages), wall_time(schedule, times)
-    return Profile(times, step, *predicted, bubble_overhead(schedule, stages), bubble_overhead(schedule))
+    return Profile(
+        times, statistics.median(step), *predicted, bubble_overhead(schedule, stages), bubble_overhead(schedule)
+    )
 
 
 def _seconds(run: Callable[[], jax.Array]) -> float:
@@ -115,7 +117,8 @@ def _report(program: Program, found: Profile) -> list[str]:
     pipe, chunks = config.mesh.pipe, config.pipeline.chunks
     lines = [
         f"{config.pipeline.schedule}, {pipe} stages, {chunks} chunks each, {schedule.num_microbatches} microbatches of "
-        f"{config.train.microbatch}, remat {config.train.remat}, vocabulary {config.pipeline.vocabulary}",
+        f"{config.train.microbatch}, remat {config.train.remat}, vocabulary "
+        + ("split" if config.splits_vocabulary else "replicated"),
         f"{'stage':<6} {'chunk':<6} {'layers':<7} {'forward ms':>11} {'backward ms':>12}",
     ]
     layers = (program.layout.placement.layer_index >= 0).sum(-1)
@@ -128,15 +131,19 @@ def _report(program: Program, found: Profile) -> list[str]:
             f"all stages together: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} ms, "
             f"embedding backward {1e3 * times.embed_backward:.3f} ms"
         )
-    published = published_bubble(pipe, schedule.num_microbatches, chunks)
+    published = published_bubble(config.pipeline.schedule, pipe, schedule.num_microbatches, chunks)
     lines += [
         f"bubble over ideal  {found.bubble:.4f} from the measured times, {found.equal_bubble:.4f} predicted for equal "
-        f"stages (published (p-1)/(v*m) = {published:.4f})",
-        f"time of a step     {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
+        f"stages ({'none published' if published is None else f'published (p-1)/(v*m) = {published:.4f}'})",
+        f"loss and gradients {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
         f"stages' times, ratio {found.step / found.predicted:.3f}",
-        f"hand-over          {1e3 * times.hand_over:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; with them "
-        f"{1e3 * found.predicted_with_hand_over:.1f} ms, ratio {found.step / found.predicted_with_hand_over:.3f}",
     ]
+    if pipe > 1:
+        lines.append(
+            f"hand-over          {1e3 * times.hand_over:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
+            f"with them {1e3 * found.predicted_with_hand_over:.1f} ms, "
+            f"ratio {found.step / found.predicted_with_hand_over:.3f}"
+        )
     if config.simulate_devices > 1 and pipe > 1:
         lines.append("simulated devices share this machine's cores: a measured step is not that of a real pipe")
     return lines

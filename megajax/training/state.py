@@ -90,8 +90,13 @@ class StateLayout:
         return jax.eval_shape(self._staged, self.natural_shapes)
 
     def init(self) -> TrainState:
-        """A fresh state, made directly in its shards."""
-        return jax.jit(lambda: self._staged(self._fresh()), out_shardings=shardings(self.mesh, self.specs))()
+        """A fresh state, made in shards: of the natural form, which then goes to its stages."""
+        natural = shardings(self.mesh, self.natural_specs)
+
+        def fresh() -> TrainState:
+            return self._staged(jax.lax.with_sharding_constraint(self._fresh(), natural))
+
+        return jax.jit(fresh, out_shardings=shardings(self.mesh, self.specs))()
 
     @cached_property
     def from_natural(self):

@@ -75,10 +75,10 @@ class Program:
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
         return self._compile(self._next_logits, specs, PartitionSpec(DATA, vocabulary_axes(self.config)))
 
-    def repeat_part(self, part: Part):
-        """(params, batch, virtual stage, repeats) -> a number: one part of a step alone, see `repeat_part`."""
+    def one_part(self, part: Part):
+        """(params, batch, virtual stage, repeats) -> a number: see `pipeline/measuring.py`."""
         specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec(), PartitionSpec())
-        return self._compile(partial(self._repeat_part, part), specs, PartitionSpec())
+        return self._compile(partial(self._one_part, part), specs, PartitionSpec())
 
     def _compile(self, function, in_specs, out_specs, **options):
         region = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
@@ -177,7 +177,7 @@ class Program:
         logits = complete(pipeline.forward(self._forward_schedule, finish), local_spec)
         return logits.reshape(-1, logits.shape[-1])
 
-    def _repeat_part(self, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
+    def _one_part(self, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
         step = jnp.zeros((), jnp.int32)
         pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(_count_targets(batch), 1))
         result = repeat_part(pipeline, part, k, repeats, MAIN_DTYPE[self.config.precision])

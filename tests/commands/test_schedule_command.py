@@ -72,6 +72,8 @@ def test_plot(monkeypatch, capsys, tmp_path: Path, suffix: str) -> None:
         ("--microbatches 2 --pipeline.chunks 2 --mesh.pipe 2", "--pipeline.chunks 2 with --pipeline.schedule 1f1b"),
         ("--microbatches 2 --plot timeline.pdf", "--plot timeline.pdf; valid: a file that ends in .png or .svg"),
         ("--microbatches 2 --plot no/such/folder.png", "--plot no/such/folder.png: cannot be written"),
+        ("--microbatches 100000000 --mesh.pipe 4", "a table of 400000000 forwards; valid: at most 250000"),
+        ("--microbatches 1 --mesh.pipe 100000", "and 500 stages"),
         ("--microbatches 2 --microbatch 2", "--microbatch: unknown flag; did you mean --microbatches?"),
     ],
 )

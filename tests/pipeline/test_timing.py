@@ -154,7 +154,7 @@ def test_the_bubble_is_the_published_one(name, p, v):
     for m in range(p, 4 * p + 3):
         schedule = make_schedule(name, p, m, v)
         assert bubble_overhead(schedule) == pytest.approx((p - 1) / (v * m), rel=1e-12)
-        assert published_bubble(p, m, v) == (p - 1) / (v * m)
+        assert published_bubble(name, p, m, v) == (p - 1) / (v * m)
         assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(3 * (m + (p - 1) / v), rel=1e-12)
         assert wall_time(schedule, StageTimes.equal(schedule, 5, 4)) == pytest.approx(9 * (m + (p - 1) / v), rel=1e-12)
 
@@ -180,7 +180,10 @@ def test_what_is_in_flight_does_not_grow(name, p, v):
 
 def test_literature():
     """arXiv 2104.04473, §2.2: bubbles, and in flight the warm-up forwards and one more."""
-    assert published_bubble(4, 8, 1) == 3 / 8 and published_bubble(4, 8, 2) == 3 / 16 and published_bubble(1, 8, 1) == 0
+    assert published_bubble("1f1b", 4, 8, 1) == 3 / 8 and published_bubble("interleaved", 4, 8, 2) == 3 / 16
+    assert published_bubble("gpipe", 1, 8, 1) == 0
+    assert published_in_flight("interleaved", 4, 6, 2) is None  # Megatron-LM refuses it
+    assert published_bubble("mine", 4, 8, 1) is None is published_in_flight("mine", 4, 8, 1)
     assert published_in_flight("gpipe", 4, 8, 1) == [8, 8, 8, 8]
     assert published_in_flight("1f1b", 4, 8, 1) == [4, 3, 2, 1]  # at most p, at the first stage
     assert published_in_flight("1f1b", 4, 2, 1) == [2, 2, 2, 1]
