@@ -9,18 +9,20 @@ from processes import Commands, Run, assert_close_losses, curve, validation
 def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Interleaved, then 1F1B with a split vocabulary, selective recomputation: the numbers of one device.
 
-    What the interleaved run left is evaluated on one device.
+    What the interleaved run left is evaluated on one device, and by two that split the vocabulary.
     """
     two = ("--mesh.pipe", 2, "--simulate-devices", 2)
     interleaved = ("--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--model.num-layers", 4)
     layers = ("--model.num-layers", 4)
+    split = ("--pipeline.vocabulary", "split")
     commands.train(tmp_path / "one", *layers, "--train.steps", 10)
     commands.train(tmp_path / "two", *interleaved, *two, "--train.steps", 5)
-    result = commands.perplexity(tmp_path / "two")
-    assert result["step"] == 5
-    assert result["loss"] == pytest.approx(validation(tmp_path / "two")[5], rel=1e-6)
-    split = ("--pipeline.vocabulary", "split", "--train.remat", "selective", "--train.microbatch", 2)
-    commands.train(tmp_path / "two", *layers, *split, *two, "--train.steps", 10)
+    for flags in ((), (*two, *split)):
+        result = commands.perplexity(tmp_path / "two", *flags)
+        assert result["step"] == 5
+        assert result["loss"] == pytest.approx(validation(tmp_path / "two")[5], rel=1e-6)
+    selective = ("--train.remat", "selective", "--train.microbatch", 2)
+    commands.train(tmp_path / "two", *layers, *split, *selective, *two, "--train.steps", 10)
     assert_close_losses(curve(tmp_path / "two"), curve(tmp_path / "one"))
     assert validation(tmp_path / "two")[10] == pytest.approx(validation(tmp_path / "one")[10], rel=1e-6)
 
