@@ -156,11 +156,8 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     if num_stages == 1:
         return one_forward_one_backward(num_stages, num_microbatches, num_chunks)
     microbatch, _, stage = np.ogrid[:num_microbatches, :num_chunks, :num_stages]
-    turn = num_microbatches + num_stages - 1
-    return Ticks(
-        forward=microbatch + stage,
-        backward=turn + (num_microbatches - 1 - microbatch) + (num_stages - 1 - stage),
-    )
+    turn, in_reverse = num_microbatches + num_stages - 1, num_microbatches - 1 - microbatch
+    return Ticks(forward=microbatch + stage, backward=turn + in_reverse + (num_stages - 1 - stage))
 
 
 def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -177,20 +174,16 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ValueError(f"{name} takes {'2 or more chunks' if name in CHUNKED else '1 chunk'}, not {num_chunks}")
     if num_chunks > 1 and num_stages == 1:
         raise ValueError(f"{name} needs at least 2 stages")
-    schedule = arrange(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
-    check(schedule)
-    return schedule
+    return arrange(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forward passes alone, for evaluation, checked."""
-    schedule = arrange(Ticks(one_forward_one_backward(num_stages, num_microbatches, num_chunks).forward))
-    check(schedule)
-    return schedule
+    return arrange(Ticks(one_forward_one_backward(num_stages, num_microbatches, num_chunks).forward))
 
 
 def arrange(ticks: Ticks) -> Schedule:
-    """The table of `ticks`, every buffer as small as it can be."""
+    """The table of `ticks`, checked, every buffer as small as it can be."""
     num_microbatches, num_chunks, num_stages = ticks.forward.shape
     assert ticks.backward is None or (ticks.forward <= ticks.backward).all(), "a backward before its forward"
     fused = num_stages == 1 and ticks.backward is not None and bool((ticks.forward == ticks.backward).all())
@@ -220,15 +213,16 @@ def arrange(ticks: Ticks) -> Schedule:
         )  # fmt: skip
 
     if ticks.backward is None:
+        slot, num_slots = np.full(ticks.forward.shape, IDLE), 0
         idle = np.full((num_ticks, num_stages), IDLE, np.int32)
-        forward = direction(ticks.forward, np.full(ticks.forward.shape, IDLE), upstream=-1)
         backward = Pass(idle, idle, idle, idle, idle, inbox_depth=0)
-        return Schedule(forward, backward, num_chunks, num_microbatches, num_slots=0, fused=False)
-    slot, num_slots = _slots(ticks.forward, ticks.backward, stage, np.full(ticks.forward.shape, not fused))
-    return Schedule(
-        direction(ticks.forward, slot, upstream=-1), direction(ticks.backward, slot, upstream=+1),
-        num_chunks, num_microbatches, num_slots, fused,
-    )  # fmt: skip
+    else:
+        slot, num_slots = _slots(ticks.forward, ticks.backward, stage, np.full(ticks.forward.shape, not fused))
+        backward = direction(ticks.backward, slot, upstream=+1)
+    forward = direction(ticks.forward, slot, upstream=-1)
+    schedule = Schedule(forward, backward, num_chunks, num_microbatches, num_slots, fused)
+    check(schedule)
+    return schedule
 
 
 def _slots(first: np.ndarray, last: np.ndarray, stage: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_schedule import TABLES, all_arguments
 
 from megajax.pipeline.schedule import IDLE, Pass, Schedule, forward_only, make_schedule
 from megajax.pipeline.timing import (
@@ -25,13 +26,8 @@ from megajax.pipeline.timing import (
     wall_time,
 )
 
-TABLES = ["microbatch", "chunk", "slot", "arrival", "source"]
 stages, microbatches = st.integers(1, 8), st.integers(1, 20)
 pipes, chunks = st.integers(2, 8), st.integers(2, 4)  # of the interleaved schedule
-all_arguments = st.one_of(
-    st.tuples(st.sampled_from(["1f1b", "gpipe"]), stages, microbatches, st.just(1)),
-    st.tuples(st.just("interleaved"), pipes, microbatches, chunks),
-)
 GRID = [(name, p, v) for p in (2, 4, 8) for name, v in
         (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))]  # fmt: skip
 
