@@ -66,20 +66,28 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _last_words(f"error: {error}")
         code = 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _last_words(f"error: {error}")
     except KeyboardInterrupt:
-        print("stopped by the user; what is written is kept, training goes on by the same command", file=sys.stderr)
+        _last_words("stopped by the user; what is written is kept, training goes on by the same command")
     except BaseException as error:
         traceback.print_exc()
-        print(f"error: the run ended: {_plain(error)}", file=sys.stderr)
+        _last_words(f"error: the run ended: {_plain(error)}")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
         os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
     sys.exit(0)
+
+
+def _last_words(text: str) -> None:
+    """Print the last line on standard error: what other threads still write there goes nowhere."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.write(stderr, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _plain(error: BaseException) -> str:
