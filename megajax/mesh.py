@@ -53,6 +53,25 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
     return spec
 
 
+def split_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """`spec` of a weight with `data` added on the largest dim that it divides (ZeRO): a free one, else one that is
+    split already. The same spec where it divides none."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    local = NamedSharding(mesh, spec).shard_shape(tuple(shape))
+    divisible = [dim for dim, size in enumerate(local) if size % mesh.shape[DATA] == 0 and mesh.shape[DATA] > 1]
+    free = [dim for dim in divisible if entries[dim] is None]
+    if divisible:
+        dim = max(free or divisible, key=lambda dim: local[dim])
+        entry = entries[dim] or ()
+        entries[dim] = (*entry, DATA) if isinstance(entry, tuple) else (entry, DATA)
+    return PartitionSpec(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
+
+
+def dim_over(axis: str, spec: PartitionSpec) -> int | None:
+    """The dim that a spec splits over `axis`, None where there is none."""
+    return next((dim for dim, entry in enumerate(spec) if axis in spec_axes(PartitionSpec(entry))), None)
+
+
 def shardings(mesh: Mesh, specs):
     """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
     return jax.tree.map(

@@ -16,6 +16,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # every other numbe
     "model.dropout": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
     "optimizer.beta1": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
     "optimizer.beta2": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
+    "optimizer.skip_above": (lambda x: x == 0 or x > 1, "more than 1, or 0: no step is skipped for its norm"),
+    "optimizer.max_skipped": (lambda x: x >= 0, "0 or more"),
+    "loss_scale.initial": (lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64"),
+    "loss_scale.growth": (lambda x: x > 1, "more than 1"),
+    "loss_scale.backoff": (lambda x: 0 < x < 1, "more than 0 and less than 1"),
     "data.validation_fraction": (lambda x: 0 < x < 1, "more than 0 and less than 1"),
     "distributed.process_id": (lambda x: x >= -1, "0 or more, or -1: not given"),
     **{key: (lambda x: x >= 0, "0 or more") for key in _OR_ZERO.split()},
@@ -38,15 +43,27 @@ def check_values(config: Config) -> None:
             f"--model.hidden-size {model.hidden_size} is not divisible by --model.num-heads {model.num_heads}; "
             f"valid: a multiple of {model.num_heads}, such as {valid}"
         )
-    if optimizer.warmup_steps > optimizer.decay_steps:
+    decays = optimizer.schedule != "constant"
+    if decays and optimizer.warmup_steps > optimizer.decay_steps:
         raise UserError(
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
             f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
         )
-    if optimizer.min_learning_rate > optimizer.learning_rate:
+    if decays and optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate} is above --optimizer.learning-rate "
             f"{optimizer.learning_rate}; valid: at most {optimizer.learning_rate}"
+        )
+    if optimizer.gradient_dtype not in ("fp32", config.precision):
+        halves = f"--precision {optimizer.gradient_dtype}"
+        raise UserError(
+            f"--optimizer.gradient-dtype {optimizer.gradient_dtype} with --precision {config.precision}; "
+            f"valid: fp32, or {halves}"
+        )
+    if config.loss_scale.floor > config.loss_scale.initial:
+        raise UserError(
+            f"--loss-scale.floor {config.loss_scale.floor} is above --loss-scale.initial {config.loss_scale.initial}; "
+            f"valid: at most {config.loss_scale.initial}"
         )
     given = (distributed.coordinator != "", distributed.num_processes != 0, distributed.process_id != -1)
     if any(given) and not all(given):
@@ -102,6 +119,12 @@ def validate(config: Config, num_devices: int) -> None:
         raise UserError(
             f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
+        )
+    length, tensor = config.model.sequence_length, config.mesh.tensor
+    if config.sequence_parallel and length % tensor:
+        raise UserError(
+            f"--sequence-parallel: --mesh.tensor {tensor} does not divide --model.sequence-length {length}; "
+            f"valid: --no-sequence-parallel, or a --mesh.tensor that does, such as {math.gcd(length, tensor)}"
         )
 
 

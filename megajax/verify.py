@@ -76,9 +76,9 @@ def trace(
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
     program = Program(config, make_mesh(size.data, size.pipe, size.tensor, devices))
-    state = program.layout.init()
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
+    state = program.layout.init(options)
     losses, gradients = [], []
-    options = {"xla_backend_optimization_level": 0} if quick_compile else {}
     train_step = None
     for step in range(steps):
         rows = program.local_rows

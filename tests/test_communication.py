@@ -3,48 +3,29 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
+from counting import (
+    ACTIVATION,
+    HIDDEN,
+    LAYERS,
+    ROWS,
+    TOKENS,
+    count_shapes,
+    local_shapes,
+    over,
+    step_collectives,
+    traced,
+)
 from jax.sharding import PartitionSpec as P
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
 from megajax.parallel.random import Dropout
-from megajax.verify import COLLECTIVES, Collective, collectives
-
-LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows
-ACTIVATION = (ROWS, TOKENS, HIDDEN)
-
-
-def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):
-    """A program, and the abstract arguments of its train step."""
-    batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
-    config = tiny_config(mesh, num_layers=LAYERS, sequence_length=TOKENS, **batch, **options)
-    program = tiny_program(config)
-    return program, (jax.eval_shape(program.layout.init), abstract_batch(config))
-
-
-@cache
-def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
-    program, arguments = traced(mesh, num_microbatches, **options)
-    return collectives(program.train_step, *arguments)
-
-
-def over(axis: str, found: list[Collective]) -> list[Collective]:
-    return [collective for collective in found if axis in collective.axes]
-
-
-def count_shapes(found: list[Collective]) -> Counter:
-    """How often an operand of each shape is communicated."""
-    counts: Counter = Counter()
-    for collective in found:
-        for shape in collective.shapes:
-            counts[shape] += collective.count
-    return counts
+from megajax.verify import COLLECTIVES, collectives
 
 
 @pytest.mark.parametrize(("remat", "per_layer"), [("none", 2 + 2), ("layer", 2 + 1 + 2)])
@@ -89,13 +70,12 @@ def test_gradients_are_reduced_once_a_step(mesh, num_microbatches):
 
     The scalars are the loss and the number of targets. Shared weights are summed over the pipe in the same all-reduce.
     """
-    program, (state, _) = traced(mesh, num_microbatches)
-    found = over("data", step_collectives(mesh, num_microbatches))
-    sharding = jax.tree.map(lambda spec: jax.sharding.NamedSharding(program.mesh, spec), program.layout.specs.params)
-    local = jax.tree.map(lambda leaf, place: place.shard_shape(leaf.shape), state.params, sharding)
-    is_shape = {"is_leaf": lambda leaf: isinstance(leaf, tuple)}
-    blocks = Counter(jax.tree.leaves(local["blocks"], **is_shape))
-    shared = Counter(jax.tree.leaves(local["shared"], **is_shape))
+    program, (state, _) = traced(mesh, num_microbatches, zero=0)
+    found = over("data", step_collectives(mesh, num_microbatches, zero=0))
+    blocks, shared = (
+        Counter(local_shapes(program, state.params[part], program.layout.specs.params[part]))
+        for part in ("blocks", "shared")
+    )
     assert {collective.kind for collective in found} == {"all-reduce"}
     assert count_shapes(found) == blocks + shared + Counter({(): 2})
     assert count_shapes(over("pipe", found)) == shared + Counter({(): 1})

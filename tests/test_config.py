@@ -118,7 +118,7 @@ def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path
         ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
         ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
         ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
-        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp64"),
+        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp16, fp64"),
         ("run_dir = 3", "run_dir = 3; valid: text"),
         ("seed = 1\n[model\n", "not valid TOML"),
     ],

@@ -21,11 +21,16 @@ def fails(*argv: str) -> str:
     return str(caught.value)
 
 
+ONLY = {"optimizer.skip_above": "3.5", "loss_scale.growth": "4.0"}  # half of the default is not valid
+
+
 def different(key: str) -> Iterator[str]:
     """The flag of a key with a value that the demo doesn't have."""
     option = options(Config)[key]
     value = load_preset("demo").get(key, option.default)
-    if option.choices:
+    if key in ONLY:
+        text = ONLY[key]
+    elif option.choices:
         text = next(str(choice) for choice in option.choices if choice != value)
     else:
         text = "x" if option.kind is str else str((value or 1) * 2 if option.kind is int else (value or 1) / 2)
@@ -38,7 +43,8 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
-VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in SWITCHES]
+NOT_ALONE = [*SWITCHES, "optimizer.gradient_dtype"]
+VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -47,6 +53,12 @@ def test_every_field_is_a_flag(key: str) -> None:
     expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
     assert parse(["demo", flag, text], "Train.") == expected
     assert parse(["demo", f"{flag}={text}"], "Train.") == expected
+
+
+def test_gradients_are_summed_in_fp32_or_as_computed() -> None:
+    flags = ["--precision", "bf16", "--optimizer.gradient-dtype"]
+    assert parse(["demo", *flags, "bf16"], "Train.").optimizer.gradient_dtype == "bf16"
+    assert "fp32, or --precision fp16" in fails("demo", *flags, "fp16")
 
 
 def test_flags_in_any_place_and_the_last_one_wins() -> None:

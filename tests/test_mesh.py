@@ -8,8 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
-from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups
+from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, split_over_data
 from megajax.models.gpt import GPTFunctions
+from megajax.parallel.collectives import spec_axes
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
 SHARED_SPECS = {
@@ -96,12 +97,37 @@ def test_weights_are_split_as_in_the_paper():
     assert specs == SHARED_SPECS | staged
 
 
-def test_moments_are_placed_like_their_weights():
-    """AdamW's moments have the specs of the weights, its counters are replicated."""
-    layout = tiny_program(tiny_config((2, 2, 2))).layout
-    adam = layout.specs.optimizer[0]
-    assert by_path(adam.mu) == by_path(adam.nu) == by_path(layout.specs.params)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_moments_are_placed_like_the_weights_they_are_for(zero):
+    """AdamW's moments and main weights have the specs of the weights (0), or also `data` on one dim (1); all of them
+    (3). Counters are replicated."""
+    layout = tiny_program(tiny_config((2, 2, 2), zero=zero, precision="bf16")).layout
+    adam, params = layout.specs.optimizer[0], by_path(layout.specs.params)
+    assert by_path(adam.mu) == by_path(adam.nu) == by_path(layout.specs.main) == by_path(layout.owned_specs)
+    assert (by_path(layout.owned_specs) == params) == (zero != 1)
+    assert all(("data" in spec_axes(spec)) == (zero == 3) for spec in params.values())
+    assert all(("data" in spec_axes(spec)) == (zero > 0) for spec in by_path(layout.owned_specs).values())
     assert adam.count == P()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"),
+    [
+        (P(), (6, 8, 4), P(None, "data", None)),  # the largest free dim
+        (P("tensor"), (64, 8), P("tensor", "data")),  # not one that is split, though it is larger
+        (P("tensor"), (64, 7), P(("tensor", "data"), None)),  # but for want of another
+        (P(("pipe", "tensor")), (64,), P(("pipe", "tensor", "data"))),
+        (P("tensor"), (6, 7), P("tensor", None)),  # a device's three rows are not divisible
+        (P(), (7,), P(None)),
+        (P(), (), P()),
+    ],
+)
+def test_the_dim_that_is_split_over_data(spec, shape, expected):
+    assert split_over_data(spec, shape, make_mesh(2, 2, 2)) == expected
+
+
+def test_data_of_one_splits_nothing():
+    assert split_over_data(P(), (8,), make_mesh(1, 4, 2)) == P(None)
 
 
 def test_a_device_holds_its_share_only():

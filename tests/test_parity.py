@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
+from megajax import verify
 from megajax.pipeline import schedule as schedule_module
 from megajax.pipeline.schedule import CHUNKED, SCHEDULES, Ticks
-from megajax.verify import Comparison, Trace, compare, trace
+from megajax.verify import Comparison, Trace, compare
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
-PIPES = [(1, 2, 1), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 4), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
+PIPES = [(1, 2, 4), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 GRID = {
     "mesh": MESHES + PIPES,
     "schedule": [f"{name}-{chunks}" for name in sorted(SCHEDULES) for chunks in ([2, 4] if name in CHUNKED else [1])],
@@ -24,15 +25,21 @@ GRID = {
     "microbatches": ["fewer", "not a multiple", "a multiple"],  # of the stages
     "layers": ["divisible", "not divisible"],  # by the virtual stages
     "vocab_size": [101, 128],  # 101: padded
+    "zero": [0, 1, 3],
+    "sequence_parallel": [False, True],
 }
 STEPS = 5
 
+trace = functools.partial(verify.trace, quick_compile=True)  # the numbers count here, not the time
+
 
 def exists(row: tuple) -> bool:
-    """Interleaving needs a pipe, and so does splitting the vocabulary over it."""
-    (_, pipe, _), schedule, vocabulary, _, microbatches, layers, _ = row
+    """Interleaving needs a pipe, and so does splitting the vocabulary over it; ZeRO has something to split where there
+    is data parallelism, and the sequence is split over a tensor group."""
+    (data, pipe, tensor), schedule, vocabulary, _, microbatches, layers, _, zero, sequence_parallel = row
     alone = schedule == "1f1b-1" and vocabulary == "replicated" and layers == "divisible"
-    return pipe > 1 or (alone and microbatches != "not a multiple")
+    split = (data > 1 or zero == 1) and (tensor > 1 or not sequence_parallel)
+    return split and (pipe > 1 or (alone and microbatches != "not a multiple"))
 
 
 def pairwise(rows: list[tuple]) -> list[tuple]:
@@ -55,20 +62,31 @@ def name(row: tuple) -> str:
 
 ALL = [row for row in itertools.product(*GRID.values()) if exists(row)]
 PAIRWISE = pairwise(ALL)
-# The whole grid of what meets in the pipeline's code: mesh, schedule, chunks, vocabulary and remat, each with three
-# numbers of microbatches, of layers that are divisible and not, and a vocabulary that is padded.
-WHOLE = {("fewer", "not divisible", 101), ("not a multiple", "not divisible", 101), ("a multiple", "divisible", 101)}
-OTHERS = [row for row in ALL if row not in PAIRWISE and (row[-3:] in WHOLE or row[0][1] == 1)]
+NUMBERS = {("fewer", "not divisible", 101), ("not a multiple", "not divisible", 101), ("a multiple", "divisible", 101)}
+
+
+def in_whole_grid(row: tuple) -> bool:
+    """What meets in the pipeline's code: mesh, schedule, chunks, vocabulary and remat, each with three numbers of
+    microbatches, of layers that are divisible and not, and a vocabulary that is padded. And what meets where state and
+    sequences are split: five meshes, ZeRO, sequence parallelism, schedule, vocabulary and remat."""
+    mesh, numbers, split = row[0], row[4:7], row[7:]
+    if split == (1, False):
+        return numbers in NUMBERS or mesh[1] == 1
+    narrow = ("a multiple", "divisible", 101) if mesh[1] == 1 else ("not a multiple", "not divisible", 101)
+    return mesh in [(2, 1, 1), (4, 1, 2), (2, 2, 2), (1, 1, 4), (1, 2, 4)] and numbers == narrow
+
+
+OTHERS = [row for row in ALL if row not in PAIRWISE and in_whole_grid(row)]
 ROWS = 24  # of the global batch
 
 
 @functools.cache
 def reference(num_layers: int, vocab_size: int) -> Trace:
     config = tiny_config(microbatch=ROWS, global_batch=ROWS, num_layers=num_layers, vocab_size=vocab_size)
-    return trace(config, STEPS, quick_compile=True)
+    return trace(config, STEPS)
 
 
-def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, vocab_size) -> None:
+def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, vocab_size, zero, sequence_parallel) -> None:
     data, pipe, _ = mesh
     schedule, _, number = schedule.rpartition("-")
     chunks = int(number)
@@ -89,8 +107,10 @@ def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, vocab_siz
         global_batch=ROWS,
         num_layers=num_layers,
         vocab_size=vocab_size,
+        zero=zero,
+        sequence_parallel=sequence_parallel,
     )
-    result = compare(reference(num_layers, vocab_size), trace(config, STEPS, quick_compile=True))
+    result = compare(reference(num_layers, vocab_size), trace(config, STEPS))
     assert result.within(), result
 
 
@@ -106,16 +126,17 @@ def test_rest_of_the_grid(row):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "vocabulary"),
-    [("1f1b", 1, "replicated"), ("gpipe", 1, "split"), ("interleaved", 2, "split")],
+    ("schedule", "chunks", "vocabulary", "zero"),
+    [("1f1b", 1, "replicated", 0), ("gpipe", 1, "split", 1), ("interleaved", 2, "split", 3)],
 )
-def test_what_is_left_is_rounding(schedule, chunks, vocabulary):
+def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero):
     """The hardest mesh in fp64, with more than one block of queries and layers the pipe does not divide."""
     common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 3)
         pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary}
-        actual = trace(tiny_config((2, 2, 2), microbatch=2, remat="layer", **pipeline, **common), 3)
+        split = {"zero": zero, "sequence_parallel": zero > 0}
+        actual = trace(tiny_config((2, 2, 2), microbatch=2, remat="layer", **split, **pipeline, **common), 3)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 

@@ -17,6 +17,8 @@ def tiny_config(
     microbatch: int = 1,
     global_batch: int = 8,
     precision: str = "fp32",
+    zero: int = 1,
+    sequence_parallel: bool = False,
     **model,
 ) -> Config:
     """A configuration on `mesh` (data, pipe, tensor); `model` overrides fields of `ModelConfig`."""
@@ -24,11 +26,12 @@ def tiny_config(
     defaults = {"num_layers": 4, "hidden_size": 24, "num_heads": 8, "sequence_length": 16, "vocab_size": 101}
     return Config(
         precision=precision,
+        sequence_parallel=sequence_parallel,
         model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
         mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
         pipeline=PipelineConfig(schedule=schedule, chunks=chunks, vocabulary=vocabulary),
         train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, zero=zero),
     )
 
 

@@ -15,6 +15,7 @@ from megajax.models.config import ModelConfig
 from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megajax.parallel.random import Dropout, NamedKey, RandomBits
+from megajax.parallel.split import Split
 from megajax.precision import at_least_fp32
 
 QUERY_BLOCK = 128
@@ -23,13 +24,13 @@ QUERY_BLOCK = 128
 class Attention(nnx.Module):
     """Multi-head self-attention: query, key and value by columns (that is by heads), the output projection by rows."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey):
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split):
         hidden, heads, head_size = config.hidden_size, config.num_heads, config.head_size
         self.qkv = ColumnParallelLinear(
-            key / "qkv", hidden, (3, heads, head_size), ("qkv", "heads", "head_size"), config.init_std
+            key / "qkv", split, hidden, (3, heads, head_size), ("qkv", "heads", "head_size"), config.init_std
         )
         self.output = RowParallelLinear(
-            key / "output", (heads, head_size), ("heads", "head_size"), hidden, config.residual_init_std
+            key / "output", split, (heads, head_size), ("heads", "head_size"), hidden, config.residual_init_std
         )
 
     def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:

@@ -12,20 +12,19 @@ from jax import Array
 
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import Block, LayerNorm
-from megajax.parallel.collectives import TENSOR, Axes
 from megajax.parallel.layers import normal_param
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.split import PAPER, Split
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropout of the layers
 
 
 class GPT(nnx.Module):
-    """The model; `blocks` holds all layers stacked along a leading dim `layers`, the vocabulary is split over
-    `vocabulary_axes`."""
+    """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, vocabulary_axes: Axes = TENSOR):
-        self.vocab_size, self.vocabulary_axes = config.vocab_size, vocabulary_axes
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split = PAPER):
+        self.vocab_size, self.split = config.vocab_size, split
         self.table = normal_param(
             key / "table", (config.padded_vocab_size, config.hidden_size), config.init_std, ("vocabulary", "embed")
         )
@@ -36,28 +35,28 @@ class GPT(nnx.Module):
 
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
         def stacked(layer: Array) -> Block:
-            return Block(config, key / "blocks" / layer)
+            return Block(config, key / "blocks" / layer, split)
 
         self.blocks = stacked(jnp.arange(config.num_layers, dtype=jnp.int32))
 
     def embed(self, tokens_BT: Array, dropout: Dropout) -> Array:
-        """Token plus position embedding with dropout, shape [B, T, D]."""
-        positions_TD = self.positions[...][: tokens_BT.shape[1]]
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.vocabulary_axes) + positions_TD[None]
-        return dropout.fold(EMBEDDING_SITE)(x_BTD, jnp.arange(tokens_BT.shape[1], dtype=jnp.int32))
+        """Token plus position embedding with dropout, shape [B, T, D]; of a split sequence this device's tokens."""
+        positions_TD = self.split.own(self.positions[...][: tokens_BT.shape[1]])
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.split) + positions_TD[None]
+        return dropout.fold(EMBEDDING_SITE)(x_BTD, self.split.tokens(x_BTD))
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, [B, T, V / devices that the vocabulary is split over]."""
-        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.vocabulary_axes)
+        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.split)
 
     def loss(self, x_BTD: Array, targets_BT: Array) -> Array:
         """Sum of the cross-entropy over the tokens whose target is not `IGNORED`, a scalar."""
-        return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT, self.vocabulary_axes))
+        return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT, self.split.vocabulary))
 
 
-def abstract_gpt(config: ModelConfig, vocabulary_axes: Axes = TENSOR) -> GPT:
+def abstract_gpt(config: ModelConfig, split: Split = PAPER) -> GPT:
     """The model with shapes in place of arrays: nothing is allocated."""
-    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0), vocabulary_axes))
+    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0), split))
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -76,9 +75,9 @@ class GPTFunctions:
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary_axes: Axes = TENSOR):
-        self.config = config
-        model = abstract_gpt(config, vocabulary_axes)
+    def __init__(self, config: ModelConfig, split: Split = PAPER):
+        self.config, self.split = config, split
+        model = abstract_gpt(config, split)
         shared_graph, self._blocks_graph, parts = _split(model)
         self._shared_graph = shared_graph
         self.shapes = nnx.to_pure_dict(parts)

@@ -1,7 +1,7 @@
 """The transformer layer of GPT-2: LayerNorm first, then attention or MLP, then dropout and the residual addition.
 
-LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3). Letters: B batch,
-T tokens, D model, F feed-forward.
+LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3), or split along the
+sequence. Letters: B batch, T tokens, D model, F feed-forward.
 """
 
 from functools import partial
@@ -16,6 +16,7 @@ from megajax.models.attention import Attention
 from megajax.models.config import ModelConfig
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, constant_param
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.split import Split
 from megajax.precision import at_least_fp32
 
 # What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
@@ -52,10 +53,10 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array) -> Array:
 class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, GeLU in between without synchronisation."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey):
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split):
         hidden, width = config.hidden_size, config.mlp_size
-        self.up = ColumnParallelLinear(key / "up", hidden, (width,), ("mlp",), config.init_std)
-        self.down = RowParallelLinear(key / "down", (width,), ("mlp",), hidden, config.residual_init_std)
+        self.up = ColumnParallelLinear(key / "up", split, hidden, (width,), ("mlp",), config.init_std)
+        self.down = RowParallelLinear(key / "down", split, (width,), ("mlp",), hidden, config.residual_init_std)
 
     def __call__(self, x_BTD: Array) -> Array:
         return self.down(_gelu(checkpoint_name(self.up(x_BTD), "mlp_up")))
@@ -63,21 +64,23 @@ class MLP(nnx.Module):
 
 @recomputed
 def _gelu(x_BTF: Array) -> Array:
-    return jax.nn.gelu(x_BTF, approximate=True)
+    wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
+    return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)
 
 
 class Block(nnx.Module):
     """One pre-LayerNorm transformer layer."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey):
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split):
+        self.split = split
         self.attention_norm = LayerNorm(config.hidden_size)
-        self.attention = Attention(config, key / "attention")
+        self.attention = Attention(config, key / "attention", split)
         self.mlp_norm = LayerNorm(config.hidden_size)
-        self.mlp = MLP(config, key / "mlp")
+        self.mlp = MLP(config, key / "mlp", split)
 
     def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
-        """`dropout` is this layer's; all tokens of the sequence are here."""
-        token_T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
+        """`dropout` is this layer's; `x_BTD` holds all tokens of the sequence, or, split, this device's."""
+        token_T = self.split.tokens(x_BTD)
         y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS))
         y_BTD = checkpoint_name(y_BTD, "attention_output")
         x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)

@@ -29,11 +29,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-    """One step: new parameters and optimizer state."""
+def update(
+    optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, taken: Array | bool = True
+) -> tuple[Tree, Tree]:
+    """One step: new parameters and optimizer state; those there are, bit for bit, where the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
-        updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+        updates, new_state = optimizer.update(grads, state, params)
+    new = optax.apply_updates(params, updates), new_state
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, (params, state))
 
 
 def decay_mask(params: Tree) -> Tree:

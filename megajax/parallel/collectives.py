@@ -62,6 +62,25 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(axis for entry in entries for axis in entry)
 
 
+def own_shard(x: Array, dim: int, axis: str = DATA) -> Array:
+    """This device's part of `x` along `dim`, split over `axis`."""
+    size = x.shape[dim] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dim)
+
+
+def gather_shards(x: Array, dim: int, axis: str = DATA, *, same: bool = False) -> Array:
+    """All-gather of the parts along `dim`; its transpose is `scatter_sum`.
+
+    `same`: the result counts as the same on all devices of the axis, not as varying.
+    """
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if same else "varying")
+
+
+def scatter_sum(x: Array, dim: int, axis: str = DATA) -> Array:
+    """Reduce-scatter: every device gets its part along `dim` of the sum; its transpose is `gather_shards`."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
 def broadcast_stage(x: Array, mine: Array | bool) -> Array:
     """On every stage, what the one stage has where `mine` is true. Every stage has to take part."""
     return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)

@@ -1,5 +1,5 @@
 """Matrix products split over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around
-them.
+them (or, with a split sequence, the pair that takes their place: `parallel/split.py`).
 
     Y = GeLU(f(X) A)    A = [A1, A2]   by columns: GeLU needs no synchronisation
     Z = g(Y B)          B = [B1; B2]   by rows
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from megajax.parallel.collectives import f, g
 from megajax.parallel.random import NamedKey
+from megajax.parallel.split import Split
 
 # Modules are built and merged with local shards inside `shard_map`, where no mesh context for Flax exists.
 flax.config.update("flax_always_shard_variable", False)
@@ -34,23 +34,45 @@ def constant_param(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) 
 class ColumnParallelLinear(nnx.Module):
     """`f(x) A + b`, A split by columns. The output dims may be several, e.g. (qkv, heads, head size)."""
 
-    def __init__(self, key: NamedKey, in_size: int, out_shape: tuple[int, ...], out_axes: tuple[str, ...], std: float):
+    def __init__(
+        self,
+        key: NamedKey,
+        split: Split,
+        in_size: int,
+        out_shape: tuple[int, ...],
+        out_axes: tuple[str, ...],
+        std: float,
+    ):
+        self.split = split
         self.weight = normal_param(key, (in_size, *out_shape), std, ("embed", *out_axes))
         self.bias = constant_param(0.0, out_shape, out_axes)
 
     def __call__(self, x_BTD: Array) -> Array:
-        bias = self.bias[...]
-        return jnp.tensordot(f(x_BTD), self.weight[...], axes=1) + bias[(None, None, ...)]
+        def product(x_BTD: Array, weight: Array) -> Array:
+            return jnp.tensordot(self.split.enter(x_BTD), weight, axes=1)
+
+        if self.split.sequence and self.split.regather:
+            product = jax.checkpoint(product)
+        return product(x_BTD, self.weight[...]) + self.bias[...][None, None]
 
 
 class RowParallelLinear(nnx.Module):
     """`g(y B) + b`, B split by rows; the bias is duplicated and added once, after the sum."""
 
-    def __init__(self, key: NamedKey, in_shape: tuple[int, ...], in_axes: tuple[str, ...], out_size: int, std: float):
+    def __init__(
+        self,
+        key: NamedKey,
+        split: Split,
+        in_shape: tuple[int, ...],
+        in_axes: tuple[str, ...],
+        out_size: int,
+        std: float,
+    ):
+        self.split = split
         self.weight = normal_param(key, (*in_shape, out_size), std, (*in_axes, "embed"))
         self.bias = constant_param(0.0, (out_size,), ("embed",))
 
     def __call__(self, y: Array) -> Array:
-        """`y` has shape [B, T, *in_shape]; returns [B, T, D]."""
+        """`y` has shape [B, T, *in_shape]; returns [B, T, D], of a split sequence this device's tokens."""
         weight = self.weight[...]
-        return g(jnp.tensordot(y, weight, axes=weight.ndim - 1)) + self.bias[...][None, None, :]
+        return self.split.leave(jnp.tensordot(y, weight, axes=weight.ndim - 1)) + self.bias[...][None, None, :]

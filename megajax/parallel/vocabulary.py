@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, max_over
+from megajax.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
+from megajax.parallel.split import Split
 from megajax.precision import at_least_fp32
 
 IGNORED = -1  # target of a token that is not predicted
@@ -26,18 +27,18 @@ def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
-def embedding_lookup(table_VD: Array, tokens_BT: Array, axes: Axes = TENSOR) -> Array:
+def embedding_lookup(table_VD: Array, tokens_BT: Array, split: Split) -> Array:
     """Rows of the split table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
-    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], axes)
+    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], split.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
-    return g(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), axes)
+    return split.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), split.vocabulary)
 
 
-def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, axes: Axes = TENSOR) -> Array:
+def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, split: Split) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
-    logits_BTV = jnp.einsum("BTD,VD->BTV", f(x_BTD, axes), table_VD)
+    logits_BTV = jnp.einsum("BTD,VD->BTV", split.enter(x_BTD, split.vocabulary), table_VD)
     local_size = table_VD.shape[0]
-    column_V = axis_index(axes) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+    column_V = axis_index(split.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
 

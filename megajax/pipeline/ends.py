@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.parallel.collectives import DATA, PIPE, broadcast_stage, vary, varying_axes
+from megajax.parallel.shards import Shards
 from megajax.pipeline.stages import Layers, when
 
 Tree = Any
@@ -34,12 +35,16 @@ class StageFunctions:
         layers: the layers of this stage.
         context: microbatch -> what every layer gets beside its input (the state of dropout).
         loss: (shared weights, x_BTD, microbatch) -> scalar, already divided by the step's number of targets.
+        storage: how the shared weights are kept; they are gathered just for an end.
+        loss_scale: what the backward pass starts from; the gradients, not the loss, are multiplied by it.
     """
 
     embed: Callable[[Tree, Microbatch], Array]
     layers: Layers
     context: Callable[[Microbatch], Tree]
     loss: Callable[[Tree, Array, Microbatch], Array]
+    storage: Shards
+    loss_scale: Array
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ class Ends:
         """One microbatch."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
 
+    def weights(self) -> Tree:
+        """The shared weights to compute with."""
+        return self.functions.storage.gather(self.shared)
+
     def whole(self, x: Array, mine: Array | bool) -> Array:
         """What an end gets: `x` of the stage where `mine` is true."""
         return broadcast_stage(x, mine) if self.together else x
@@ -74,7 +83,7 @@ class Ends:
         """Input of the row's forward: what came from below, or the embedding."""
 
         def embed(batch: Microbatch) -> Array:
-            return vary(self.functions.embed(self.shared, batch), (PIPE,))
+            return vary(self.functions.embed(self.weights(), batch), (PIPE,))
 
         runs, batch = self._where(row, "begins")
         if not self.together:
@@ -90,10 +99,11 @@ class Ends:
 
         def head(batch: Microbatch, total: Tree) -> tuple[Array, Tree]:
             y = self.whole(output(), row["turns"])
-            value, pullback = jax.vjp(lambda shared, y: self.functions.loss(shared, y, batch), self.shared, y)
-            shared, grad = pullback(vary(jnp.ones((), value.dtype), sorted(varying_axes(value))))
-            total = {"loss": total["loss"] + value.astype(total["loss"].dtype), "shared": _add(total["shared"], shared)}
-            return vary(grad, (PIPE,)), total
+            value, pullback = jax.vjp(lambda shared, y: self.functions.loss(shared, y, batch), self.weights(), y)
+            scale = self.functions.loss_scale.astype(value.dtype)
+            shared, grad = pullback(vary(scale, sorted(varying_axes(value))))
+            loss = total["loss"] + value.astype(total["loss"].dtype)
+            return vary(grad, (PIPE,)), {"loss": loss, "shared": self._add(total["shared"], shared)}
 
         runs, batch = self._where(row, "turns")
         grad, total = when(runs, lambda total: head(batch(), total), lambda total: (grad_in, total), total)
@@ -103,8 +113,9 @@ class Ends:
         """The gradient of the first virtual stage's input goes on into the embedding."""
 
         def into_embedding(batch: Microbatch, total: Tree) -> Tree:
-            transpose = jax.linear_transpose(lambda shared: self.functions.embed(shared, batch), self.shared)
-            return total | {"shared": _add(total["shared"], transpose(self.whole(grad, row["leaves"]))[0])}
+            weights = jax.eval_shape(self.weights)
+            transpose = jax.linear_transpose(lambda shared: self.functions.embed(shared, batch), weights)
+            return total | {"shared": self._add(total["shared"], transpose(self.whole(grad, row["leaves"]))[0])}
 
         runs, batch = self._where(row, "leaves")
         return when(runs, lambda total: into_embedding(batch(), total), lambda total: total, total)
@@ -128,6 +139,7 @@ class Ends:
             return row[f"{name}_microbatch"]
         return row["forward" if name in ("begins", "ends") else "backward"]
 
-
-def _add(total: Tree, grads: Tree) -> Tree:
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+    def _add(self, total: Tree, grads: Tree) -> Tree:
+        """Gradients of the gathered weights, added to the sums of those that are kept."""
+        scattered = self.functions.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
+        return jax.tree.map(jnp.add, total, scattered)

@@ -54,7 +54,7 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
         self.ends = Ends(functions, weights["shared"], microbatches, together)
-        self.x_type = jax.eval_shape(lambda: vary(functions.embed(weights["shared"], self.ends.take(0)), (PIPE,)))
+        self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), self.ends.take(0)), (PIPE,)))
 
     def loss_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[Array, Tree]:
         """Run the microbatches forward and backward as `schedule` says.

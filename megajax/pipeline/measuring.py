@@ -63,7 +63,7 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
 
-    x = vary(pipeline.functions.embed(pipeline.weights["shared"], ends.take(0)), (PIPE,))
+    x = vary(pipeline.functions.embed(ends.weights(), ends.take(0)), (PIPE,))
     if not one_stage:
         return run(x)
     mine = (k >= 0) & (k % stages == pipeline.stage)

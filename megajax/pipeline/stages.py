@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
+from megajax.parallel.shards import Shards
 
 Tree = Any
 LayerFunction = Callable[[Tree, Array, Array, Tree], Array]  # (weights, layer index, x_BTD, context) -> x_BTD
@@ -59,6 +60,7 @@ class Layers:
             [v, n], this stage's.
         unroll: unroll the loop over layers in the compiled program.
         padded: some slot of some stage holds no layer.
+        storage: how the weights of a layer are kept; they are gathered just for it, forward and again backward.
         recompute_stage: keep a stage's input only, and run its forward again in the backward pass.
     """
 
@@ -66,6 +68,7 @@ class Layers:
     layer_index: Array | np.ndarray
     unroll: bool
     padded: bool
+    storage: Shards
     recompute_stage: bool = False
     _structure: Any = field(default=None, init=False)
     _weight_of_leaf: list[int | None] = field(default_factory=list, init=False)
@@ -97,7 +100,9 @@ class Layers:
 
         def layer(x: Array, own: Tree, index: Array, _):
             skip = index < 0 if self.padded else False
-            return when(skip, lambda x: x, lambda x: self.function(own, index, x, context), x), None
+            return when(
+                skip, lambda x: x, lambda x: self.function(self.storage.gather(own), index, x, context), x
+            ), None
 
         return self._scan(layer, x, weights, chunk)[0]
 
@@ -124,16 +129,18 @@ class Layers:
 
         def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_saved: tuple[Array, list[Array]]):
             (grad, total), (slot, saved) = carry, slot_and_saved
+            grad_dtype = jax.tree.leaves(total)[0].dtype
 
             def pull(grad: Array) -> tuple[Tree, Array]:
-                return self._restore(own, saved)(grad)
+                grads, grad = self._restore(own, saved)(grad)
+                return self.storage.scatter(grads, grad_dtype), grad
 
             def skip(grad: Array) -> tuple[Tree, Array]:
                 return jax.tree.map(zeros_like_type, jax.eval_shape(pull, grad)[0]), grad
 
             # The sums stay outside: a conditional inside the loop would copy all of them for every layer.
             grad_weights, grad = when(index < 0 if self.padded else False, skip, pull, grad)
-            return (grad, jax.tree.map(lambda t, g: t.at[slot].add(g.astype(t.dtype)), total, grad_weights)), None
+            return (grad, jax.tree.map(lambda t, g: t.at[slot].add(g), total, grad_weights)), None
 
         return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), saved), reverse=True)[0]
 
@@ -160,14 +167,15 @@ class Layers:
 
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
-    def _save(self, weights: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
+    def _save(self, stored: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
+        weights = self.storage.gather(stored)
         y, pullback = jax.vjp(lambda weights, x: self.function(weights, index, x, context), weights, x)
         leaves, self._structure = jax.tree.flatten(pullback)
         own = [id(leaf) for leaf in jax.tree.leaves(weights)]
         self._weight_of_leaf = [own.index(id(leaf)) if id(leaf) in own else None for leaf in leaves]
         return y, [leaf for leaf, weight in zip(leaves, self._weight_of_leaf, strict=True) if weight is None]
 
-    def _restore(self, weights: Tree, saved: list[Array]) -> Callable:
-        own, kept = jax.tree.leaves(weights), iter(saved)
+    def _restore(self, stored: Tree, saved: list[Array]) -> Callable:
+        own, kept = jax.tree.leaves(self.storage.gather(stored)), iter(saved)
         leaves = [next(kept) if weight is None else own[weight] for weight in self._weight_of_leaf]
         return jax.tree.unflatten(self._structure, leaves)

@@ -38,12 +38,12 @@ class Checkpoints:
         """Steps of the checkpoints there are, ascending."""
         return sorted(self._manager.all_steps(read=True))
 
-    def save(self, state: TrainState) -> None:
-        """Write `state`; returns when it is copied, the files are complete later (see `wait`)."""
+    def save(self, step: int, state: TrainState) -> None:
+        """Write the `state` after `step` steps; returns when it is copied, the files are complete later (`wait`)."""
         natural = self._layout.to_natural(state)
         sums = {name: int(value) for name, value in _named(self._digest(natural)).items()}
         self._manager.save(
-            int(state.step),
+            step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave(sums)),
         )
 
@@ -89,8 +89,10 @@ class Checkpoints:
             )
         return stored.state, stored.digest
 
-    def restore_newest(self) -> tuple[TrainState | None, list[str]]:
-        """The newest state that can be read, or None where there is no checkpoint, and what is wrong with newer ones.
+    def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
+        """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.
+
+        The state is None where there is no checkpoint.
 
         Raises:
             RunError: there are checkpoints, and none can be read.
@@ -98,12 +100,12 @@ class Checkpoints:
         damaged: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return self.restore(step), damaged
+                return self.restore(step), step, damaged
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
         if damaged:
             raise RunError(f"no checkpoint in {self.folder} can be read; the newest: {damaged[0]}")
-        return None, damaged
+        return None, 0, damaged
 
     def set_aside(self, after: int) -> None:
         """Rename the checkpoints of later steps than `after`, so that they can be written again."""

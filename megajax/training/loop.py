@@ -37,7 +37,7 @@ def train(config: Config) -> None:
 
     Raises:
         UserError: the configuration, the corpus or the run directory cannot be used.
-        RunError: the loss is not finite, or no checkpoint can be read.
+        RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
     """
     if not config.data.path:
         raise UserError(
@@ -93,6 +93,8 @@ class _Run:
         self.checkpoints = Checkpoints(run_dir, program.layout, keep=config.checkpoint.keep)
         self.state, self.first = self._restore()
         self.saved = self.first or None  # step of the newest good checkpoint
+        self.skipped = self.first - int(self.state.step)  # steps without an update, in all and since the last with one
+        self.skipped_in_row = 0
         self.log = RunLog(
             run_dir,
             total_steps=config.train.steps,
@@ -112,12 +114,11 @@ class _Run:
         self._summary()
 
     def _restore(self) -> tuple[TrainState, int]:
-        state, damaged = self.checkpoints.restore_newest()
+        state, step, damaged = self.checkpoints.restore_newest()
         for message in damaged:
             _say(f"damaged checkpoint, the one before it is used: {message}")
         if state is None:
             return self.program.layout.init(), 0
-        step = int(state.step)
         self.checkpoints.set_aside(after=step)
         _say(f"resumed from step {step} of {self.run_dir}")
         return state, step
@@ -154,13 +155,27 @@ class _Run:
     def _read(self, pending: _Pending) -> None:
         """Wait for a step's metrics and log them."""
         metrics = {name: float(value) for name, value in pending.metrics.items()}
+        was_skipped = bool(metrics.pop("skipped"))
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
         tokens = self.config.train.global_batch * self.config.model.sequence_length
-        self.log.training(pending.step, **metrics, tokens=tokens, seconds=seconds)
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            self._stop(f"step {pending.step}: the loss is {metrics['loss']}, the gradient norm {metrics['grad_norm']}")
+        self.skipped += was_skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if was_skipped else 0
+        self.log.training(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, seconds=seconds)
+        if was_skipped:
+            self._skipped(pending.step, metrics)
+
+    def _skipped(self, step: int, metrics: dict[str, float]) -> None:
+        """Report a step that every device left out; more than `max_skipped` in a row end the run."""
+        reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
+        most = self.config.optimizer.max_skipped
+        if self.skipped_in_row > most:
+            self._stop(
+                f"{reason}: {self.skipped_in_row} steps in a row could not be used (--optimizer.max-skipped {most})"
+            )
+        scale = f" with loss scale {metrics['loss_scale']:g}" if self.config.precision == "fp16" else ""
+        self.log.print(f"{reason}{scale}: skipped")
 
     def _stop(self, reason: str) -> NoReturn:
         self.checkpoints.wait()
@@ -177,7 +192,7 @@ class _Run:
         if not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._due(step, self.config.checkpoint.every):
-            self.checkpoints.save(self.state)
+            self.checkpoints.save(step, self.state)
             self.saved = step
         self.ready = time.perf_counter()
 

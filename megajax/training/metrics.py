@@ -88,13 +88,17 @@ class RunLog:
         loss: SupportsFloat,
         grad_norm: SupportsFloat,
         learning_rate: SupportsFloat,
+        loss_scale: SupportsFloat,
+        skipped_steps: int,
         tokens: int,
         seconds: float,
     ) -> None:
-        """Record a finished step: loss in nats per token, norm before clipping, tokens of this step on all devices."""
+        """Record a finished step: loss in nats per token, norm before clipping, steps of the run that were skipped so
+        far, tokens of this step on all devices."""
         if not self._write:
             return
         numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
+        numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
         self._record({"step": int(step), **numbers, **speed})
         self._progress.step(step, numbers["loss"], tokens, seconds)

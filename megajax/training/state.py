@@ -1,10 +1,12 @@
 """What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
 form.
 
-On devices the stacked layers are staged, `[chunks, stages, n, …]`; checkpoints and comparisons use the natural form
-`[L, …]`, which does not depend on the mesh (`pipeline/placement.py`).
+On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be split over `data`
+(`parallel/shards.py`). Checkpoints and comparisons use the natural form, which depends on neither mesh nor precision:
+layers `[L, …]`, and main weights only.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +18,15 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.config import Config
-from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, mesh_spec, shardings
+from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, dim_over, mesh_spec, shardings, split_over_data
 from megajax.models.gpt import GPTFunctions
 from megajax.optim.adam import make_optimizer
-from megajax.parallel.collectives import PIPE
+from megajax.optim.guard import no_norms
+from megajax.optim.loss_scale import LossScale
+from megajax.parallel.collectives import DATA, PIPE
+from megajax.parallel.shards import WHOLE, Shards
 from megajax.pipeline.placement import Placement
-from megajax.precision import MAIN_DTYPE
+from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
 
 Tree = Any
 
@@ -29,78 +34,106 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a checkpoint holds.
+    """Everything that changes in a step. A skipped step changes the loss scale only.
 
     Attributes:
-        step: optimizer steps done, int32 scalar.
-        params: main weights in fp32 (fp64 for that precision), `{"shared": …, "blocks": …}`.
-        optimizer: optax's state, its moments shaped like `params`.
+        step: updates of the weights, int32 scalar. Steps that were skipped are not counted.
+        params: the weights that layers compute with, in the compute dtype, `{"shared": …, "blocks": …}`.
+        main: the same in fp32, which are updated; None where `params` are that already (fp32, fp64).
+        optimizer: optax's state, its moments shaped like the main weights.
+        loss_scale: fp16's; 1 otherwise.
+        recent_norms: gradient norms of the last updates, fp32 (`optim/guard.py`).
     """
 
     step: Array
     params: Tree
+    main: Tree | None
     optimizer: Tree
+    loss_scale: LossScale
+    recent_norms: Array
 
 
 class StateLayout:
-    """Shapes, specs and conversions of a `TrainState` on one mesh."""
+    """Shapes, specs and conversions of a `TrainState` on one mesh.
+
+    Attributes:
+        specs: where the state lies.
+        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` splits them over `data`.
+        owned: the dims of that split where `params` are whole, to cut and to gather them once a step (ZeRO-1).
+        stored: the dims by which `params` themselves are split, to gather them before every use (ZeRO-3).
+    """
 
     def __init__(self, config: Config, mesh: Mesh, model: GPTFunctions):
         self.mesh = mesh
-        self._config, self._model = config, model
+        self._config = config
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
-        self.rules = SPLIT_VOCABULARY_RULES if config.splits_vocabulary else RULES
-        dtype = MAIN_DTYPE[config.precision]
+        self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
 
         def fresh() -> TrainState:
-            params = jax.tree.map(lambda weight: weight.astype(dtype), model.init(config.seed))
-            return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer).init(params))
+            params = jax.tree.map(lambda weight: weight.astype(self.main_dtype), model.init(config.seed))
+            optimizer = make_optimizer(config.optimizer).init(params)
+            loss_scale = LossScale.start(config.loss_scale, config.precision)
+            return TrainState(jnp.zeros((), jnp.int32), params, None, optimizer, loss_scale, no_norms())
 
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
-        split_layers = config.model.num_layers % config.mesh.pipe == 0
-        self.natural_specs = self._specs(
-            lambda spec: PartitionSpec(PIPE if split_layers else None, *mesh_spec(spec, self.rules)[1:])
-        )
-        self.specs = self._specs(
-            lambda spec: mesh_spec(PartitionSpec("chunks", "stages", "layers", *spec[1:]), self.rules)
-        )
+        self._place(model, config.optimizer.zero)
 
-    def _specs(self, block_spec) -> TrainState:
-        """Specs of the whole state from those of the weights: moments are placed like their weight, scalars
-        replicated."""
-        logical = self._model.logical_specs
-        is_spec = {"is_leaf": lambda leaf: isinstance(leaf, PartitionSpec)}
-        params = {
-            "shared": jax.tree.map(lambda spec: mesh_spec(spec, self.rules), logical["shared"], **is_spec),
-            "blocks": jax.tree.map(block_spec, logical["blocks"], **is_spec),
+    def _place(self, model: GPTFunctions, zero: int) -> None:
+        rules = SPLIT_VOCABULARY_RULES if self._config.splits_vocabulary else RULES
+        layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
+        whole = {
+            "shared": _map_specs(lambda spec: mesh_spec(spec, rules), model.logical_specs["shared"]),
+            "blocks": _map_specs(lambda spec: mesh_spec(spec[1:], rules), model.logical_specs["blocks"]),
         }
+        one_layer = {
+            "shared": model.shapes["shared"],
+            "blocks": jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes["blocks"]
+            ),
+        }
+        split = _map_specs(lambda spec, leaf: split_over_data(spec, leaf.shape, self.mesh), whole, one_layer)
+        owned = split if zero else whole
+        params = split if zero == 3 else whole
+        dims = _map_specs(_data_dim, split, one_layer)
+        nothing = jax.tree.map(lambda _: WHOLE, dims)
+        self.owned = Shards(dims if zero == 1 else nothing)
+        self.stored = Shards(dims if zero == 3 else nothing)
+        has_main = self.compute_dtype != self.main_dtype
+        self.natural_specs = self._specs(_stacked(owned if has_main else params, layers), None, _stacked(owned, layers))
+        staged = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
+        self.owned_specs = _stacked(owned, *staged)
+        self.specs = self._specs(_stacked(params, *staged), self.owned_specs if has_main else None, self.owned_specs)
+
+    def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         optimizer = optax.tree_utils.tree_map_params(
             make_optimizer(self._config.optimizer),
             lambda _, spec: spec,
             self.natural_shapes.optimizer,
-            params,
+            moments,
             transform_non_params=lambda _: PartitionSpec(),
         )
-        return TrainState(PartitionSpec(), params, optimizer)  # type: ignore[arg-type]  # specs where arrays stand
+        scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs where arrays stand
+        return TrainState(PartitionSpec(), params, main, optimizer, scale, PartitionSpec())  # type: ignore[arg-type]
 
     @cached_property
     def shapes(self) -> TrainState:
         """The state on this mesh's stages, as types."""
         return jax.eval_shape(self._staged, self.natural_shapes)
 
-    def init(self) -> TrainState:
+    def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, made in shards: of the natural form, which then goes to its stages."""
         natural = shardings(self.mesh, self.natural_specs)
 
         def fresh() -> TrainState:
             return self._staged(jax.lax.with_sharding_constraint(self._fresh(), natural))
 
-        return jax.jit(fresh, out_shardings=shardings(self.mesh, self.specs))()
+        made_in = shardings(self.mesh, self.specs)
+        return jax.jit(fresh, out_shardings=made_in, compiler_options=compiler_options)()
 
     @cached_property
     def from_natural(self):
-        """natural state -> the state on this mesh's stages."""
+        """natural state -> the state on this mesh's stages, in this run's precision."""
         return jax.jit(self._staged, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
@@ -112,11 +145,34 @@ class StateLayout:
         """Weights or gradients in natural form."""
         return _map_blocks(self.placement.to_natural, tree)
 
-    def _staged(self, state: TrainState) -> TrainState:
-        return _map_blocks(self.placement.to_stages, state)
+    def _staged(self, natural: TrainState) -> TrainState:
+        state = _map_blocks(self.placement.to_stages, natural)
+        if self.compute_dtype == self.main_dtype:
+            return state
+        return dataclasses.replace(state, params=self.computed(state.params), main=state.params)
+
+    def computed(self, main: Tree) -> Tree:
+        """Main weights in the compute dtype."""
+        return jax.tree.map(lambda weight: weight.astype(self.compute_dtype), main)
 
     def _natural(self, state: TrainState) -> TrainState:
-        return _map_blocks(self.placement.to_natural, state)
+        params = state.params if state.main is None else state.main
+        return _map_blocks(self.placement.to_natural, dataclasses.replace(state, params=params, main=None))
+
+
+def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:
+    return jax.tree.map(function, specs, *rest, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def _data_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
+    """The dim of a weight that is split over `data`, counted from the last."""
+    dim = dim_over(DATA, spec)
+    return WHOLE if dim is None else dim - len(leaf.shape)
+
+
+def _stacked(specs: Tree, *leading) -> Tree:
+    """Specs of layers that are stacked along leading dims."""
+    return specs | {"blocks": _map_specs(lambda spec: PartitionSpec(*leading, *spec), specs["blocks"])}
 
 
 def _map_blocks(function, tree: Tree) -> Tree:

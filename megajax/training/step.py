@@ -17,16 +17,18 @@ from megajax.mesh import BATCH_SPEC
 from megajax.models.gpt import GPTFunctions
 from megajax.models.transformer import DEAR
 from megajax.optim.adam import clip_by_norm, global_norm, make_optimizer, update
+from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import DATA, PIPE, TENSOR, Axes, axis_index, complete, sum_over, vary
 from megajax.parallel.random import Dropout
+from megajax.parallel.split import Split
 from megajax.parallel.vocabulary import IGNORED
 from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
 from megajax.pipeline.stages import Layers, rematerialized
-from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
+from megajax.precision import COMPUTE_DTYPE
 from megajax.training.state import StateLayout, TrainState
 
 Tree = Any
@@ -38,10 +40,12 @@ class Program:
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.model = GPTFunctions(config.model, vocabulary_axes(config))
+        self.model = GPTFunctions(config.model, training_split(config))
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+        summed_in = config.optimizer.gradient_dtype
+        self.gradient_dtype = self.layout.main_dtype if summed_in == "fp32" else COMPUTE_DTYPE[summed_in]
 
     @cached_property
     def train_step(self):
@@ -53,14 +57,14 @@ class Program:
     @cached_property
     def loss_and_gradients(self):
         """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
-        specs = self.layout.specs.params
-        return self._compile(self._loss_and_gradients, (specs, BATCH_SPEC, PartitionSpec()), (PartitionSpec(), specs))
+        in_specs = (self.layout.specs.params, BATCH_SPEC, PartitionSpec())
+        return self._compile(self._loss_and_gradients, in_specs, (PartitionSpec(), self.layout.owned_specs))
 
     @cached_property
     def train_step_with_gradients(self):
         """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping."""
         state_specs = self.layout.specs
-        out_specs = (state_specs, PartitionSpec(), state_specs.params)
+        out_specs = (state_specs, PartitionSpec(), self.layout.owned_specs)
         return self._compile(self._train_step_with_gradients, (state_specs, BATCH_SPEC), out_specs, donate_argnums=0)
 
     @cached_property
@@ -144,34 +148,57 @@ class Program:
         return self._train_step_with_gradients(state, batch)[:2]
 
     def _train_step_with_gradients(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array], Tree]:
-        config = self.config.optimizer
-        loss, grads = self._loss_and_gradients(state.params, batch, state.step)
+        config, layout = self.config, self.layout
+        scale = state.loss_scale.scale
+        scaled = scale if config.precision == "fp16" else None
+        loss, grads = self._loss_and_gradients(state.params, batch, state.step, scaled)
         norm = global_norm(grads)
-        clipped = clip_by_norm(grads, norm, config.clip_norm)
-        params, optimizer = update(self.optimizer, clipped, state.optimizer, state.params)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config)}
-        return TrainState(state.step + 1, params, optimizer), metrics, grads
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
+        clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
+        main = layout.owned.take(state.params) if state.main is None else state.main
+        main, optimizer = update(self.optimizer, clipped, state.optimizer, main, taken)
+        new_state = TrainState(
+            step=state.step + taken.astype(jnp.int32),
+            params=layout.owned.share(layout.computed(main)),
+            main=None if state.main is None else main,
+            optimizer=optimizer,
+            loss_scale=state.loss_scale.after(finite, config.loss_scale, config.precision),
+            recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
+        )
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
+        return new_state, metrics | {"loss_scale": scale, "skipped": ~taken}, grads
 
-    def _loss_and_gradients(self, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
+    def _loss_and_gradients(
+        self, params: Tree, batch: Batch, step: Array, loss_scale: Array | None = None
+    ) -> tuple[Array, Tree]:
+        """The loss, and the gradients where `layout.owned_specs` have them, in the main dtype and without the scale."""
         targets = _count_targets(batch)
-        pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(targets, 1))
-        loss, grads = pipeline.loss_and_gradients(self.schedule, MAIN_DTYPE[self.config.precision])
+        pipeline = self._pipeline(
+            params, batch, self.config.model.dropout, step, jnp.maximum(targets, 1), loss_scale=loss_scale
+        )
+        loss, grads = pipeline.loss_and_gradients(self.schedule, self.gradient_dtype)
         grads["blocks"] = jax.tree.map(
             lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"]
         )
-        return complete(loss, PartitionSpec()), complete(grads, self.layout.specs.params)
+        # Every leaf's reduction waits for its own gradient only.
+        grads = complete(self.layout.owned.scatter(grads, self.gradient_dtype), self.layout.owned_specs)
+        grads = jax.tree.map(lambda grad: grad.astype(self.layout.main_dtype), grads)
+        if loss_scale is not None:
+            grads = jax.tree.map(lambda grad: grad / loss_scale.astype(grad.dtype), grads)
+        return complete(loss, PartitionSpec()), grads
 
     def _evaluate(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
-        pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-        losses = pipeline.forward(self._forward_schedule, partial(pipeline.functions.loss, pipeline.weights["shared"]))
+        pipeline = self._forward_pipeline(params, batch)
+        losses = pipeline.forward(self._forward_schedule, partial(pipeline.functions.loss, pipeline.ends.weights()))
         return complete(jnp.sum(losses), PartitionSpec()), _count_targets(batch)
 
     def _next_logits(self, params: Tree, batch: Batch, position: Array) -> Array:
-        pipeline = self._pipeline(params, batch, 0.0, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
+        pipeline = self._forward_pipeline(params, batch)
 
         def finish(x_BTD: Array, _: Batch) -> Array:
             last_BTD = lax.dynamic_slice_in_dim(x_BTD, position, 1, axis=1)
-            return self.model.logits(pipeline.weights["shared"], last_BTD)[:, 0]
+            return self._whole_sequences.logits(pipeline.ends.weights(), last_BTD)[:, 0]
 
         local_spec = PartitionSpec(None, DATA, vocabulary_axes(self.config))
         logits = complete(pipeline.forward(self._forward_schedule, finish), local_spec)
@@ -180,20 +207,38 @@ class Program:
     def _one_part(self, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
         step = jnp.zeros((), jnp.int32)
         pipeline = self._pipeline(params, batch, self.config.model.dropout, step, jnp.maximum(_count_targets(batch), 1))
-        result = repeat_part(pipeline, part, k, repeats, MAIN_DTYPE[self.config.precision])
+        result = repeat_part(pipeline, part, k, repeats, self.gradient_dtype)
         return complete(result, PartitionSpec())
 
-    def _pipeline(self, params: Tree, batch: Batch, dropout: float, step: Array, num_targets: Array) -> Pipeline:
-        """The model's functions for one batch, its weights in the compute dtype, its rows numbered globally."""
-        config, model = self.config, self.model
+    @cached_property
+    def _whole_sequences(self) -> GPTFunctions:
+        """The model for what runs forward only, where activations are not kept: of any length, no sequence is split."""
+        return GPTFunctions(self.config.model, Split(vocabulary_axes(self.config)))
+
+    def _forward_pipeline(self, params: Tree, batch: Batch) -> Pipeline:
+        nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+        return self._pipeline(params, batch, 0.0, nothing, one, model=self._whole_sequences)
+
+    def _pipeline(
+        self,
+        params: Tree,
+        batch: Batch,
+        dropout: float,
+        step: Array,
+        num_targets: Array,
+        *,
+        model: GPTFunctions | None = None,
+        loss_scale: Array | None = None,
+    ) -> Pipeline:
+        """The model's functions for one batch, its rows numbered globally."""
+        config, model = self.config, model or self.model
         rows = batch["tokens"].shape[0]
         sample_B = axis_index(DATA) * rows + jnp.arange(rows, dtype=jnp.int32)
-        dtype = COMPUTE_DTYPE[config.precision]
         together = config.splits_vocabulary
         # Declared varying once, here, gradients stay local sums until they are reduced once per step.
-        shared = vary(params["shared"], (DATA,) if together else (DATA, PIPE))
-        blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], (DATA,)))
-        weights = jax.tree.map(lambda weight: weight.astype(dtype), {"shared": shared, "blocks": blocks})
+        axes = (DATA, TENSOR) if model.split.sequence else (DATA,)
+        shared = vary(params["shared"], axes if together else (*axes, PIPE))
+        blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], axes))
 
         def context(microbatch: Batch) -> Dropout:
             return Dropout.at(dropout, config.seed, step, microbatch["sample"])
@@ -211,17 +256,26 @@ class Program:
                 jnp.asarray(placement.layer_index)[:, axis_index(PIPE)],
                 unroll,
                 placement.padded,
+                self.layout.stored["blocks"],
                 recompute_stage=config.train.remat == "stage",
             ),
             context=context,
             loss=loss,
+            storage=self.layout.stored["shared"],
+            loss_scale=jnp.ones((), jnp.float32) if loss_scale is None else loss_scale,
         )
+        weights = {"shared": shared, "blocks": blocks}
         return Pipeline(functions, weights, batch | {"sample": sample_B}, self.num_microbatches, together)
 
 
 def vocabulary_axes(config: Config) -> Axes:
     """The mesh axes that the vocabulary is split over."""
     return (PIPE, TENSOR) if config.splits_vocabulary else TENSOR
+
+
+def training_split(config: Config) -> Split:
+    """How the model is split over tensor groups in a training step."""
+    return Split(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
 
 
 def scan_layers(config: Config) -> bool:

@@ -1,4 +1,5 @@
-"""Split MLP and attention give the output and every gradient of the same block on one device, written plainly."""
+"""Split MLP and attention give the output and every gradient of the same block on one device, written plainly; also
+where the sequence is split between them."""
 
 from functools import cache, partial
 
@@ -14,9 +15,10 @@ from megajax.models.attention import Attention
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import MLP
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.split import Split
 from megajax.verify import named_leaves
 
-CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_heads=8, sequence_length=10, vocab_size=64, init_std=0.3)
+CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_heads=8, sequence_length=16, vocab_size=64, init_std=0.3)
 BATCH = 3
 BLOCKS = {"mlp": MLP, "attention": Attention}
 
@@ -41,9 +43,10 @@ def plain_attention(weights: dict, x_BTD: jax.Array) -> jax.Array:
 PLAIN = {"mlp": plain_mlp, "attention": plain_attention}
 
 
-def split(block: str) -> tuple:
+def split(block: str, sequence: bool = False) -> tuple:
     """Graph of a block, its weights' specs, and weights that are all random, biases included."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0))))
+    made = nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Split(sequence=sequence)))
+    graph, state = nnx.split(made)
     specs = jax.tree.map(mesh_spec, nnx.to_pure_dict(nnx.get_partition_spec(state)), is_leaf=lambda s: isinstance(s, P))
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), nnx.to_pure_dict(state))
@@ -63,10 +66,11 @@ def plain_result(block: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_a_split_block_is_the_unsplit_one(block, size):
+@pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (8, False), (1, True), (2, True), (8, True)])
+def test_a_split_block_is_the_unsplit_one(block, size, sequence):
     """Output, gradient of the input and of every weight, duplicated biases included, on 1, 2 and 8 devices."""
-    graph, specs, weights = split(block)
+    graph, specs, weights = split(block, sequence)
+    activation = P(None, "tensor") if sequence else P()
 
     def run(weights, x_BTD):
         module = nnx.merge(graph, nnx.State(weights))
@@ -78,8 +82,8 @@ def test_a_split_block_is_the_unsplit_one(block, size):
     @partial(
         jax.shard_map,
         mesh=make_mesh(1, 1, size, jax.devices()[:size]),
-        in_specs=(specs, P(), P()),
-        out_specs=(P(), {"weights": specs, "input": P()}),
+        in_specs=(specs, activation, activation),
+        out_specs=(activation, {"weights": specs, "input": activation}),
     )
     def split_result(weights, x_BTD, grad_BTD):
         y_BTD, pullback = jax.vjp(run, weights, x_BTD)

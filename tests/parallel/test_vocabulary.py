@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import make_mesh
+from megajax.parallel.split import PAPER, Split
 from megajax.parallel.vocabulary import IGNORED, cross_entropy, embedding_lookup, output_logits
 
 SIZES = [1, 2, 8]
-BATCH, LENGTH, HIDDEN = 2, 5, 6
+BATCH, LENGTH, HIDDEN = 2, 8, 6
+SPLITS = {False: (PAPER, P()), True: (Split(sequence=True), P(None, "tensor"))}  # and the spec of x_BTD
 # (raw, padded): odd; a multiple already; the last of 8 devices has nothing but padding, the one before some.
 VOCABULARIES = [(101, 104), (64, 64), (101, 128)]
 
@@ -37,15 +39,17 @@ def sample(raw: int, padded: int, seed: int = 0, ignored: bool = False) -> tuple
     return x_BTD, table_VD, ids_BT
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_lookup_equals_the_dense_one(size):
+def test_lookup_equals_the_dense_one(size, sequence):
     """Rows of the table, and the gradient of every row, for ids in every device's range."""
+    split, spec = SPLITS[sequence]
     _, table_VD, ids_BT = sample(101, 104)
     grad_BTD = np.random.default_rng(1).normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
 
-    @region(size, (P("tensor"), P(), P()), (P(), P("tensor")))
+    @region(size, (P("tensor"), P(), spec), (spec, P("tensor")))
     def lookup(table_VD, ids_BT, grad_BTD):
-        y_BTD, pullback = jax.vjp(lambda table: embedding_lookup(table, ids_BT), table_VD)
+        y_BTD, pullback = jax.vjp(lambda table: embedding_lookup(table, ids_BT, split), table_VD)
         return y_BTD, pullback(grad_BTD)[0]
 
     y_BTD, grad_VD = lookup(table_VD, ids_BT, grad_BTD)
@@ -55,13 +59,14 @@ def test_lookup_equals_the_dense_one(size):
     np.testing.assert_allclose(grad_VD, expected_VD, rtol=1e-6, atol=1e-7)
 
 
-def head(size: int, raw: int):
+def head(size: int, raw: int, sequence: bool):
     """Loss per token and gradients (of x and the table) of the loss weighted per token."""
+    split, spec = SPLITS[sequence]
 
-    @region(size, (P(), P("tensor"), P(), P()), (P(), P(), P("tensor")))
+    @region(size, (spec, P("tensor"), P(), P()), (P(), spec, P("tensor")))
     def run(x_BTD, table_VD, targets_BT, weight_BT):
         def loss(x_BTD, table_VD):
-            return cross_entropy(output_logits(x_BTD, table_VD, raw), targets_BT)
+            return cross_entropy(output_logits(x_BTD, table_VD, raw, split), targets_BT)
 
         loss_BT, pullback = jax.vjp(loss, x_BTD, table_VD)
         return loss_BT, *pullback(weight_BT)
@@ -82,12 +87,12 @@ def dense_head(raw: int, x_BTD, table_VD, targets_BT, weight_BT):
 
 
 @pytest.mark.parametrize(("raw", "padded"), VOCABULARIES)
-@pytest.mark.parametrize("size", SIZES)
-def test_head_equals_the_dense_one(size, raw, padded):
+@pytest.mark.parametrize(("size", "sequence"), [*((size, False) for size in SIZES), (2, True), (8, True)])
+def test_head_equals_the_dense_one(size, sequence, raw, padded):
     """Loss per token and gradients of hidden states and table; ignored targets; padded rows have no gradient at all."""
     x_BTD, table_VD, targets_BT = sample(raw, padded, ignored=True)
     weight_BT = np.random.default_rng(2).uniform(0.5, 2, (BATCH, LENGTH)).astype(np.float32)
-    loss_BT, grad_BTD, grad_VD = head(size, raw)(x_BTD, table_VD, targets_BT, weight_BT)
+    loss_BT, grad_BTD, grad_VD = head(size, raw, sequence)(x_BTD, table_VD, targets_BT, weight_BT)
     expected = jax.jit(dense_head, static_argnums=0)(raw, x_BTD, table_VD, targets_BT, weight_BT)
     for actual, reference in zip((loss_BT, grad_BTD, grad_VD), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=2e-5, atol=2e-6)
@@ -104,7 +109,7 @@ def test_padded_columns_have_no_probability(size):
 
     @region(size, (P(), P("tensor")), P(None, None, "tensor"))
     def logits(x_BTD, table_VD):
-        return output_logits(x_BTD, table_VD, 101)
+        return output_logits(x_BTD, table_VD, 101, PAPER)
 
     probability_BTV = np.asarray(jax.nn.softmax(logits(x_BTD, table_VD)))
     assert not probability_BTV[..., 101:].any()

@@ -1,5 +1,6 @@
 """Checkpoints: the same state on any mesh, and damage that is noticed."""
 
+import dataclasses
 import gc
 import shutil
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ from megajax.training.state import StateLayout, TrainState
 # Orbax abandons its other reads when one fails, and Python complains when it finds them.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-MESHES = [(1, 4, 2), (1, 1, 1), (8, 1, 1)]
+PLACES = [((1, 4, 2), 1, "fp32"), ((1, 1, 1), 0, "fp16"), ((8, 1, 1), 3, "fp32"), ((4, 1, 2), 1, "bf16")]
 
 
-def layout(mesh: tuple[int, int, int]) -> StateLayout:
+def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32") -> StateLayout:
     """The placement of a model of five layers, which neither two nor four stages divide."""
-    return tiny_program(tiny_config(mesh, num_layers=5)).layout
+    return tiny_program(tiny_config(mesh, zero=zero, precision=precision, num_layers=5)).layout
 
 
 def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
@@ -31,7 +32,7 @@ def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
     rng = np.random.default_rng(seed)
     shapes = where.natural_shapes
     natural = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), shapes)
-    return where.from_natural(TrainState(jnp.int32(step), natural.params, natural.optimizer))
+    return where.from_natural(dataclasses.replace(natural, step=jnp.int32(step)))
 
 
 def natural_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndarray]:
@@ -67,32 +68,34 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = tmp_path_factory.mktemp("written")
     checkpoints = Checkpoints(run, small, keep=2)
     for step in (10, 20):
-        checkpoints.save(random_state(small, step, seed=step))
+        checkpoints.save(step, random_state(small, step, seed=step))
     checkpoints.wait()
     checkpoints.close()
     return run
 
 
 def test_another_mesh_restores_the_same_bits(tmp_path: Path) -> None:
-    """Written on (2, 2, 2), read on (1, 4, 2), (1, 1, 1) and (8, 1, 1), and after that written from one device and read
-    on (2, 2, 2): weights, moments and step are the same in natural form."""
+    """Written on (2, 2, 2), read on other meshes, with other ZeRO, in other precisions, and after that written from one
+    device in fp16 and read on (2, 2, 2): weights, moments and step are the same in natural form."""
     first = layout((2, 2, 2))
     state = random_state(first, 7)
     expected = natural_arrays(first, state)
     checkpoints = Checkpoints(tmp_path / "first", first, keep=1)
-    checkpoints.save(state)
+    checkpoints.save(7, state)
     checkpoints.wait()
     checkpoints.close()
-    for mesh in MESHES:
-        other = layout(mesh)
+    for place in PLACES:
+        other = layout(*place)
         reader = Checkpoints(tmp_path / "first", other)
         found = reader.restore(7)
         reader.close()
         assert int(found.step) == 7
         assert_equal(natural_arrays(other, found), expected)
-        if mesh == (1, 1, 1):
+        if found.main is not None:
+            jax.tree.map(np.testing.assert_array_equal, found.params, other.computed(found.main))
+        if place[0] == (1, 1, 1):
             writer = Checkpoints(tmp_path / "second", other, keep=1)
-            writer.save(found)
+            writer.save(7, found)
             writer.close()
     back = Checkpoints(tmp_path / "second", first)
     assert_equal(natural_arrays(first, back.restore(7)), expected)
@@ -138,9 +141,9 @@ def files_of(checkpoint: Path) -> list[Path]:
 def newest(where: StateLayout, run: Path) -> tuple[TrainState, list[str]]:
     """What `restore_newest` finds in a run that has a good checkpoint."""
     checkpoints = Checkpoints(run, where)
-    state, damaged = checkpoints.restore_newest()
+    state, step, damaged = checkpoints.restore_newest()
     checkpoints.close()
-    assert state is not None
+    assert state is not None and int(state.step) == step
     return state, damaged
 
 
@@ -198,7 +201,7 @@ def test_all_damaged_is_an_error_and_none_is_a_start(small: StateLayout, written
         checkpoints.restore_newest()
     checkpoints.close()
     empty = Checkpoints(tmp_path / "empty", small, keep=1)
-    assert empty.restore_newest() == (None, [])
+    assert empty.restore_newest() == (None, 0, [])
     empty.close()
 
 
@@ -206,13 +209,13 @@ def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
     """Of five checkpoints, the last two. Later ones than a step can be set aside; they are kept and written again."""
     checkpoints = Checkpoints(tmp_path, small, keep=2)
     for step in range(1, 6):
-        checkpoints.save(random_state(small, step))
+        checkpoints.save(step, random_state(small, step))
     checkpoints.wait()
     assert checkpoints.steps() == [4, 5]
     checkpoints.set_aside(after=4)
     assert checkpoints.steps() == [4]
     assert len([entry for entry in (tmp_path / "checkpoints").iterdir() if not entry.name.isdecimal()]) == 1
-    checkpoints.save(random_state(small, 5, seed=1))
+    checkpoints.save(5, random_state(small, 5, seed=1))
     checkpoints.wait()
     assert checkpoints.steps() == [4, 5]
     assert_equal(natural_arrays(small, checkpoints.restore(5)), natural_arrays(small, random_state(small, 5, seed=1)))

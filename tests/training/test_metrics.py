@@ -15,10 +15,12 @@ from megajax.training.metrics import RunLog, read_metrics
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress, time_text
 
+MORE = {"loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5}
+
 
 def log_steps(log: RunLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        log.training(step, loss=10 / 3 / step, grad_norm=np.float32(0.1), learning_rate=1e-4, tokens=512, seconds=0.5)
+        log.training(step, loss=10 / 3 / step, grad_norm=np.float32(0.1), learning_rate=1e-4, **MORE)
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -55,13 +57,16 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
         "loss": 10 / 3,
         "grad_norm": float(np.float32(0.1)),
         "learning_rate": 1e-4,
+        "loss_scale": 1.0,
+        "skipped_steps": 0,
         "tokens": 512,
         "seconds": 0.5,
         "tokens_per_second": 1024.0,
     }
     assert last == {"step": 20, "validation_loss": 2.5}
     events = tensorboard_points(tmp_path)
-    assert set(events) == {"loss/training", "loss/validation", "grad_norm", "learning_rate", "tokens_per_second"}
+    names = {"grad_norm", "learning_rate", "loss_scale", "skipped_steps", "tokens_per_second"}
+    assert set(events) == {"loss/training", "loss/validation"} | names
     assert events["loss/validation"] == [(20, 2.5)]
     assert [step for step, _ in events["loss/training"]] == list(range(1, 21))
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (585, 1040)
@@ -108,7 +113,7 @@ def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     with RunLog(tmp_path, total_steps=2) as log:
-        log.training(1, loss=np.nan, grad_norm=np.inf, learning_rate=0, tokens=1, seconds=0)
+        log.training(1, loss=np.nan, grad_norm=np.inf, learning_rate=0, **MORE)
         log.validation(1, np.inf)
     assert [(line.get("loss"), line.get("grad_norm")) for line in lines(tmp_path)] == [(None, None), (None, None)]
     with RunLog(tmp_path, total_steps=2, finished_steps=1):

@@ -1,0 +1,60 @@
+"""ZeRO: state split over the `data` axis (REFERENCE: the distributed optimizer).
+
+A weight's shard is its part along one of its own dims (`mesh.split_over_data`), so that its logical shape, and with it
+every checkpoint, stays what it is. Weights that no dim of divides stay whole.
+
+- ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
+  once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
+- ZeRO-3: the weights that layers compute with are kept in shards too, gathered just before use, forward and backward,
+  and their gradients are scattered at once. No gathered weight outlives its layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+
+from megajax.parallel.collectives import gather_shards, own_shard, scatter_sum
+
+Tree = Any
+WHOLE = 0  # in place of a dim: the weight is not split
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which dim of every weight is split over `data`.
+
+    Attributes:
+        dims: tree of the weights' structure; dims are negative, counted from the last one, so that they hold with and
+            without the dims of stacked layers. `WHOLE` where a weight is not split.
+    """
+
+    dims: Tree
+
+    def __getitem__(self, name: str) -> "Shards":
+        """Those of a part of the weights."""
+        return Shards(self.dims[name])
+
+    def take(self, weights: Tree) -> Tree:
+        """This device's shards of whole weights."""
+        return self._map(own_shard, weights)
+
+    def gather(self, shards: Tree) -> Tree:
+        """Whole weights, to compute with: their gradients are local sums."""
+        return self._map(gather_shards, shards)
+
+    def share(self, shards: Tree) -> Tree:
+        """Whole weights, to keep: they count as the same on all devices of `data`."""
+        return self._map(lambda shard, dim: gather_shards(shard, dim, same=True), shards)
+
+    def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
+        """Local sums of whole gradients to the global sums of this device's shards, summed in `dtype`."""
+        return self._map(scatter_sum, jax.tree.map(lambda grad: grad.astype(dtype), grads))
+
+    def _map(self, function, tree: Tree) -> Tree:
+        def leaf(x: Array, dim: int) -> Array:
+            return x if dim == WHOLE else function(x, dim)
+
+        return jax.tree.map(leaf, tree, self.dims)

@@ -1,0 +1,50 @@
+"""What a tiny model's train step communicates, from its jaxpr: nothing runs, nothing is compiled."""
+
+from collections import Counter
+from functools import cache
+
+import jax
+from jax.sharding import NamedSharding
+from tiny import abstract_batch, tiny_config, tiny_program
+
+from megajax.verify import Collective, collectives
+
+LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows
+ACTIVATION = (ROWS, TOKENS, HIDDEN)
+
+
+def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):
+    """A program, and the abstract arguments of its train step."""
+    batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
+    config = tiny_config(mesh, **{"num_layers": LAYERS, "sequence_length": TOKENS} | batch | options)
+    program = tiny_program(config)
+    return program, (jax.eval_shape(program.layout.init), abstract_batch(config))
+
+
+@cache
+def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
+    program, arguments = traced(mesh, num_microbatches, **options)
+    return collectives(program.train_step, *arguments)
+
+
+def over(axis: str, found: list[Collective]) -> list[Collective]:
+    return [collective for collective in found if axis in collective.axes]
+
+
+def of_kind(kind: str, found: list[Collective]) -> list[Collective]:
+    return [collective for collective in found if collective.kind == kind]
+
+
+def count_shapes(found: list[Collective]) -> Counter:
+    """How often an operand of each shape is communicated."""
+    counts: Counter = Counter()
+    for collective in found:
+        for shape in collective.shapes:
+            counts[shape] += collective.count
+    return counts
+
+
+def local_shapes(program, tree, specs) -> list[tuple[int, ...]]:
+    """Shapes of a device's shards of a tree of arrays."""
+    placed = jax.tree.map(lambda leaf, spec: NamedSharding(program.mesh, spec).shard_shape(leaf.shape), tree, specs)
+    return jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, tuple))
