@@ -3,6 +3,7 @@
 All mesh axes are manual and their types are checked. Letters: B batch, T tokens, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -129,11 +130,19 @@ class Program:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes a device keeps of a microbatch's way through a chunk until it comes back; nothing is computed."""
+        return self._bytes(Pipeline.kept_types)
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """Bytes of a device's sums of gradients, and of its loss; nothing is computed."""
+        return self._bytes(lambda pipeline: pipeline.sums(self.gradient_dtype))
+
+    def _bytes(self, part: Callable[[Pipeline], Tree]) -> int:
         found: list[jax.ShapeDtypeStruct] = []
 
         def look(params: Tree, batch: Batch) -> Array:
             count = jnp.ones((), jnp.int32)
-            found.extend(self._pipeline(params, batch, self.config.model.dropout, count, count).kept_types())
+            found.extend(jax.tree.leaves(part(self._pipeline(params, batch, self.config.model.dropout, count, count))))
             return count
 
         shape = self.config.train.global_batch, self.config.model.sequence_length

@@ -1,0 +1,137 @@
+"""ZeRO and sequence parallelism: what they communicate, counted on the jaxpr, and what a device keeps."""
+
+import math
+from collections import Counter
+
+import jax
+import pytest
+from counting import HIDDEN, LAYERS, ROWS, count_shapes, local_shapes, of_kind, over, step_collectives, traced
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_config, tiny_program
+
+from megajax.parallel.collectives import spec_axes
+from megajax.pipeline.executor import Pipeline
+
+TENSOR = 4
+SEQUENCE = 20
+WHOLE, SHARD = (ROWS, SEQUENCE, HIDDEN), (ROWS, SEQUENCE // TENSOR, HIDDEN)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_zero_1_scatters_and_gathers_every_leaf_once_a_step(num_microbatches, precision, sequence_parallel):
+    """One reduce-scatter of fp32 gradients and one all-gather in the compute dtype per leaf, however many microbatches.
+
+    What is shared between stages, or with a split sequence duplicated in a tensor group, is then summed over them in
+    shards. Over data there are scalars beside that, no more.
+    """
+    options = {"precision": precision, "sequence_length": SEQUENCE, "sequence_parallel": sequence_parallel}
+    program, (state, _) = traced((2, 2, 2), num_microbatches, **options)
+    layout, found = program.layout, step_collectives((2, 2, 2), num_microbatches, **options)
+    whole = local_shapes(program, state.params, layout.specs.params)
+    owned = local_shapes(program, state.params, layout.owned_specs)
+    assert all(math.prod(a) == 2 * math.prod(b) for a, b in zip(whole, owned, strict=True))  # every leaf is split
+    over_data = over("data", found)
+    assert count_shapes(of_kind("reduce-scatter", over_data)) == Counter(whole)
+    assert count_shapes(of_kind("all-gather", over_data)) == Counter(owned)
+    assert sum(c.num_bytes for c in of_kind("reduce-scatter", over_data)) == 4 * sum(map(math.prod, whole))
+    width = {"fp32": 4, "bf16": 2}[precision]
+    assert sum(c.num_bytes for c in of_kind("all-gather", over_data)) == width * sum(map(math.prod, owned))
+    assert set(count_shapes(of_kind("all-reduce", over_data))) == {()}
+
+    sums = [c for c in of_kind("all-reduce", found) if c.axes != ("data",) and c.count == 1]
+    specs = jax.tree.leaves(layout.owned_specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    axes = ("pipe", "tensor") if sequence_parallel else ("pipe",)
+    duplicated = [shape for shape, spec in zip(owned, specs, strict=True) if not set(axes) <= spec_axes(spec)]
+    assert count_shapes(sums) - Counter({(): 99}) == Counter(duplicated)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "layer"])
+def test_zero_3_gathers_each_layer_for_each_pass(remat):
+    """Per layer and microbatch every leaf is gathered forward and again backward, and its gradient scattered at once,
+    in fp32; what is recomputed works on what the backward pass gathered. Embedding and head gather for themselves."""
+    num_microbatches = 4
+    options = {"zero": 3, "remat": remat, "precision": "bf16", "sequence_length": SEQUENCE}
+    program, (state, _) = traced((2, 1, 1), num_microbatches, **options)
+    found = over("data", step_collectives((2, 1, 1), num_microbatches, **options))
+    shards = local_shapes(program, state.params, program.layout.specs.params)
+    gathered, scattered = of_kind("all-gather", found), of_kind("reduce-scatter", found)
+    layer = [shape[3:] for shape in shards if len(shape) > 2]
+    passes = LAYERS * num_microbatches
+    table, positions = (128, HIDDEN // 2), (SEQUENCE, HIDDEN // 2)
+    ends = Counter({table: 2, positions: 2}) + Counter({(HIDDEN // 2,): 4})  # all shared weights at both ends
+    expected = Counter({shape: 2 * passes * number for shape, number in Counter(layer).items()}) + Counter(
+        {shape: num_microbatches * number for shape, number in ends.items()}
+    )
+    assert len(layer) == 12 and count_shapes(gathered) == expected
+    assert sum(c.count for c in scattered) == passes * len(layer) + num_microbatches * 2 * 4
+    assert all(c.num_bytes == 4 * math.prod(c.shapes[0]) for c in scattered)
+    assert all(c.num_bytes == 2 * math.prod(c.shapes[0]) for c in gathered)
+    assert set(count_shapes(of_kind("all-reduce", found))) == {()}
+
+
+LAYER = {  # all-gathers and reduce-scatters of a layer
+    "none": (2 + 2 + 2, 2 + 2),  # forward, backward, and again for the two products whose inputs were not kept
+    "selective": (2 + 2 + 2, 2 + 2),
+    "layer": (2 + 2 + 2, 2 + 1 + 2),  # forward, recomputed (whose last result nobody needs), backward
+    "stage": (2 + 2 + 2 + 2, 2 + 2 + 2),
+}
+
+
+@pytest.mark.parametrize("remat", LAYER)
+def test_a_split_sequence_is_gathered_and_scattered(remat):
+    """In place of the all-reduces stand all-gathers and reduce-scatters that move the same bytes, and the re-gathers:
+    2 a layer, or 1 where the layer is recomputed. Embedding and head have one of each. No activation is all-reduced."""
+    ticks, layers = 4 + 2, LAYERS // 2
+    options = {"remat": remat, "sequence_length": SEQUENCE}
+    found = over("tensor", step_collectives((1, 2, TENSOR), 4, sequence_parallel=True, **options))
+    in_loop = [c for c in found if c.count > 1]
+    gathers, scatters = LAYER[remat]
+    assert count_shapes(of_kind("all-gather", in_loop)) == {SHARD: ticks * (gathers * layers + 2)}
+    assert count_shapes(of_kind("reduce-scatter", in_loop)) == {WHOLE: ticks * (scatters * layers + 2)}
+    assert set(count_shapes(of_kind("all-reduce", in_loop))) == {(ROWS, SEQUENCE)}  # the loss's numbers per token
+
+    def moved(found: list) -> int:
+        """Bytes a device sends on a ring of n: (n-1) shards to gather, (n-1)/n of the whole to scatter, both to sum."""
+        parts = {kind: sum(c.count * c.num_bytes for c in of_kind(kind, found)) for kind in {c.kind for c in found}}
+        whole = parts.get("reduce-scatter", 0) + 2 * parts["all-reduce"]
+        return parts.get("all-gather", 0) * (TENSOR - 1) + whole * (TENSOR - 1) // TENSOR
+
+    plain = [c for c in over("tensor", step_collectives((1, 2, TENSOR), 4, **options)) if c.count > 1]
+    again = 1 if remat == "layer" else 2  # activations gathered a layer; recomputed, an all-reduce was there as well
+    activation = 4 * math.prod(WHOLE) * (TENSOR - 1) // TENSOR
+    assert moved(in_loop) - moved(plain) == again * layers * ticks * activation
+
+
+def kept(config) -> list[tuple[int, ...]]:
+    """Shapes of what a layer keeps until its backward, without the dim of stacked layers."""
+    found: list = []
+    program, real = tiny_program(config), Pipeline.kept_types
+
+    def look(self):
+        types = real(self)
+        found.extend(types)
+        return types
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "kept_types", look)
+        assert program.kept_bytes > 0
+    return [leaf.shape[1:] for leaf in found]
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_what_a_layer_keeps_of_a_split_sequence(remat, scan):
+    """Every activation of the width of the residual path (inputs of LayerNorm, of dropout, of the residual additions,
+    and the matrix products' inputs before they are gathered) is divided by the tensor size; inside the regions nothing
+    changes, and no gathered activation is kept."""
+    options = {"hidden_size": 32, "sequence_length": SEQUENCE, "microbatch": ROWS, "global_batch": ROWS}
+    options |= {"remat": remat, "scan_layers": scan, "num_layers": LAYERS}
+    whole = Counter(kept(tiny_config((1, 2, TENSOR), **options)))
+    split = Counter(kept(tiny_config((1, 2, TENSOR), sequence_parallel=True, **options)))
+    width, residual, own = 32, (ROWS, SEQUENCE, 32), (ROWS, SEQUENCE // TENSOR, 32)
+    in_mlp = Counter({(ROWS, SEQUENCE, 4 * width // TENSOR): 2 if remat == "none" else 1})
+    assert residual in whole and (whole - in_mlp)[residual] == split[own] == {"none": 4, "selective": 2}[remat]
+    tokens = [shape for shape in split if len(shape) == 3 and shape[:2] == (ROWS, SEQUENCE)]
+    assert all(split[shape] == in_mlp[shape] for shape in tokens)
