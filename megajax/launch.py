@@ -1,5 +1,6 @@
 """Start of a process: its devices, the other processes, and how a run's end becomes an exit code."""
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -14,17 +15,25 @@ _PATIENCE = {
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
 
+# What the GPU's compiler should do though it would not by itself, or not in every version (docs/gpu.md says why).
+GPU_FLAGS = {
+    "--xla_gpu_enable_latency_hiding_scheduler": "true",
+    "--xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+}
+GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"  # of a GPU's memory, which nothing else uses; by default 0.75
+
 
 def start(config: Config) -> None:
-    """Set up JAX for `config`, before any other use of JAX: precision, simulated devices, the other processes.
+    """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, the other
+    processes. A flag that the user has set stays as it is.
 
     Raises:
         UserError: the processes cannot find each other.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = " ".join(
-        [*(f"{flag}={seconds}" for flag, seconds in _PATIENCE.items() if flag not in flags), flags]
-    ).strip()
+    _set_flags(_PATIENCE)
+    if not config.simulate_devices and may_use_gpus(os.environ):
+        _set_flags(GPU_FLAGS)
+        os.environ.setdefault(*GPU_MEMORY)
     import jax
 
     jax.config.update("jax_enable_x64", config.precision == "fp64")
@@ -45,6 +54,26 @@ def start(config: Config) -> None:
             f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
         )
         raise UserError(f"{where}: the processes did not find each other: {str(error).splitlines()[0]}") from error
+
+
+def _set_flags(defaults: Mapping[str, object]) -> None:
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0] for flag in flags}
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*(f"{name}={value}" for name, value in defaults.items() if name not in given), *flags]
+    )
+
+
+def may_use_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether JAX will look for NVIDIA GPUs: its CUDA plugin is installed, and JAX_PLATFORMS does not rule it out."""
+    platforms = environment.get("JAX_PLATFORMS", "").split(",")
+    wanted = platforms == [""] or any(platform in ("cuda", "gpu") for platform in platforms)
+    return wanted and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def gpu_flags() -> list[str]:
+    """The flags of XLA's GPU compiler that this process runs with, for the log."""
+    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:

@@ -44,6 +44,13 @@ def decay_mask(params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NOT_DECAYED, params)
 
 
+def parameter_groups(params: Tree) -> tuple[int, int]:
+    """Numbers of the parameters that decay and of those that do not."""
+    sizes = jax.tree.map(lambda decays, leaf: (leaf.size, 0) if decays else (0, leaf.size), decay_mask(params), params)
+    pairs = jax.tree.leaves(sizes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return sum(decayed for decayed, _ in pairs), sum(other for _, other in pairs)
+
+
 def global_norm(grads: Tree) -> Array:
     """Norm over all logical elements, each counted once.
 

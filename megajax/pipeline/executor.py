@@ -68,7 +68,8 @@ class Pipeline:
 
         def tick(carry, row):
             row = row | known
-            x_wire, grad_wire, x_inbox, grad_inbox, buffer, ends, blocks = carry
+            x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks = carry
+            grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row, "backward")
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
@@ -78,7 +79,9 @@ class Pipeline:
             else:
                 keep = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
-            x_wire = self.send(send_up, y)
+            # On its way while the backward runs. The barrier keeps XLA from moving it into the next tick, whose forward
+            # would have to wait for it.
+            x_wire = lax.optimization_barrier(self.send(send_up, y))
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
@@ -88,7 +91,7 @@ class Pipeline:
                 pull = lambda grad, blocks: self.backward_chunk(row, buffer, grad, blocks)  # noqa: E731
                 grad, blocks = when(row["runs_backward"], pull, lambda *carry: carry, grad, blocks)
             ends = self.ends.leave(row, grad, ends)
-            return (x_wire, self.send(send_down, grad), x_inbox, grad_inbox, buffer, ends, blocks), None
+            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)

@@ -23,8 +23,8 @@ from megajax.evaluation.perplexity import Perplexity, perplexity
 from megajax.generate import sample
 from megajax.launch import start
 from megajax.mesh import make_mesh
-from megajax.models.gpt import count_parameters
 from megajax.training.checkpoint import Checkpoints
+from megajax.training.describe import describe
 from megajax.training.metrics import RunLog
 from megajax.training.run_directory import claim
 from megajax.training.state import TrainState
@@ -58,7 +58,7 @@ def train(config: Config) -> None:
     corpus = open_corpus(folder, vocab_size)
     train_samples, validation_samples = split(corpus.tokens)
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
-    _say(_describe(config, corpus, train_samples))
+    _say(describe(program, corpus, train_samples))
     run = _Run(config, run_dir, program, corpus, train_samples, validation_samples)
     if run.first < config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
@@ -268,19 +268,6 @@ def on_first_process(action: Callable[[], Any]) -> None:
             raise UserError("process 0 stopped: its standard error says why")
     if error:
         raise error
-
-
-def _describe(config: Config, corpus: Corpus, samples: TrainSamples) -> str:
-    mesh, report = config.mesh, corpus.report
-    skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
-    return (
-        f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
-        f"{config.model.hidden_size}, {config.precision}\n"
-        f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
-        f"{jax.devices()[0].platform} devices, {jax.process_count()} processes\n"
-        f"data: {report.tokens:,} tokens in {report.documents:,} documents of {report.source}{skipped}; "
-        f"an epoch is {samples.epoch_size / config.train.global_batch:,.4g} steps"
-    )
 
 
 def _say(text: str) -> None:

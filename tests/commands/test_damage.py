@@ -13,6 +13,7 @@ from processes import (
     checkpoint_steps,
     contents,
     curve,
+    training,
     validation,
 )
 
@@ -82,16 +83,20 @@ def test_each_damage_by_itself(commands: Commands, straight: Run, damage, tmp_pa
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(commands: Commands, straight: Run, half: Run, tmp_path: Path) -> None:
-    """Exit code 1, the step and the last good checkpoint in the last line; checkpoints stay as they are, and with a
-    sane learning rate the run goes on as if nothing had been."""
+def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, half: Run, tmp_path: Path) -> None:
+    """Steps whose loss is not finite are skipped, counted and reported, two of them; the third in a row ends the run:
+    exit code 1, the step and the last good checkpoint in the last line. Checkpoints stay as they are, and with a sane
+    learning rate the run goes on as if nothing had been."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     before = contents(run / "checkpoints")
-    done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST)
+    done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
     assert done.code == 1, (done.out, done.err)
     last = done.err.splitlines()[-1]
-    assert "step 12" in last and str(run / "checkpoints" / "10") in last
+    assert "step 14" in last and str(run / "checkpoints" / "10") in last
     assert "Traceback" not in done.err
+    assert [line["skipped_steps"] for line in training(run)] == [0] * 11 + [1, 2, 3]
+    reported = [line for line in done.out.splitlines() if line.endswith(": skipped")]
+    assert [line.partition(":")[0] for line in reported] == ["step 12", "step 13"]
     assert contents(run / "checkpoints") == before
     commands.train(run)
     assert curve(run) == curve(straight.folder)

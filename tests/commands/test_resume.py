@@ -37,12 +37,15 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-def test_resume_on_another_mesh_with_another_microbatch_size(
+def test_resume_on_other_meshes_with_the_state_split_otherwise(
     commands: Commands, straight: Run, half: Run, tmp_path: Path
 ) -> None:
-    """Three layers go from one device to a (2, 2, 2) mesh, two rows per microbatch instead of one."""
+    """Three layers go from one device to a (2, 2, 2) mesh with ZeRO-3 and a split sequence, two rows per microbatch
+    instead of one, and from there to data parallelism without ZeRO."""
     run = shutil.copytree(half.folder, tmp_path / "run")
-    commands.train(run, *MESH_222, "--train.microbatch", 2, "--resume", "must")
+    split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
+    commands.train(run, *MESH_222, *split, "--resume", "must")
+    commands.train(run, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
     assert curve(run)[:10] == curve(straight.folder)[:10]
     assert_close_losses(curve(run), curve(straight.folder))
 

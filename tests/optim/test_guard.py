@@ -1,0 +1,81 @@
+"""Which steps are taken, and the loss scale of fp16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.config import LossScaleConfig
+from megajax.optim.guard import FEWEST, WINDOW, is_spike, no_norms, remember
+from megajax.optim.loss_scale import LossScale
+
+SCALE = LossScaleConfig(initial=256.0, growth_every=3, floor=2.0)
+
+
+def after(scale: LossScale, outcome: str, precision: str = "fp16") -> LossScale:
+    """The scale after steps that were good or overflowed: `+` and `-`."""
+    for sign in outcome:
+        scale = scale.after(jnp.asarray(sign == "+"), SCALE, precision)
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("outcome", "scale", "good_steps"),
+    [
+        ("", 256, 0),
+        ("++", 256, 2),
+        ("+++", 512, 0),
+        ("++++++", 1024, 0),
+        ("-", 128, 0),
+        ("++-++", 128, 2),  # only good steps in a row count
+        ("++-+++", 256, 0),
+        ("-" * 7, 2, 0),
+        ("-" * 20, 2, 0),  # the floor
+        ("-" * 20 + "+++", 4, 0),
+    ],
+)
+def test_the_scale_grows_and_shrinks(outcome, scale, good_steps):
+    found = after(LossScale.start(SCALE, "fp16"), outcome)
+    assert (float(found.scale), int(found.good_steps)) == (scale, good_steps)
+
+
+def test_the_scale_stays_finite_and_invertible():
+    found = after(LossScale.start(SCALE, "fp16"), "+" * 400)
+    assert np.isfinite(found.scale) and float(found.scale) * (1 / float(found.scale)) == 1 and 1 / found.scale > 1e-30
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_only_fp16_is_scaled(precision):
+    start = LossScale.start(SCALE, precision)
+    found = after(start, "+++-+++", precision)
+    assert (float(found.scale), int(found.good_steps)) == (1, 0)
+
+
+def test_the_defaults_are_the_usual_ones():
+    config = LossScaleConfig()
+    numbers = (config.initial, config.growth, config.growth_every, config.backoff, config.floor)
+    assert numbers == (65536, 2, 1000, 0.5, 1)
+
+
+def seen(norms: list[float]) -> jax.Array:
+    recent = no_norms()
+    for step, norm in enumerate(norms):
+        recent = remember(jnp.float32(norm), recent, jnp.int32(step))
+    return recent
+
+
+def test_a_spike_is_far_above_the_recent_median():
+    """Neither before enough norms were seen nor without a threshold; outliers do not move the median."""
+    norms = [1.0, 2.0, 3.0] * 5 + [1000.0]
+    assert len(norms) == FEWEST
+    recent = seen(norms)
+    assert bool(is_spike(jnp.float32(8.1), recent, 4.0))
+    assert not bool(is_spike(jnp.float32(7.9), recent, 4.0))
+    assert not bool(is_spike(jnp.float32(8.1), recent, 0.0))
+    assert not bool(is_spike(jnp.float32(8.1), seen(norms[1:]), 4.0))
+
+
+def test_the_oldest_norm_makes_room():
+    recent = seen([5.0] * WINDOW + [1.0] * (WINDOW - 1))
+    assert np.sort(recent).tolist() == [1.0] * (WINDOW - 1) + [5.0]
+    assert bool(is_spike(jnp.float32(2.5), recent, 2.0))
