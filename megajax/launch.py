@@ -18,7 +18,7 @@ _PATIENCE = {
 # What the GPU's compiler should do though it would not by itself, or not in every version (docs/gpu.md says why).
 GPU_FLAGS = {
     "--xla_gpu_enable_latency_hiding_scheduler": "true",
-    "--xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+    "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
 GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"  # of a GPU's memory, which nothing else uses; by default 0.75
 

@@ -165,6 +165,20 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
         ({"optimizer.warmup_steps": 261}, "--optimizer.decay-steps 260, which includes it; valid: at most 260"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
+        ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
+        ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1, or 0"),
+        ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 or more"),
+        (
+            {"optimizer.gradient_dtype": "bf16"},
+            "--optimizer.gradient-dtype bf16 with --precision fp32; valid: fp32, or",
+        ),
+        ({"loss_scale.initial": 0}, "--loss-scale.initial 0.0; valid: more than 0 and at most 2^64"),
+        ({"loss_scale.growth": 1}, "--loss-scale.growth 1.0; valid: more than 1"),
+        ({"loss_scale.backoff": 1}, "--loss-scale.backoff 1.0; valid: more than 0 and less than 1"),
+        (
+            {"loss_scale.floor": 1e6},
+            "--loss-scale.floor 1000000.0 is above --loss-scale.initial 65536.0; valid: at most",
+        ),
         ({"distributed.num_processes": 2}, "--distributed.coordinator and --distributed.process-id missing"),
     ],
 )
@@ -208,6 +222,10 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",
         ),
         ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
+        (
+            {"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252},
+            "--sequence-parallel: --mesh.tensor 8 does not divide --model.sequence-length 252; valid:",
+        ),
         ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
     ],
 )

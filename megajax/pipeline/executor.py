@@ -79,9 +79,7 @@ class Pipeline:
             else:
                 keep = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
-            # On its way while the backward runs. The barrier keeps XLA from moving it into the next tick, whose forward
-            # would have to wait for it.
-            x_wire = lax.optimization_barrier(self.send(send_up, y))
+            x_wire = self.send(send_up, y)  # on its way while the backward runs
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
@@ -162,8 +160,11 @@ class Pipeline:
         return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
 
     def send(self, send: Callable[..., Array], x: Array) -> Array:
-        """Hand over to a neighbour; in a pipe of one to nobody."""
-        return send(x, ring=self.num_chunks > 1) if self.num_stages > 1 else x
+        """Hand over to a neighbour; in a pipe of one to nobody.
+
+        The barrier keeps it where it is called: XLA would move it to the start of the next tick, which then waits for it.
+        """
+        return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
     def _inbox(self, direction: Pass) -> Array | None:
         """Slots for what waits longer than a tick, and a spare one for what nobody sent."""

@@ -1,5 +1,7 @@
 """The learning-rate schedule at its key points, and against optax's."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -42,3 +44,20 @@ def test_it_is_optax_s_schedule_for_optax_s_arguments() -> None:
 def test_without_warm_up_or_without_decay(warmup: int, rates: tuple[float, ...]) -> None:
     config = OptimizerConfig(learning_rate=3.0, min_learning_rate=1.0, warmup_steps=warmup, decay_steps=2)
     assert [float(learning_rate(step, config)) for step in range(4)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_linear_is_optax_s_with_a_floor(warmup: int) -> None:
+    config = dataclasses.replace(PAPER, schedule="linear", warmup_steps=warmup, decay_steps=110)
+    rise = optax.linear_schedule(0.0, 1.5e-4, warmup)
+    fall = optax.linear_schedule(1.5e-4, 1e-5, 110 - warmup)
+    theirs = optax.join_schedules([rise, fall], [warmup])
+    for step in range(0, 130, 3):
+        assert float(learning_rate(step, config)) == pytest.approx(float(theirs(step)), rel=1e-5)
+
+
+def test_constant_stays_at_the_peak() -> None:
+    """After the warm-up, with neither floor nor end."""
+    config = dataclasses.replace(PAPER, schedule="constant", warmup_steps=4, decay_steps=5)
+    rates = [float(learning_rate(step, config)) for step in (0, 2, 4, 5, 10**6)]
+    assert rates == pytest.approx([0, 0.75e-4, 1.5e-4, 1.5e-4, 1.5e-4])

@@ -1,0 +1,60 @@
+"""XLA's flags: set before JAX starts, unless the user set them."""
+
+import os
+from importlib.machinery import ModuleSpec
+
+import pytest
+from tiny import tiny_config
+
+from megajax import launch
+
+CUDA = "jax_cuda13_plugin"
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """JAX's CUDA plugin seems to be installed."""
+    found = lambda name: ModuleSpec(name, None) if name == CUDA else None  # noqa: E731
+    monkeypatch.setattr(launch.importlib.util, "find_spec", found)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """No flags; what is set here is undone."""
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", launch.GPU_MEMORY[0]):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setitem(os.environ, name, "")
+        monkeypatch.delitem(os.environ, name)
+    return monkeypatch
+
+
+def start() -> list[str]:
+    launch.start(tiny_config())
+    return os.environ["XLA_FLAGS"].split()
+
+
+def test_on_gpus_the_flags_of_the_documentation_are_set(environment, plugin):
+    flags = start()
+    assert {f"{name}={value}" for name, value in launch.GPU_FLAGS.items()} <= set(flags)
+    assert launch.gpu_flags() == [flag for flag in flags if "gpu" in flag]
+    assert os.environ[launch.GPU_MEMORY[0]] == launch.GPU_MEMORY[1]
+
+
+def test_what_the_user_has_set_stays(environment, plugin):
+    name = next(iter(launch.GPU_FLAGS))
+    environment.setenv("XLA_FLAGS", f"{name}=false --xla_gpu_autotune_level=2")
+    environment.setenv(launch.GPU_MEMORY[0], "0.5")
+    flags = start()
+    assert [flag for flag in flags if flag.startswith(f"{name}=")] == [f"{name}=false"]
+    assert "--xla_gpu_autotune_level=2" in flags and os.environ[launch.GPU_MEMORY[0]] == "0.5"
+    assert len(launch.gpu_flags()) == len(launch.GPU_FLAGS) + 1
+
+
+@pytest.mark.parametrize(("platforms", "expected"), [("", True), ("cuda,cpu", True), ("gpu", True), ("cpu", False)])
+def test_gpus_may_be_ruled_out(environment, plugin, platforms, expected):
+    assert launch.may_use_gpus({"JAX_PLATFORMS": platforms}) == expected
+
+
+def test_without_the_plugin_or_on_simulated_devices_there_are_none(environment):
+    assert not launch.may_use_gpus({}) and not launch.gpu_flags()
+    assert not any("gpu" in flag for flag in start())
