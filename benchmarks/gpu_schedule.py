@@ -22,7 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from megajax.launch import GPU_FLAGS
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or " ".join(
+os.environ.setdefault("XLA_FLAGS", " ".join(f"{name}={value}" for name, value in GPU_FLAGS.items()))
     f"{name}={value}" for name, value in GPU_FLAGS.items()
 )
 

@@ -162,7 +162,7 @@ class Pipeline:
     def send(self, send: Callable[..., Array], x: Array) -> Array:
         """Hand over to a neighbour; in a pipe of one to nobody.
 
-        The barrier keeps it where it is called: XLA would move it to the start of the next tick, which then waits for it.
+        The barrier keeps it where it is called: XLA would move it to the start of the next tick, which then waits.
         """
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
