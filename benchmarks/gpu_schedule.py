@@ -23,8 +23,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from megajax.launch import GPU_FLAGS
 
 os.environ.setdefault("XLA_FLAGS", " ".join(f"{name}={value}" for name, value in GPU_FLAGS.items()))
-    f"{name}={value}" for name, value in GPU_FLAGS.items()
-)
 
 import jax
 from jax.experimental import topologies
