@@ -21,7 +21,7 @@ class LossScale:
     """The scale of the next step.
 
     Attributes:
-        scale: fp32 scalar.
+        scale: fp32 scalar; in a checkpoint 0 where the run was not in fp16, so that another precision may take over.
         good_steps: steps since the scale last changed, int32 scalar.
     """
 
@@ -32,6 +32,17 @@ class LossScale:
     def start(cls, config: LossScaleConfig, precision: str) -> "LossScale":
         """The scale of the first step: 1 but in fp16."""
         return cls(jnp.float32(config.initial if precision == "fp16" else 1.0), jnp.int32(0))
+
+    def stored(self, precision: str) -> "LossScale":
+        """As a checkpoint has it."""
+        return self if precision == "fp16" else LossScale(jnp.zeros_like(self.scale), self.good_steps)
+
+    def resumed(self, config: LossScaleConfig, precision: str) -> "LossScale":
+        """The scale to go on with from a checkpoint of any precision."""
+        fresh = LossScale.start(config, precision)
+        if precision != "fp16":
+            return fresh
+        return jax.tree.map(lambda old, new: jnp.where(self.scale > 0, old, new), self, fresh)
 
     def after(self, finite: Array, config: LossScaleConfig, precision: str) -> "LossScale":
         """The scale after a step whose gradients were `finite`, or overflowed."""

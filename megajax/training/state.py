@@ -146,7 +146,9 @@ class StateLayout:
         return _map_blocks(self.placement.to_natural, tree)
 
     def _staged(self, natural: TrainState) -> TrainState:
-        state = _map_blocks(self.placement.to_stages, natural)
+        config = self._config
+        scale = natural.loss_scale.resumed(config.loss_scale, config.precision)
+        state = dataclasses.replace(_map_blocks(self.placement.to_stages, natural), loss_scale=scale)
         if self.compute_dtype == self.main_dtype:
             return state
         return dataclasses.replace(state, params=self.computed(state.params), main=state.params)
@@ -157,7 +159,9 @@ class StateLayout:
 
     def _natural(self, state: TrainState) -> TrainState:
         params = state.params if state.main is None else state.main
-        return _map_blocks(self.placement.to_natural, dataclasses.replace(state, params=params, main=None))
+        scale = state.loss_scale.stored(self._config.precision)
+        state = dataclasses.replace(state, params=params, main=None, loss_scale=scale)
+        return _map_blocks(self.placement.to_natural, state)
 
 
 def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError
+from megajax.optim.loss_scale import LossScale
 from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, digest
 from megajax.training.state import StateLayout, TrainState
 
@@ -36,9 +38,10 @@ def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
 
 
 def natural_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndarray]:
-    """Every array of a state in natural form, by name."""
+    """Every array of a state in natural form, by name, without the loss scale, which is fp16's only."""
     leaves = jax.tree_util.tree_leaves_with_path(where.to_natural(state))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {name: array for name, array in arrays.items() if "loss_scale" not in name}
 
 
 def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -100,6 +103,22 @@ def test_another_mesh_restores_the_same_bits(tmp_path: Path) -> None:
     back = Checkpoints(tmp_path / "second", first)
     assert_equal(natural_arrays(first, back.restore(7)), expected)
     back.close()
+
+
+def test_a_loss_scale_is_for_fp16_only() -> None:
+    """Another precision neither uses nor keeps it, and fp16 starts anew after one."""
+    places = {precision: layout((1, 1, 1), precision=precision) for precision in ("fp16", "bf16", "fp32")}
+    state = places["fp16"].init()
+    state = dataclasses.replace(state, loss_scale=LossScale(jnp.float32(1024.0), jnp.int32(7)))
+
+    def go_on(state: TrainState, *precisions: str) -> tuple[float, int]:
+        for before, after in itertools.pairwise(precisions):
+            state = places[after].from_natural(places[before].to_natural(state))
+        return float(state.loss_scale.scale), int(state.loss_scale.good_steps)
+
+    assert go_on(state, "fp16", "fp16") == (1024.0, 7)
+    assert go_on(state, "fp16", "bf16") == go_on(state, "fp16", "fp32") == (1.0, 0)
+    assert go_on(state, "fp16", "bf16", "fp32", "fp16") == (65536.0, 0)
 
 
 def test_the_digest_notices_any_changed_element_and_swapped_neighbours() -> None:
