@@ -26,7 +26,8 @@ from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from megajax.mesh import BATCH_SPEC, make_mesh
 from megajax.parallel.collectives import DATA, PIPE, sum_over, vary
 from megajax.parallel.random import Dropout
-from megajax.training.step import Program, scan_layers
+from megajax.training.forms import scan_layers
+from megajax.training.step import Program
 
 
 def hand_written(program: Program):

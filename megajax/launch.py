@@ -20,7 +20,8 @@ GPU_FLAGS = {
     "--xla_gpu_enable_latency_hiding_scheduler": "true",
     "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
-GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92"  # of a GPU's memory, which nothing else uses; by default 0.75
+# Of a GPU's memory, 0.75 by default; the rest is for NCCL, cuBLAS and CUDA itself.
+GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
 
 
 def start(config: Config) -> None:
@@ -33,7 +34,8 @@ def start(config: Config) -> None:
     _set_flags(_PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
         _set_flags(GPU_FLAGS)
-        os.environ.setdefault(*GPU_MEMORY)
+        if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both together
+            os.environ.setdefault(*GPU_MEMORY)
     import jax
 
     jax.config.update("jax_enable_x64", config.precision == "fp64")

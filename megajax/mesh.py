@@ -62,9 +62,9 @@ def split_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Pa
     free = [dim for dim in divisible if entries[dim] is None]
     if divisible:
         dim = max(free or divisible, key=lambda dim: local[dim])
-        entry = entries[dim] or ()
-        entries[dim] = (*entry, DATA) if isinstance(entry, tuple) else (entry, DATA)
-    return PartitionSpec(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
+        there = entries[dim]
+        entries[dim] = DATA if there is None else (*((there,) if isinstance(there, str) else there), DATA)
+    return PartitionSpec(*entries)
 
 
 def dim_over(axis: str, spec: PartitionSpec) -> int | None:

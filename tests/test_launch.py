@@ -21,7 +21,7 @@ def plugin(monkeypatch):
 @pytest.fixture
 def environment(monkeypatch):
     """No flags; what is set here is undone."""
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS", launch.GPU_MEMORY[0]):
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", launch.GPU_MEMORY[0], "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setitem(os.environ, name, "")
         monkeypatch.delitem(os.environ, name)
@@ -55,6 +55,14 @@ def test_gpus_may_be_ruled_out(environment, plugin, platforms, expected):
     assert launch.may_use_gpus({"JAX_PLATFORMS": platforms}) == expected
 
 
-def test_without_the_plugin_or_on_simulated_devices_there_are_none(environment):
+def test_the_old_name_of_the_memory_s_share_stays_alone(environment, plugin):
+    """JAX refuses both names together."""
+    environment.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    start()
+    assert launch.GPU_MEMORY[0] not in os.environ
+
+
+def test_without_the_plugin_there_are_none(environment):
+    environment.setattr(launch.importlib.util, "find_spec", lambda name: None)
     assert not launch.may_use_gpus({}) and not launch.gpu_flags()
     assert not any("gpu" in flag for flag in start())

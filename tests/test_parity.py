@@ -141,6 +141,18 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero):
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
+@pytest.mark.parametrize("gradient_dtype", ["fp32", "half"])
+@pytest.mark.parametrize(("precision", "loss", "gradient"), [("fp16", 2e-5, 5e-3), ("bf16", 2e-4, 4e-2)])
+def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient):
+    """Losses and gradients, without fp16's scale, of (2, 2, 2) with ZeRO and a split sequence; fp16 has 3 bits more."""
+    expected = reference(5, 101)
+    config = tiny_config((2, 2, 2), precision=precision, sequence_parallel=True, num_layers=5, global_batch=ROWS)
+    summed_in = precision if gradient_dtype == "half" else "fp32"
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype=summed_in)
+    result = compare(expected, trace(dataclasses.replace(config, optimizer=optimizer), STEPS))
+    assert result.loss_error < loss and result.gradient_error < gradient, result
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_unrolled_layers_equal_scanned_ones(schedule, chunks):
     common = {"num_layers": 5, "schedule": schedule, "chunks": chunks}

@@ -103,6 +103,6 @@ def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 
 
-_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices")
+_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": evaluate_perplexity}

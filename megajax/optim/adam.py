@@ -17,8 +17,8 @@ NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biase
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW with the run's schedule; weight decay on matrices and embeddings only (REFERENCE: not LayerNorm, not
-    biases)."""
+    """AdamW with the run's schedule; weight decay on matrices and embeddings only, not on LayerNorm and
+    biases."""
     return optax.adamw(
         lambda step: learning_rate(step, config),
         b1=config.beta1,
@@ -30,7 +30,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def update(
-    optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, taken: Array | bool = True
+    optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, taken: Array | bool
 ) -> tuple[Tree, Tree]:
     """One step: new parameters and optimizer state; those there are, bit for bit, where the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats

@@ -18,10 +18,9 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
     warmup, decay = config.warmup_steps, config.decay_steps
     rising = peak * now / max(1, warmup)
     progress = jnp.clip((now - warmup) / max(1, decay - warmup), 0.0, 1.0)
-    left = {
-        "cosine": 0.5 * (1.0 + jnp.cos(np.pi * progress)),
-        "linear": 1.0 - progress,
-        "constant": jnp.ones_like(progress),
-    }
-    falling = floor + (peak - floor) * left[config.schedule]
+    if config.schedule == "constant":
+        falling = jnp.full_like(now, peak)
+    else:
+        left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + jnp.cos(np.pi * progress))
+        falling = floor + (peak - floor) * left
     return jnp.where(now < warmup, rising, falling)

@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for fp16 (REFERENCE §5): gradients too small for fp16 are made larger before they are computed.
+"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): small gradients are computed larger.
 
 The loss is multiplied by the scale at the start of the backward pass, gradients are divided by it, in fp32, before
-anything looks at them. The other precisions keep scale 1.
+anything looks at them. The other precisions keep scale 1: there the configuration is None.
 """
 
 from dataclasses import dataclass
@@ -22,31 +22,20 @@ class LossScale:
 
     Attributes:
         scale: fp32 scalar; in a checkpoint 0 where the run was not in fp16, so that another precision may take over.
-        good_steps: steps since the scale last changed, int32 scalar.
+        good_steps: good steps in a row since it last grew, int32 scalar.
     """
 
     scale: Array
     good_steps: Array
 
     @classmethod
-    def start(cls, config: LossScaleConfig, precision: str) -> "LossScale":
-        """The scale of the first step: 1 but in fp16."""
-        return cls(jnp.float32(config.initial if precision == "fp16" else 1.0), jnp.int32(0))
+    def start(cls, config: LossScaleConfig | None) -> "LossScale":
+        """The scale of the first step."""
+        return cls(jnp.float32(config.initial if config else 1.0), jnp.int32(0))
 
-    def stored(self, precision: str) -> "LossScale":
-        """As a checkpoint has it."""
-        return self if precision == "fp16" else LossScale(jnp.zeros_like(self.scale), self.good_steps)
-
-    def resumed(self, config: LossScaleConfig, precision: str) -> "LossScale":
-        """The scale to go on with from a checkpoint of any precision."""
-        fresh = LossScale.start(config, precision)
-        if precision != "fp16":
-            return fresh
-        return jax.tree.map(lambda old, new: jnp.where(self.scale > 0, old, new), self, fresh)
-
-    def after(self, finite: Array, config: LossScaleConfig, precision: str) -> "LossScale":
+    def after(self, finite: Array, config: LossScaleConfig | None) -> "LossScale":
         """The scale after a step whose gradients were `finite`, or overflowed."""
-        if precision != "fp16":
+        if config is None:
             return self
         good_steps = self.good_steps + 1
         grows = good_steps >= config.growth_every
@@ -55,3 +44,12 @@ class LossScale:
         return LossScale(
             jnp.where(finite, grown, shrunk), jnp.where(finite & ~grows, good_steps, jnp.zeros_like(good_steps))
         )
+
+    def stored(self, config: LossScaleConfig | None) -> "LossScale":
+        """As a checkpoint has it."""
+        return self if config else LossScale(jnp.zeros_like(self.scale), self.good_steps)
+
+    def resumed(self, config: LossScaleConfig | None) -> "LossScale":
+        """The scale to go on with from a checkpoint of any precision."""
+        fresh = LossScale.start(config)
+        return jax.tree.map(lambda old, new: jnp.where(self.scale > 0, old, new), self, fresh) if config else fresh

@@ -1,12 +1,12 @@
-"""ZeRO: state split over the `data` axis (REFERENCE: the distributed optimizer).
+"""ZeRO: state split over the `data` axis (Rajbhandari et al., arXiv 1910.02054).
 
 A weight's shard is its part along one of its own dims (`mesh.split_over_data`), so that its logical shape, and with it
-every checkpoint, stays what it is. Weights that no dim of divides stay whole.
+every checkpoint, stays what it is. Weights without a dim that `data` divides stay whole.
 
 - ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
   once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
 - ZeRO-3: the weights that layers compute with are kept in shards too, gathered just before use, forward and backward,
-  and their gradients are scattered at once. No gathered weight outlives its layer.
+  and their gradients are scattered at once. No gathered weight outlives its layer, if layers are scanned or in a pipe.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,10 @@ class Shards:
         """This device's shards of whole weights."""
         return self._map(own_shard, weights)
 
-    def gather(self, shards: Tree) -> Tree:
-        """Whole weights, to compute with: their gradients are local sums."""
-        return self._map(gather_shards, shards)
-
-    def share(self, shards: Tree) -> Tree:
-        """Whole weights, to keep: they count as the same on all devices of `data`."""
-        return self._map(lambda shard, dim: gather_shards(shard, dim, same=True), shards)
+    def gather(self, shards: Tree, *, same: bool = False) -> Tree:
+        """Whole weights; `same`: they count as the same on all devices of `data`, else their gradients are local
+        sums."""
+        return self._map(lambda shard, dim: gather_shards(shard, dim, same=same), shards)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
         """Local sums of whole gradients to the global sums of this device's shards, summed in `dtype`."""

@@ -164,9 +164,9 @@ class _Run:
         self.skipped_in_row = self.skipped_in_row + 1 if was_skipped else 0
         self.log.training(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, seconds=seconds)
         if was_skipped:
-            self._skipped(pending.step, metrics)
+            self._report_skip(pending.step, metrics)
 
-    def _skipped(self, step: int, metrics: dict[str, float]) -> None:
+    def _report_skip(self, step: int, metrics: dict[str, float]) -> None:
         """Report a step that every device left out; more than `max_skipped` in a row end the run."""
         reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
         most = self.config.optimizer.max_skipped
@@ -174,8 +174,11 @@ class _Run:
             self._stop(
                 f"{reason}: {self.skipped_in_row} steps in a row could not be used (--optimizer.max-skipped {most})"
             )
-        scale = f" with loss scale {metrics['loss_scale']:g}" if self.config.precision == "fp16" else ""
-        self.log.print(f"{reason}{scale}: skipped")
+        if self.config.precision == "fp16":
+            reason += f" with loss scale {metrics['loss_scale']:g}"
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            reason += f", far above the recent ones (--optimizer.skip-above {self.config.optimizer.skip_above:g})"
+        self.log.print(f"{reason}: skipped")
 
     def _stop(self, reason: str) -> NoReturn:
         self.checkpoints.wait()

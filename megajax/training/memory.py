@@ -1,7 +1,7 @@
 """What a device holds for training beside activations: weights, optimizer state and gradients, in bytes.
 
-Per parameter, with d the size of `data` (REFERENCE §4): 18 bytes in fp16 or bf16 with fp32 gradients, 6 + 12/d with
-ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
+Per parameter, with d the size of `data` (Megatron-LM's figures, docs/memory.md): 18 bytes in fp16 or bf16 with fp32
+gradients, 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
 """
 
 import math
@@ -18,7 +18,8 @@ Tree = Any
 
 def state_bytes(program: Program) -> dict[str, int]:
     """Bytes on one device by part; `weights`, `main weights` and `moments` live from step to step, `gradients` while a
-    step runs: their sums, and where those are in half precision what the optimizer gets, in fp32. Nothing is computed.
+    step runs: their sums, and where those are in half precision what the optimizer gets, in fp32. As in the published
+    figures, fp32 shards of fp32 sums are not counted again. Nothing is computed.
     """
     layout = program.layout
     state, specs = layout.shapes, layout.specs

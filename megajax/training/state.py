@@ -59,20 +59,22 @@ class StateLayout:
     Attributes:
         specs: where the state lies.
         owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` splits them over `data`.
-        owned: the dims of that split where `params` are whole, to cut and to gather them once a step (ZeRO-1).
-        stored: the dims by which `params` themselves are split, to gather them before every use (ZeRO-3).
+        per_step: that split where `params` are whole: cut and gathered once a step (ZeRO-1).
+        per_use: the split of `params` themselves, gathered before every use (ZeRO-3).
+        loss_scale: how fp16's changes; None in other precisions.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: GPTFunctions):
         self.mesh = mesh
         self._config = config
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
+        self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
 
         def fresh() -> TrainState:
             params = jax.tree.map(lambda weight: weight.astype(self.main_dtype), model.init(config.seed))
             optimizer = make_optimizer(config.optimizer).init(params)
-            loss_scale = LossScale.start(config.loss_scale, config.precision)
+            loss_scale = LossScale.start(self.loss_scale)
             return TrainState(jnp.zeros((), jnp.int32), params, None, optimizer, loss_scale, no_norms())
 
         self._fresh = fresh
@@ -97,8 +99,8 @@ class StateLayout:
         params = split if zero == 3 else whole
         dims = _map_specs(_data_dim, split, one_layer)
         nothing = jax.tree.map(lambda _: WHOLE, dims)
-        self.owned = Shards(dims if zero == 1 else nothing)
-        self.stored = Shards(dims if zero == 3 else nothing)
+        self.per_step = Shards(dims if zero == 1 else nothing)
+        self.per_use = Shards(dims if zero == 3 else nothing)
         has_main = self.compute_dtype != self.main_dtype
         self.natural_specs = self._specs(_stacked(owned if has_main else params, layers), None, _stacked(owned, layers))
         staged = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
@@ -146,8 +148,7 @@ class StateLayout:
         return _map_blocks(self.placement.to_natural, tree)
 
     def _staged(self, natural: TrainState) -> TrainState:
-        config = self._config
-        scale = natural.loss_scale.resumed(config.loss_scale, config.precision)
+        scale = natural.loss_scale.resumed(self.loss_scale)
         state = dataclasses.replace(_map_blocks(self.placement.to_stages, natural), loss_scale=scale)
         if self.compute_dtype == self.main_dtype:
             return state
@@ -159,7 +160,7 @@ class StateLayout:
 
     def _natural(self, state: TrainState) -> TrainState:
         params = state.params if state.main is None else state.main
-        scale = state.loss_scale.stored(self._config.precision)
+        scale = state.loss_scale.stored(self.loss_scale)
         state = dataclasses.replace(state, params=params, main=None, loss_scale=scale)
         return _map_blocks(self.placement.to_natural, state)
 

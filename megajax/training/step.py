@@ -20,7 +20,7 @@ from megajax.models.transformer import DEAR
 from megajax.optim.adam import clip_by_norm, global_norm, make_optimizer, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, Axes, axis_index, complete, sum_over, vary
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, complete, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.parallel.split import Split
 from megajax.parallel.vocabulary import IGNORED
@@ -30,9 +30,11 @@ from megajax.pipeline.measuring import Part, repeat_part
 from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
 from megajax.pipeline.stages import Layers, rematerialized
 from megajax.precision import COMPUTE_DTYPE
+from megajax.training.forms import scan_layers, training_split, vocabulary_axes
 from megajax.training.state import StateLayout, TrainState
 
 Tree = Any
+UNSCALED = np.float32(1.0)
 Batch = dict[str, Array]  # "tokens" and "targets", int32 [rows of the global batch, T]
 
 
@@ -159,27 +161,26 @@ class Program:
     def _train_step_with_gradients(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array], Tree]:
         config, layout = self.config, self.layout
         scale = state.loss_scale.scale
-        scaled = scale if config.precision == "fp16" else None
-        loss, grads = self._loss_and_gradients(state.params, batch, state.step, scaled)
+        loss, grads = self._loss_and_gradients(state.params, batch, state.step, scale)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
         clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
-        main = layout.owned.take(state.params) if state.main is None else state.main
+        main = layout.per_step.take(state.params) if state.main is None else state.main
         main, optimizer = update(self.optimizer, clipped, state.optimizer, main, taken)
         new_state = TrainState(
             step=state.step + taken.astype(jnp.int32),
-            params=layout.owned.share(layout.computed(main)),
+            params=layout.per_step.gather(layout.computed(main), same=True),
             main=None if state.main is None else main,
             optimizer=optimizer,
-            loss_scale=state.loss_scale.after(finite, config.loss_scale, config.precision),
+            loss_scale=state.loss_scale.after(finite, layout.loss_scale),
             recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
         )
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
         return new_state, metrics | {"loss_scale": scale, "skipped": ~taken}, grads
 
     def _loss_and_gradients(
-        self, params: Tree, batch: Batch, step: Array, loss_scale: Array | None = None
+        self, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32 = UNSCALED
     ) -> tuple[Array, Tree]:
         """The loss, and the gradients where `layout.owned_specs` have them, in the main dtype and without the scale."""
         targets = _count_targets(batch)
@@ -190,11 +191,9 @@ class Program:
         grads["blocks"] = jax.tree.map(
             lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"]
         )
-        # Every leaf's reduction waits for its own gradient only.
-        grads = complete(self.layout.owned.scatter(grads, self.gradient_dtype), self.layout.owned_specs)
-        grads = jax.tree.map(lambda grad: grad.astype(self.layout.main_dtype), grads)
-        if loss_scale is not None:
-            grads = jax.tree.map(lambda grad: grad / loss_scale.astype(grad.dtype), grads)
+        grads = complete(self.layout.per_step.scatter(grads, self.gradient_dtype), self.layout.owned_specs)
+        dtype = self.layout.main_dtype
+        grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
         return complete(loss, PartitionSpec()), grads
 
     def _evaluate(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
@@ -237,7 +236,7 @@ class Program:
         num_targets: Array,
         *,
         model: GPTFunctions | None = None,
-        loss_scale: Array | None = None,
+        loss_scale: Array | np.float32 = UNSCALED,
     ) -> Pipeline:
         """The model's functions for one batch, its rows numbered globally."""
         config, model = self.config, model or self.model
@@ -265,37 +264,16 @@ class Program:
                 jnp.asarray(placement.layer_index)[:, axis_index(PIPE)],
                 unroll,
                 placement.padded,
-                self.layout.stored["blocks"],
+                self.layout.per_use["blocks"],
                 recompute_stage=config.train.remat == "stage",
             ),
             context=context,
             loss=loss,
-            storage=self.layout.stored["shared"],
-            loss_scale=jnp.ones((), jnp.float32) if loss_scale is None else loss_scale,
+            storage=self.layout.per_use["shared"],
+            loss_scale=jnp.asarray(loss_scale),
         )
         weights = {"shared": shared, "blocks": blocks}
         return Pipeline(functions, weights, batch | {"sample": sample_B}, self.num_microbatches, together)
-
-
-def vocabulary_axes(config: Config) -> Axes:
-    """The mesh axes that the vocabulary is split over."""
-    return (PIPE, TENSOR) if config.splits_vocabulary else TENSOR
-
-
-def training_split(config: Config) -> Split:
-    """How the model is split over tensor groups in a training step."""
-    return Split(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
-
-
-def scan_layers(config: Config) -> bool:
-    """Whether the layers run as one scan (compile time flat in their number) or unrolled.
-
-    `auto`: on CPU scanned (unrolled was 0-6% faster per step in paired runs, docs/benchmarks/cpu.md, and compiles for
-    longer than it gains); on GPU unrolled (compiled ahead of time it moves far fewer bytes; not timed yet).
-    """
-    if config.model.scan_layers == "auto":
-        return jax.default_backend() == "cpu"
-    return config.model.scan_layers == "true"
 
 
 def _count_targets(batch: Batch) -> Array:

@@ -41,7 +41,7 @@ def sharded_step(program):
     def step(grads, state, params):
         norm = global_norm(grads)
         clipped = clip_by_norm(grads, norm, program.config.optimizer.clip_norm)
-        params, state = update(program.optimizer, clipped, state, params)
+        params, state = update(program.optimizer, clipped, state, params, True)
         return norm, clipped, state, params
 
     in_specs = (weights, moments, weights)

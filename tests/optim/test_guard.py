@@ -12,10 +12,11 @@ from megajax.optim.loss_scale import LossScale
 SCALE = LossScaleConfig(initial=256.0, growth_every=3, floor=2.0)
 
 
-def after(scale: LossScale, outcome: str, precision: str = "fp16") -> LossScale:
+def after(outcome: str, config: LossScaleConfig | None = SCALE) -> LossScale:
     """The scale after steps that were good or overflowed: `+` and `-`."""
+    scale = LossScale.start(config)
     for sign in outcome:
-        scale = scale.after(jnp.asarray(sign == "+"), SCALE, precision)
+        scale = scale.after(jnp.asarray(sign == "+"), config)
     return scale
 
 
@@ -35,19 +36,17 @@ def after(scale: LossScale, outcome: str, precision: str = "fp16") -> LossScale:
     ],
 )
 def test_the_scale_grows_and_shrinks(outcome, scale, good_steps):
-    found = after(LossScale.start(SCALE, "fp16"), outcome)
+    found = after(outcome)
     assert (float(found.scale), int(found.good_steps)) == (scale, good_steps)
 
 
 def test_the_scale_stays_finite_and_invertible():
-    found = after(LossScale.start(SCALE, "fp16"), "+" * 400)
+    found = after("+" * 400)
     assert np.isfinite(found.scale) and float(found.scale) * (1 / float(found.scale)) == 1 and 1 / found.scale > 1e-30
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-def test_only_fp16_is_scaled(precision):
-    start = LossScale.start(SCALE, precision)
-    found = after(start, "+++-+++", precision)
+def test_without_a_configuration_nothing_is_scaled():
+    found = after("+++-+++", None)
     assert (float(found.scale), int(found.good_steps)) == (1, 0)
 
 
