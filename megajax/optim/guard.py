@@ -8,16 +8,17 @@ FEWEST = 16  # and how many there must be before it counts
 
 
 def no_norms() -> Array:
-    """The recent norms of a new run: none yet, which is NaN."""
-    return jnp.full((WINDOW,), jnp.nan, jnp.float32)
+    """The recent norms of a new run: none yet, which is 0."""
+    return jnp.zeros((WINDOW,), jnp.float32)
 
 
 def is_spike(norm: Array, recent: Array, skip_above: float) -> Array:
     """Whether a gradient norm is more than `skip_above` times the median of the recent ones; 0: never."""
     if skip_above == 0:
         return jnp.zeros((), bool)
-    number = jnp.sum(jnp.isfinite(recent))
-    return (number >= FEWEST) & (norm > skip_above * jnp.nanmedian(recent))
+    there = recent > 0
+    median = jnp.nanmedian(jnp.where(there, recent, jnp.nan))
+    return (jnp.sum(there) >= FEWEST) & (norm > skip_above * median)
 
 
 def remember(norm: Array, recent: Array, step: Array) -> Array:
