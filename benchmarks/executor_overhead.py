@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.backend import CPU
 from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from megajax.mesh import BATCH_SPEC, make_mesh
 from megajax.parallel.collectives import DATA, PIPE, sum_over, vary
@@ -46,7 +47,7 @@ def hand_written(program: Program):
                 weights, index = slot
                 return model.block(weights, index, x, dropout), None
 
-            unroll = not scan_layers(config)
+            unroll = not scan_layers(config, CPU)
             if config.train.remat == "layer":
                 layer = jax.checkpoint(layer, prevent_cse=unroll)
             x = model.embed(params["shared"], microbatch["tokens"], dropout)
@@ -95,7 +96,7 @@ def compare(program: Program, rounds: int) -> dict:
     temp = [compiled.memory_analysis().temp_size_in_bytes for compiled in (ours, plain)]
     return {
         "remat": config.train.remat,
-        "scan_layers": scan_layers(config),
+        "scan_layers": scan_layers(config, CPU),
         "seconds": statistics.median(times[ours]),
         "seconds_hand_written": statistics.median(times[plain]),
         "time_ratio": statistics.median(a / b for a, b in zip(times[ours], times[plain], strict=True)),

@@ -1,5 +1,7 @@
 """Start of a process: its devices, the other processes, and how a run's end becomes an exit code."""
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import sys
@@ -14,6 +16,8 @@ _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 
 # What the GPU's compiler should do though it would not by itself, or not in every version (docs/gpu.md says why).
 GPU_FLAGS = {
@@ -36,9 +40,13 @@ def start(config: Config) -> None:
         _set_flags(GPU_FLAGS)
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both together
             os.environ.setdefault(*GPU_MEMORY)
+    else:
+        _keep_freed_memory()
     import jax
 
     jax.config.update("jax_enable_x64", config.precision == "fp64")
+    if config.precision == "fp32":
+        jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
     if config.simulate_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.simulate_devices)
@@ -64,6 +72,18 @@ def _set_flags(defaults: Mapping[str, object]) -> None:
     os.environ["XLA_FLAGS"] = " ".join(
         [*(f"{name}={value}" for name, value in defaults.items() if name not in given), *flags]
     )
+
+
+def _keep_freed_memory() -> None:
+    """Keep what is freed for the next allocation instead of giving it back to the system.
+
+    On CPUs XLA allocates a step's temporaries anew in every step, and glibc would have the system clear every page of
+    them again: about a tenth of a step (docs/benchmarks/cpu.md). Nothing happens where the C library is another one.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
+            mallopt(parameter, value)
 
 
 def may_use_gpus(environment: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ from counting import HIDDEN, LAYERS, ROWS, count_shapes, local_shapes, of_kind, 
 from jax.sharding import PartitionSpec as P
 from tiny import abstract_batch, tiny_config, tiny_program
 
+from megajax.backend import GPU
 from megajax.parallel.collectives import spec_axes
 from megajax.pipeline.executor import Pipeline
 from megajax.training.forms import scan_layers
@@ -161,7 +162,5 @@ def test_scanned_layers_are_gathered_in_the_compiled_loop():
         counts.append(len(re.findall(r" all-gather(?:-start)?\(", text)))
     assert counts[0] == counts[1] > 12
     on_gpu = dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="auto"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "gpu")
-        unsplit = dataclasses.replace(on_gpu, optimizer=dataclasses.replace(config.optimizer, zero=1))
-        assert scan_layers(on_gpu) and not scan_layers(unsplit)
+    unsplit = dataclasses.replace(on_gpu, optimizer=dataclasses.replace(config.optimizer, zero=1))
+    assert scan_layers(on_gpu, GPU) and not scan_layers(unsplit, GPU)

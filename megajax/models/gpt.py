@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from megajax.backend import CPU, Backend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import Block, LayerNorm
 from megajax.parallel.layers import normal_param
@@ -23,8 +24,8 @@ EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropo
 class GPT(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, split: Split = PAPER):
-        self.vocab_size, self.split = config.vocab_size, split
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split = PAPER, backend: Backend = CPU):
+        self.vocab_size, self.split, self.backend = config.vocab_size, split, backend
         self.table = normal_param(
             key / "table", (config.padded_vocab_size, config.hidden_size), config.init_std, ("vocabulary", "embed")
         )
@@ -35,7 +36,7 @@ class GPT(nnx.Module):
 
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
         def stacked(layer: Array) -> Block:
-            return Block(config, key / "blocks" / layer, split)
+            return Block(config, key / "blocks" / layer, split, backend)
 
         self.blocks = stacked(jnp.arange(config.num_layers, dtype=jnp.int32))
 
@@ -47,16 +48,16 @@ class GPT(nnx.Module):
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, [B, T, V / devices that the vocabulary is split over]."""
-        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.split)
+        return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.split, self.backend)
 
     def loss(self, x_BTD: Array, targets_BT: Array) -> Array:
         """Sum of the cross-entropy over the tokens whose target is not `IGNORED`, a scalar."""
         return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT, self.split.vocabulary))
 
 
-def abstract_gpt(config: ModelConfig, split: Split = PAPER) -> GPT:
+def abstract_gpt(config: ModelConfig, split: Split = PAPER, backend: Backend = CPU) -> GPT:
     """The model with shapes in place of arrays: nothing is allocated."""
-    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0), split))
+    return nnx.eval_shape(lambda: GPT(config, NamedKey.from_seed(0), split, backend))
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -75,9 +76,9 @@ class GPTFunctions:
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig, split: Split = PAPER):
+    def __init__(self, config: ModelConfig, split: Split = PAPER, backend: Backend = CPU):
         self.config, self.split = config, split
-        model = abstract_gpt(config, split)
+        model = abstract_gpt(config, split, backend)
         shared_graph, self._blocks_graph, parts = _split(model)
         self._shared_graph = shared_graph
         self.shapes = nnx.to_pure_dict(parts)

@@ -5,6 +5,7 @@ sequence. Letters: B batch, T tokens, D model, F feed-forward.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.models.attention import Attention
+from megajax.backend import CPU, Backend
+from megajax.models.attention import FUSED_FORWARD, Attention
 from megajax.models.config import ModelConfig
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, constant_param
 from megajax.parallel.random import Dropout, NamedKey
@@ -24,7 +26,14 @@ recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 # Names of what is dear to compute again (a matrix product, attention, an all-reduce): kept by selective recomputation.
 # The MLP's second product is not among them, since nothing in the backward pass needs its result.
-DEAR = ("attention_qkv", "attention_heads", "attention_output", "mlp_up")
+DEAR = ("attention_qkv", "attention_heads", "attention_statistics", "attention_output", "mlp_up")
+
+
+def keep_dear(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """The policy of selective recomputation, for `jax.checkpoint`."""
+    named = jax.checkpoint_policies.save_only_these_names(*DEAR)
+    return primitive.name.startswith(FUSED_FORWARD) or named(primitive, *arguments, **parameters)
+
 
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
 
@@ -53,10 +62,12 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array) -> Array:
 class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, GeLU in between without synchronisation."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, split: Split):
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split, backend: Backend = CPU):
         hidden, width = config.hidden_size, config.mlp_size
-        self.up = ColumnParallelLinear(key / "up", split, hidden, (width,), ("mlp",), config.init_std)
-        self.down = RowParallelLinear(key / "down", split, (width,), ("mlp",), hidden, config.residual_init_std)
+        self.up = ColumnParallelLinear(key / "up", split, hidden, (width,), ("mlp",), config.init_std, backend)
+        self.down = RowParallelLinear(
+            key / "down", split, (width,), ("mlp",), hidden, config.residual_init_std, backend
+        )
 
     def __call__(self, x_BTD: Array) -> Array:
         return self.down(_gelu(checkpoint_name(self.up(x_BTD), "mlp_up")))
@@ -71,12 +82,12 @@ def _gelu(x_BTF: Array) -> Array:
 class Block(nnx.Module):
     """One pre-LayerNorm transformer layer."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, split: Split):
+    def __init__(self, config: ModelConfig, key: NamedKey, split: Split, backend: Backend = CPU):
         self.split = split
         self.attention_norm = LayerNorm(config.hidden_size)
-        self.attention = Attention(config, key / "attention", split)
+        self.attention = Attention(config, key / "attention", split, backend)
         self.mlp_norm = LayerNorm(config.hidden_size)
-        self.mlp = MLP(config, key / "mlp", split)
+        self.mlp = MLP(config, key / "mlp", split, backend)
 
     def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
         """`dropout` is this layer's; `x_BTD` holds all tokens of the sequence, or, split, this device's."""

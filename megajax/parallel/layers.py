@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from megajax.backend import CPU, Backend
+from megajax.parallel.products import product
 from megajax.parallel.random import NamedKey
 from megajax.parallel.split import Split
 
@@ -42,18 +44,19 @@ class ColumnParallelLinear(nnx.Module):
         out_shape: tuple[int, ...],
         out_axes: tuple[str, ...],
         std: float,
+        backend: Backend = CPU,
     ):
-        self.split = split
+        self.split, self.backend = split, backend
         self.weight = normal_param(key, (in_size, *out_shape), std, ("embed", *out_axes))
         self.bias = constant_param(0.0, out_shape, out_axes)
 
     def __call__(self, x_BTD: Array) -> Array:
-        def product(x_BTD: Array, weight: Array) -> Array:
-            return jnp.tensordot(self.split.enter(x_BTD), weight, axes=1)
+        def multiply(x_BTD: Array, weight: Array) -> Array:
+            return product(self.split.enter(x_BTD), weight, 1, self.backend)
 
         if self.split.sequence and self.split.regather:
-            product = jax.checkpoint(product)
-        return product(x_BTD, self.weight[...]) + self.bias[...][None, None]
+            multiply = jax.checkpoint(multiply)
+        return multiply(x_BTD, self.weight[...]) + self.bias[...][None, None]
 
 
 class RowParallelLinear(nnx.Module):
@@ -67,12 +70,13 @@ class RowParallelLinear(nnx.Module):
         in_axes: tuple[str, ...],
         out_size: int,
         std: float,
+        backend: Backend = CPU,
     ):
-        self.split = split
+        self.split, self.backend = split, backend
         self.weight = normal_param(key, (*in_shape, out_size), std, (*in_axes, "embed"))
         self.bias = constant_param(0.0, (out_size,), ("embed",))
 
     def __call__(self, y: Array) -> Array:
         """`y` has shape [B, T, *in_shape]; returns [B, T, D], of a split sequence this device's tokens."""
         weight = self.weight[...]
-        return self.split.leave(jnp.tensordot(y, weight, axes=weight.ndim - 1)) + self.bias[...][None, None, :]
+        return self.split.leave(product(y, weight, weight.ndim - 1, self.backend)) + self.bias[...][None, None, :]

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.backend import CPU, Backend
 from megajax.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
+from megajax.parallel.products import product
 from megajax.parallel.split import Split
 from megajax.precision import at_least_fp32
 
@@ -34,9 +36,9 @@ def embedding_lookup(table_VD: Array, tokens_BT: Array, split: Split) -> Array:
     return split.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), split.vocabulary)
 
 
-def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, split: Split) -> Array:
+def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, split: Split, backend: Backend = CPU) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
-    logits_BTV = jnp.einsum("BTD,VD->BTV", split.enter(x_BTD, split.vocabulary), table_VD)
+    logits_BTV = product(split.enter(x_BTD, split.vocabulary), table_VD.T, 1, backend)
     local_size = table_VD.shape[0]
     column_V = axis_index(split.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)

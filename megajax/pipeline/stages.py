@@ -6,7 +6,7 @@ recognised by identity and not kept, or activations, which are. The backward put
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +34,16 @@ def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
     return zeros_like_type(type_, leading)
 
 
-def rematerialized(function: LayerFunction, remat: str, dear: Sequence[str], *, prevent_cse: bool) -> LayerFunction:
+def rematerialized(function: LayerFunction, remat: str, keep_dear: Callable, *, prevent_cse: bool) -> LayerFunction:
     """`function` with its backward pass recomputing what `remat` says.
 
-    none: nothing but what the layer recomputes of itself. selective: all but the values named in `dear`. layer: all.
+    none: nothing but what the layer recomputes of itself. selective: all but what the policy `keep_dear` keeps.
+    layer: all.
     stage: the stage is recomputed as a whole (`Layers.forward`), and then nothing more.
     """
     if remat == "layer":
         return jax.checkpoint(function, prevent_cse=prevent_cse)
     if remat == "selective":
-        keep_dear = jax.checkpoint_policies.save_only_these_names(*dear)
         return jax.checkpoint(function, prevent_cse=prevent_cse, policy=keep_dear)
     return function
 
@@ -71,7 +71,7 @@ class Layers:
     storage: Shards
     recompute_stage: bool = False
     _structure: Any = field(default=None, init=False)
-    _weight_of_leaf: list[int | None] = field(default_factory=list, init=False)
+    _place_of_leaf: list[int] = field(default_factory=list, init=False)
 
     @property
     def num_chunks(self) -> int:
@@ -171,11 +171,15 @@ class Layers:
         weights = self.storage.gather(stored)
         y, pullback = jax.vjp(lambda weights, x: self.function(weights, index, x, context), weights, x)
         leaves, self._structure = jax.tree.flatten(pullback)
-        own = [id(leaf) for leaf in jax.tree.leaves(weights)]
-        self._weight_of_leaf = [own.index(id(leaf)) if id(leaf) in own else None for leaf in leaves]
-        return y, [leaf for leaf, weight in zip(leaves, self._weight_of_leaf, strict=True) if weight is None]
+        # Activations come after the weights, each once however often the backward pass uses it.
+        known = jax.tree.leaves(weights)
+        num_weights, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
+        for leaf in leaves:
+            if places.setdefault(id(leaf), len(known)) == len(known):
+                known.append(leaf)
+        self._place_of_leaf = [places[id(leaf)] for leaf in leaves]
+        return y, known[num_weights:]
 
     def _restore(self, stored: Tree, saved: list[Array]) -> Callable:
-        own, kept = jax.tree.leaves(self.storage.gather(stored)), iter(saved)
-        leaves = [next(kept) if weight is None else own[weight] for weight in self._weight_of_leaf]
-        return jax.tree.unflatten(self._structure, leaves)
+        known = [*jax.tree.leaves(self.storage.gather(stored)), *saved]
+        return jax.tree.unflatten(self._structure, [known[place] for place in self._place_of_leaf])

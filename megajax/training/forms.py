@@ -1,7 +1,6 @@
 """What form of the program a configuration asks for."""
 
-import jax
-
+from megajax.backend import Backend
 from megajax.config import Config
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.parallel.split import Split
@@ -17,13 +16,14 @@ def training_split(config: Config) -> Split:
     return Split(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
 
 
-def scan_layers(config: Config) -> bool:
+def scan_layers(config: Config, backend: Backend) -> bool:
     """Whether the layers run as one scan (compile time flat in their number) or unrolled.
 
-    `auto`: on CPU scanned (unrolled was 0-6% faster per step in paired runs, docs/benchmarks/cpu.md, and compiles for
-    longer than it gains); on GPU unrolled (compiled ahead of time it moves far fewer bytes; not timed yet). With ZeRO-3
-    scanned: of unrolled layers XLA gathers the weights once for forward and backward, and keeps them.
+    `auto`: unrolled up to the number of layers that the backend says, since a step is faster then and compiles for
+    longer (docs/benchmarks). With ZeRO-3 scanned: of unrolled layers XLA gathers the weights once for forward and
+    backward, and keeps them.
     """
     if config.model.scan_layers == "auto":
-        return jax.default_backend() == "cpu" or config.optimizer.zero == 3
+        layers_per_chunk = -(-config.model.num_layers // (config.mesh.pipe * config.pipeline.chunks))
+        return layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
     return config.model.scan_layers == "true"

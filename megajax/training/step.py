@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.backend import backend_of
 from megajax.config import Config
 from megajax.mesh import BATCH_SPEC
 from megajax.models.gpt import GPTFunctions
-from megajax.models.transformer import DEAR
+from megajax.models.transformer import keep_dear
 from megajax.optim.adam import clip_by_norm, global_norm, make_optimizer, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
@@ -43,7 +44,8 @@ class Program:
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.model = GPTFunctions(config.model, training_split(config))
+        self.backend = backend_of(mesh)
+        self.model = GPTFunctions(config.model, training_split(config), self.backend)
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
         self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
@@ -221,7 +223,7 @@ class Program:
     @cached_property
     def _whole_sequences(self) -> GPTFunctions:
         """The model for what runs forward only, where activations are not kept: of any length, no sequence is split."""
-        return GPTFunctions(self.config.model, Split(vocabulary_axes(self.config)))
+        return GPTFunctions(self.config.model, Split(vocabulary_axes(self.config)), self.backend)
 
     def _forward_pipeline(self, params: Tree, batch: Batch) -> Pipeline:
         nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
@@ -255,12 +257,12 @@ class Program:
             total = model.loss(shared, x_BTD, microbatch["targets"])
             return total / num_targets.astype(total.dtype)
 
-        unroll = not scan_layers(config)
+        unroll = not scan_layers(config, self.backend)
         placement = self.layout.placement
         functions = StageFunctions(
             embed=lambda shared, microbatch: model.embed(shared, microbatch["tokens"], context(microbatch)),
             layers=Layers(
-                rematerialized(model.block, config.train.remat, DEAR, prevent_cse=unroll),
+                rematerialized(model.block, config.train.remat, keep_dear, prevent_cse=unroll),
                 jnp.asarray(placement.layer_index)[:, axis_index(PIPE)],
                 unroll,
                 placement.padded,

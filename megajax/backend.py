@@ -1,0 +1,35 @@
+"""What is done differently on CPUs and on GPUs, all of it; docs/benchmarks says what was measured."""
+
+import math
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The forms that suit a kind of device. They change speed and memory, never the result beyond rounding.
+
+    Attributes:
+        unroll_layers: `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan.
+        fused_attention: attention without dropout in half precision is cuDNN's.
+        query_block: our own attention takes the queries in blocks of this many.
+        scores_bytes: and so many heads at once that a block's scores take at most this; None: all heads.
+        transposed_copies: the input of a weight gradient's product is transposed by a copy, not by the product.
+    """
+
+    unroll_layers: float
+    fused_attention: bool
+    query_block: int
+    scores_bytes: int | None
+    transposed_copies: bool
+
+
+# Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.
+CPU = Backend(unroll_layers=8, fused_attention=False, query_block=256, scores_bytes=2**24, transposed_copies=True)
+GPU = Backend(unroll_layers=math.inf, fused_attention=True, query_block=128, scores_bytes=None, transposed_copies=False)
+
+
+def backend_of(mesh: Mesh) -> Backend:
+    """The backend of a mesh's devices."""
+    return CPU if mesh.devices.flat[0].platform == "cpu" else GPU

@@ -1,0 +1,49 @@
+"""Products of activations with weights, and the gradients of the weights in the form that suits the device."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.backend import Backend
+from megajax.parallel.collectives import vary, varying_axes
+
+
+def product(x: Array, weight: Array, contracted: int, backend: Backend) -> Array:
+    """The last `contracted` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]; shape [..., *M]."""
+    if not backend.transposed_copies:
+        return jnp.tensordot(x, weight, axes=contracted)
+    axes = sorted(varying_axes(x) | varying_axes(weight))
+    return _product(vary(x, axes), vary(weight, axes), contracted)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Array, weight: Array, contracted: int) -> Array:
+    return jnp.tensordot(x, weight, axes=contracted)
+
+
+def _forward(x: Array, weight: Array, contracted: int) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, weight, contracted), (x, weight)
+
+
+def _backward(contracted: int, kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, weight = kept
+    rows = x.ndim - contracted
+    over_outputs = tuple(range(rows, grad.ndim)), tuple(range(contracted, weight.ndim))
+    dx = lax.dot_general(grad, weight, (over_outputs, ((), ())))
+    x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
+    if x_NK.shape[1] <= grad_NM.shape[1]:
+        dweight = _transposed_copy(x_NK) @ grad_NM
+    else:
+        dweight = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
+    return dx, dweight.reshape(weight.shape)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _transposed_copy(x: Array) -> Array:
+    """The barriers keep XLA from making the transposition a part of the product, or of what computes `x`."""
+    return lax.optimization_barrier(lax.optimization_barrier(x).T)
