@@ -15,60 +15,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["JAX_PLATFORMS"] = "cpu"
-
-from megajax.launch import GPU_FLAGS
-
-os.environ.setdefault("XLA_FLAGS", " ".join(f"{name}={value}" for name, value in GPU_FLAGS.items()))
-
-import jax
-from jax.experimental import topologies
+from h200 import compiled_step
 
 from megajax.config import Config
 from megajax.flags import parse
-from megajax.mesh import make_mesh, shardings
-from megajax.training.step import Program
-
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  core_count: 132  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 19 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)")
 OPERATION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][a-z\-]*)\(")
 
 
-def compiled_step(config: Config) -> str:
-    """The train step's optimized, scheduled HLO for as many H200s as the mesh has."""
-    jax.default_backend = lambda: "gpu"  # what the model asks for the form of its layers and its attention
-    mesh = config.mesh
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{mesh.num_devices}")
-    program = Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, topology.devices))
-    state = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        program.layout.shapes,
-        shardings(program.mesh, program.layout.specs),
-    )
-    shape = config.train.global_batch, config.model.sequence_length
-    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding))
+def step_text(config: Config) -> str:
+    """The train step's optimized, scheduled HLO; its bytes are printed."""
     began = time.perf_counter()
-    compiled = program.train_step.lower(state, batch).compile()
-    memory = compiled.memory_analysis()
+    compiled = compiled_step(config)
+    memory, devices = compiled.memory_analysis(), config.mesh.num_devices
     held, temporary = memory.argument_size_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
-    print(f"compiled in {time.perf_counter() - began:.0f} s for {mesh.num_devices} H200 with {os.environ['XLA_FLAGS']}")
+    print(f"compiled in {time.perf_counter() - began:.0f} s for {devices} H200 with {os.environ['XLA_FLAGS']}")
     print(f"a device holds {held:.2f} GiB of state and batch, and {temporary:.2f} GiB of temporaries")
     return compiled.as_text()
 
@@ -113,7 +76,7 @@ def overlaps(lines: list[str]) -> Iterator[tuple[str, str, str]]:
 
 def main() -> None:
     config = parse(sys.argv[1:], "Compile a train step for H200s and list what its communication overlaps with.")
-    for name, lines in computations(compiled_step(config)):
+    for name, lines in computations(step_text(config)):
         found = list(overlaps(lines))
         if found:
             holds = Counter(match.group(2) for line in lines if (match := OPERATION.match(line)))

@@ -1,0 +1,225 @@
+"""One GPU: the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
+
+    benchmarks/gpu.sh [PRESET] [train.py's flags] [--device gpu|cpu] [--minutes N] [--out PREFIX]
+
+PRESET is gpt2-1.2b. Every form is a process of its own, measured by itself; then the fastest of ours and the fastest of
+PyTorch's run in turn, A B A B. A form that fails (out of memory, say) is listed as failed, and what does not fit into
+the minutes as left out. Results go to PREFIX.json and PREFIX.md, written anew after every form.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paired import Failed, Side, in_turn
+
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.flags import parse
+from megajax.launch import run
+from megajax.models.flops import step_flops
+
+BENCHMARKS = Path(__file__).resolve().parent
+DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by
+STEPS, ROUNDS = 5, 3
+RESERVE = 75.0  # seconds kept for the best two in turn
+
+# Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout.
+OURS = [(16, "none", False, 0.0), (24, "none", False, 0.0), (16, "selective", True, 0.0), (16, "none", False, 0.1)]
+OURS += [(8, "none", False, 0.0), (24, "selective", False, 0.0), (8, "layer", True, 0.0)]
+TINY = [
+    "--model.num-layers",
+    "2",
+    "--model.hidden-size",
+    "64",
+    "--model.num-heads",
+    "4",
+    "--model.sequence-length",
+    "128",
+]
+TINY += ["--model.vocab-size", "1000", "--precision", "fp32"]
+
+
+class Report:
+    """The figures so far, in their two files."""
+
+    def __init__(self, prefix: Path, config: Config, device: str):
+        self.prefix, self.config = prefix, config
+        self.tables: dict = {
+            "command": " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]),
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "device": device,
+            "versions": {},
+            "forms": [],
+            "pairs": {},
+            "left_out": [],
+        }
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+
+    def flops_per_second(self, rows: int, seconds: float) -> float:
+        return step_flops(self.config.model, 1) * rows / seconds
+
+    def write(self) -> None:
+        """Both files, anew."""
+        Path(f"{self.prefix}.json").write_text(json.dumps(self.tables, indent=1) + "\n")
+        Path(f"{self.prefix}.md").write_text(self.text())
+
+    def text(self) -> str:
+        """The tables in Markdown."""
+        tables, model = self.tables, self.config.model
+        versions = ", ".join(f"{name} {version}" for name, version in tables["versions"].items())
+        lines = [
+            f"# One GPU: {tables['device']}, {tables['date'][:10]}",
+            "",
+            f"`{tables['command']}` on {tables['machine']}; {versions}. Model: {model.num_layers} layers x "
+            f"{model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, {self.config.precision}.",
+            "MFU is of 989 TFLOP/s; the share of products is their time, each measured alone, by the step's.",
+            "",
+            "| side | batch | remat | layers | dropout | ms | tokens/s | TFLOP/s | MFU | products | peak GiB |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for form in tables["forms"]:
+            start = f"| {form['side']} | {form['batch']} | {form['remat']} | {form['layers']} | {form['dropout']} |"
+            if "failed" in form:
+                lines.append(f"{start} failed: {form['failed']} | | | | | |")
+                continue
+            share = f"{form['matmul_share']:.1%}" if "matmul_share" in form else ""
+            lines.append(
+                f"{start} {form['seconds'] * 1e3:.1f} | {form['tokens_per_second']:,.0f} | {form['tflops']:.4g} | "
+                f"{form['mfu']:.1%} | {share} | {form['peak_bytes'] / 2**30:.1f} |"
+            )
+        lines += [f"| left out for want of time | {form} |" for form in tables["left_out"]]
+        if tables["pairs"]:
+            pairs = tables["pairs"]
+            lines += [
+                "",
+                f"In turn, {ROUNDS} rounds: ours {pairs['ours']}, PyTorch {pairs['peer']}: ratio {pairs['ratio']:.3f}.",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def measure(report: Report, name: str, command: list[str], form: dict, environment: dict) -> Side | None:
+    """Measure one form into the report. Returns its process, still running, or None where it failed."""
+    print(f"{name}: {form}", file=sys.stderr)
+    side = None
+    try:
+        side = Side(name, [command], environment=environment)
+        seconds = statistics.median(side.ask(f"steps {STEPS}")["seconds"])
+        rows, length = form["batch"], report.config.model.sequence_length
+        rate = report.flops_per_second(rows, seconds)
+        form |= {"seconds": seconds, "tokens_per_second": rows * length / seconds, "tflops": rate / 1e12}
+        form |= {"mfu": rate / DATA_SHEET, "losses": side.about["losses"]} | side.ask("memory")
+        if name == "megajax":
+            products = side.ask("products")
+            form |= {"matmul_share": products["seconds"] / seconds, "products_gflops": products["each"]}
+            form["matmul_tflops"] = products["flops"] / products["seconds"] / 1e12
+        keep = ("jax", "flax", "torch")
+        report.tables["versions"] |= {key: side.about[key] for key in keep if key in side.about}
+    except Failed as error:
+        form["failed"] = str(error)
+        side = None
+    report.tables["forms"].append({"side": name} | form)
+    report.write()
+    return side
+
+
+def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None:
+    """All forms that fit into the time, then the best two in turn."""
+    began = time.perf_counter()
+    environment = {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    ours = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--device", device, "--serve"]
+    torch = [
+        sys.executable,
+        str(BENCHMARKS / "pytorch_baseline.py"),
+        *flags,
+        "--device",
+        device,
+        "--compile",
+        "--serve",
+    ]
+    longest = 0.0
+    commands: dict[str, dict[float, list[str]]] = {"megajax": {}, "torch, compiled": {}}
+    forms = [("megajax", *form) for form in OURS]
+    forms[2:2] = [("torch, compiled", rows, "none", False, 0.0) for rows in (16, 8)]
+    for name, rows, remat, scanned, dropout in forms:
+        form = {"batch": rows, "remat": remat, "layers": "scanned" if scanned else "unrolled", "dropout": dropout}
+        elapsed = time.perf_counter() - began
+        if elapsed + longest + RESERVE > seconds:
+            report.tables["left_out"].append(f"{name} {form}")
+            continue
+        command = [*(ours if name == "megajax" else torch), "--model.dropout", str(dropout), "--train.remat", remat]
+        command += ["--train.microbatch", str(rows), "--train.global-batch", str(rows)]
+        command += ["--model.scan-layers", str(scanned).lower()]
+        side = measure(report, name, command, form, environment)
+        if side is not None:
+            side.close()
+            if dropout == 0:
+                commands[name][form["tokens_per_second"]] = command
+        longest = max(longest, time.perf_counter() - began - elapsed)
+    if all(commands.values()):
+        in_pairs(report, {name: found[max(found)] for name, found in commands.items()}, environment)
+    report.write()
+
+
+def in_pairs(report: Report, commands: dict[str, list[str]], environment: dict) -> None:
+    """The fastest form of either side, in turn; per token where their batches differ."""
+    sides = []
+    try:
+        for name, command in commands.items():
+            sides.append(Side(name, [command], environment=environment))
+        ours, theirs = in_turn(sides, ROUNDS, STEPS)
+        rows = [int(command[command.index("--train.global-batch") + 1]) for command in commands.values()]
+        ratios = [(b / rows[1]) / (a / rows[0]) for a, b in zip(ours, theirs, strict=True)]
+        report.tables["pairs"] = {
+            "ours": f"batch {rows[0]}, {statistics.median(ours) * 1e3:.1f} ms",
+            "peer": f"batch {rows[1]}, {statistics.median(theirs) * 1e3:.1f} ms",
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
+    except Failed as error:
+        report.tables["left_out"].append(f"in turn: {error}")
+    finally:
+        for side in sides:
+            side.close()
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--out")
+    try:
+        own, flags = parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from None
+    if not flags or flags[0].startswith("--"):
+        flags = ["gpt2-1.2b", *flags]
+    if own.device == "cpu":
+        flags = [flags[0], *TINY, *flags[1:]]
+    config = parse(flags, str(__doc__).partition("\n")[0], "gpu.py")
+    prefix = Path(own.out or f"docs/benchmarks/gpu-{datetime.date.today().isoformat()}")
+    name = "cpu"
+    if own.device == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("--device gpu: PyTorch finds no GPU here; valid: --device cpu, a tiny model")
+        name = torch.cuda.get_device_name()
+    report = Report(prefix, config, name)
+    sweep(report, flags, own.device, own.minutes * 60)
+    print(report.text())
+    print(f"written: {prefix}.json, {prefix}.md", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,158 @@
+"""What a train step moves through an H200's memory beside its matrix products, and the speed that this allows.
+
+    python benchmarks/gpu_traffic.py gpt2-1.2b --model.dropout 0 --train.microbatch 16 --train.global-batch 16 [flags]
+
+The step is compiled without a GPU (`h200.py`). Counted are the bytes of every kernel that is neither a matrix product
+nor attention: its operands and results once, of slices what is sliced, loops as often as they run. The time they allow
+is their bytes at the bandwidth that copies reach, and the arithmetic at the rate that large products reach, one after
+the other: a ceiling of the speed, not a measurement. Prints one JSON object.
+"""
+
+import json
+import math
+import re
+import sys
+import time
+
+from h200 import compiled_step
+
+from megajax.backend import GPU
+from megajax.config import Config
+from megajax.flags import parse
+from megajax.models.flops import step_flops
+from megajax.training.forms import scan_layers
+
+PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][a-z\-]*)\((.*?)\)(.*)$")
+SLICES = {"dynamic-slice", "slice", "gather"}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
+
+
+def array_bytes(type_: str) -> int:
+    """Bytes of all arrays in a type."""
+    return sum(
+        BYTES.get(name, 4) * math.prod(int(size) for size in dims.split(",") if size)
+        for name, dims in ARRAY.findall(type_)
+    )
+
+
+class Traffic:
+    """Bytes by kind of kernel in a compiled program's text."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[re.Match]] = {}
+        self.types: dict[str, str] = {}
+        entry = ""
+        for block in text.split("\n\n"):
+            head, *lines = block.strip().splitlines() or [""]
+            if not head.endswith("{"):
+                continue
+            name = head.split()[1 if head.startswith("ENTRY") else 0].lstrip("%")
+            entry = name if head.startswith("ENTRY") else entry
+            self.computations[name] = [match for line in lines if (match := INSTRUCTION.match(line))]
+            self.types |= {match.group(2): match.group(3) for match in self.computations[name]}
+        self.kernels, self.products, self.attention = 0, 0, 0
+        self.bytes = self._of(entry)
+
+    def _of(self, name: str) -> float:
+        total = 0.0
+        for match in self.computations[name]:
+            _, _, type_, operation, operands, rest = match.groups()
+            called = re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", rest)
+            if operation == "while":
+                trips = re.search(r"known_trip_count[^\d]*(\d+)", rest)
+                total += (int(trips.group(1)) if trips else 1) * self._of(called[0])
+            elif operation == "conditional":
+                branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
+                names = branches.group(1) if branches else ", ".join(re.findall(r"_computation=%?([\w.\-]+)", rest))
+                total += max(self._of(branch.strip().lstrip("%")) for branch in names.split(","))
+            elif operation == "call" or operation.startswith("async"):
+                total += sum(self._of(one) for one in called)
+            elif operation == "custom-call":
+                self.attention += "fmha" in rest
+                self.products += "cublas" in rest or "gemm" in rest
+            elif operation in ("fusion", "fusion-start") and "gemm" in rest:
+                self.products += 1
+            elif operation in ("fusion", "fusion-start"):
+                self.kernels += 1
+                total += self._fusion(called[0])
+            elif operation.endswith("-done"):
+                continue
+            elif operation not in FREE:
+                self.kernels += 1
+                arguments = _names(operands)
+                total += array_bytes(type_) + sum(array_bytes(self.types.get(one, "")) for one in arguments)
+        return total
+
+    def _fusion(self, name: str) -> int:
+        """A fused kernel reads its parameters, or of one that is only sliced the slices; and writes its root, or of an
+        update in place the update."""
+        body = self.computations[name]
+        users: dict[str, list[re.Match]] = {}
+        for match in body:
+            for operand in _names(match.group(5)):
+                users.setdefault(operand, []).append(match)
+        read = written = 0
+        for match in body:
+            root, own, type_, operation, operands, _ = match.groups()
+            if operation == "parameter":
+                read += self._read(own, type_, users.get(own, []))
+            if operation == "dynamic-update-slice":
+                written += array_bytes(self.types[_names(operands)[1]])
+            elif root and operation not in ("dynamic-update-slice", "tuple", "bitcast"):
+                written += array_bytes(type_)
+            elif root:
+                names = _names(operands)
+                parts = [self.types[one] for one in names]
+                made = {one.group(2): one.group(4) for one in body}
+                updates = ("dynamic-update-slice", "bitcast")
+                written += sum(array_bytes(t) for n, t in zip(names, parts, strict=True) if made.get(n) not in updates)
+        return read + written
+
+    def _read(self, name: str, type_: str, uses: list[re.Match]) -> int:
+        """Bytes read of a parameter of a fused kernel: all, if anything but slices of it and updates in it is used."""
+        slices = [use for use in uses if use.group(4) in SLICES]
+        updates = [use for use in uses if use.group(4) == "dynamic-update-slice" and _names(use.group(5))[0] == name]
+        whole = not uses or len(slices) + len(updates) < len(uses)
+        return array_bytes(type_) if whole else sum(array_bytes(use.group(3)) for use in slices)
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", operands)
+
+
+def report(config: Config) -> dict:
+    """Bytes a device holds, bytes it moves, and the model FLOP/s that they allow."""
+    began = time.perf_counter()
+    compiled = compiled_step(config)
+    memory, traffic = compiled.memory_analysis(), Traffic(compiled.as_text())
+    flops = step_flops(config.model, config.train.global_batch) / config.mesh.num_devices
+    recomputed = 4 / 3 if config.train.remat in ("layer", "stage") else 1.0
+    seconds = flops * recomputed / PRODUCTS + traffic.bytes / COPIES
+    tokens = config.train.global_batch * config.model.sequence_length / config.mesh.num_devices
+    return {
+        "microbatch": config.train.microbatch,
+        "layers": "scanned" if scan_layers(config, GPU) else "unrolled",
+        "remat": config.train.remat,
+        "dropout": config.model.dropout,
+        "state_gib": memory.argument_size_in_bytes / 2**30,
+        "temporary_gib": memory.temp_size_in_bytes / 2**30,
+        "traffic_gb": traffic.bytes / 1e9,
+        "traffic_ms_per_8192_tokens": traffic.bytes / COPIES * 1e3 * 8192 / tokens,
+        "mfu_ceiling": flops / seconds / PEAK,
+        "products": traffic.products,
+        "attention_calls": traffic.attention,
+        "other_kernels": traffic.kernels,
+        "compile_seconds": time.perf_counter() - began,
+    }
+
+
+def main() -> None:
+    """Compile and report."""
+    print(json.dumps(report(parse(sys.argv[1:], "Compile a train step for H200s and count what it moves."))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Measurements in turn, A B A B, so that both sides see the same machine: each side is a process that works when told.
+
+A side may be several processes of one run. A worker calls `serve`; the benchmark talks to it through a `Side`.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.config import Config
+
+# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.launch` has it do so for us.)
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+_MARK = "paired: "  # starts the lines of a worker's standard output that are answers
+
+
+class Failed(Exception):
+    """A worker ended before it answered."""
+
+
+def serve(
+    step: Callable[[], float], others: Mapping[str, Callable[[], dict]], *, warm_up: int = 2, **about: Any
+) -> None:
+    """Be a worker: warm up, say so, then answer requests on standard input until it closes.
+
+    Args:
+        step: runs one training step to its end and returns the loss.
+        others: further things that can be asked for, by name.
+        about: what the worker says of itself when it is ready.
+    """
+
+    def steps(number: int) -> dict:
+        seconds, losses = [], []
+        for _ in range(number):
+            start = time.perf_counter()
+            losses.append(step())
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds, "losses": losses}
+
+    def say(answer: dict) -> None:
+        print(_MARK + json.dumps(answer), flush=True)
+
+    start = time.perf_counter()
+    first = steps(warm_up)
+    say(about | {"warm_up_seconds": time.perf_counter() - start, "losses": first["losses"]})
+    for line in sys.stdin:
+        name, *arguments = line.split()
+        say(steps(int(arguments[0])) if name == "steps" else others[name]())
+
+
+class Side:
+    """One side of the comparison: a command, or one for each process of a run.
+
+    Args:
+        commands: of the processes; the first one's answers count.
+        cores: process `i` is pinned to the i-th of these lists of cores; None: not pinned.
+        environment: variables set for the processes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        *,
+        cores: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.name = name
+        self.processes = []
+        for number, command in enumerate(commands):
+            pin = ["taskset", "--cpu-list", cores[number]] if cores is not None else []
+            self.processes.append(
+                subprocess.Popen(
+                    [*pin, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | dict(environment or {}),
+                )
+            )
+        self.about = self._answer()
+
+    def ask(self, request: str) -> dict:
+        """The first process's answer to a request that all processes get."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        answers = [self._line(process) for process in self.processes]
+        return json.loads(answers[0].removeprefix(_MARK))
+
+    def _line(self, process: subprocess.Popen) -> str:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                return line
+        self.close()
+        raise Failed(f"{self.name}: a process ended with exit code {process.wait()}")
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> list[list[float]]:
+    """Seconds of a step (median of `steps`) of every side in every round, [side][round], the sides in turn."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for times, side in zip(seconds, sides, strict=True):
+            times.append(statistics.median(side.ask(f"steps {steps}")["seconds"]))
+    return seconds
+
+
+def random_tokens(config: Config, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets of a global batch, int32 [rows, T], the same for every side and process."""
+    rng = np.random.default_rng((config.seed, step))
+    shape = config.train.global_batch, config.model.sequence_length + 1
+    tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
+    return tokens[:, :-1], tokens[:, 1:]

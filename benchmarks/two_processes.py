@@ -1,0 +1,105 @@
+"""What a second process costs: tensor 2 and data 2 over gloo, each process pinned to one core, ours beside PyTorch's.
+
+    python benchmarks/two_processes.py [PRESET] [train.py's flags] [--rounds N] [--steps N] [--json]
+
+PRESET is benchmarks/gpt-4x512.toml unless given. The same step runs on one core and on two, both sides in turn;
+`slowdown` is twice the time on two cores by the time on one: 1 would be two cores doing twice as much. Ours against the
+faster of PyTorch eager and compiled on one core. What a pipe of 2 costs beside its table: benchmarks/pipeline_time.py.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paired import KEEP_FREED_MEMORY, Side, in_turn
+
+from megajax.errors import UserError
+from megajax.flags import parse
+from megajax.launch import run
+
+BENCHMARKS = Path(__file__).resolve().parent
+OURS = [str(BENCHMARKS / "throughput.py"), "--serve"]
+TORCH = [str(BENCHMARKS / "pytorch_baseline.py"), "--serve", "--threads", "1"]
+
+
+def commands(script: list[str], flags: list[str], axis: str) -> list[list[str]]:
+    """One command for each process: two where an axis is given."""
+    if not axis:
+        return [[sys.executable, script[0], *flags, *script[1:]]]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    mesh = [f"--mesh.{axis}", "2", "--distributed.coordinator", address, "--distributed.num-processes", "2"]
+    if axis == "data":
+        rows = parse(flags, "").train.microbatch
+        mesh += ["--train.microbatch", str(max(1, rows // 2))]
+    return [
+        [sys.executable, script[0], *flags, *mesh, "--distributed.process-id", str(number), *script[1:]]
+        for number in range(2)
+    ]
+
+
+def measure(flags: list[str], rounds: int, steps: int) -> dict:
+    """Seconds a step of every side on one core and two, and the slowdowns."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    scripts = {"megajax": OURS, "torch, eager": TORCH, "torch, compiled": [*TORCH, "--compile"]}
+    results = {}
+    for axis in ("tensor", "data"):
+        sides: dict[str, Side] = {}
+        try:
+            for name, script in scripts.items():
+                for over in ("", axis):
+                    label = f"{name}, {over} 2" if over else f"{name}, one core"
+                    print(label, file=sys.stderr)
+                    found = commands(script, flags, over)
+                    environment = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"} | KEEP_FREED_MEMORY
+                    sides[label] = Side(label, found, cores=cores, environment=environment)
+            seconds = dict(zip(sides, in_turn(list(sides.values()), rounds, steps), strict=True))
+        finally:
+            for side in sides.values():
+                side.close()
+        result = {}
+        for name in scripts:
+            one, two = seconds[f"{name}, one core"], seconds[f"{name}, {axis} 2"]
+            result[name] = {
+                "one_core_seconds": statistics.median(one),
+                "two_processes_seconds": statistics.median(two),
+                "slowdown": statistics.median(2 * b / a for a, b in zip(one, two, strict=True)),
+            }
+        results[axis] = result
+    return results
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    try:
+        own, flags = parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from None
+    if not flags or flags[0].startswith("--"):
+        flags = [str(BENCHMARKS / "gpt-4x512.toml"), *flags]
+    parse(flags, str(__doc__).partition("\n")[0], "two_processes.py")
+    if len(os.sched_getaffinity(0)) < 2:
+        raise UserError("two_processes.py: this process may use one core only; valid: two")
+    results = measure(flags, own.rounds, own.steps)
+    print("| axis | side | s on one core | s on two | slowdown |\n|---|---|---|---|---|")
+    for axis, sides in results.items():
+        for name, found in sides.items():
+            times = f"{found['one_core_seconds']:.3f} | {found['two_processes_seconds']:.3f}"
+            print(f"| {axis} 2 | {name} | {times} | {found['slowdown']:.3f} |")
+    if own.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,186 @@
+"""The PyTorch baseline trains as we do: same weights and batches, same losses, on every mesh it knows."""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.config import Config, DistributedConfig, OptimizerConfig, to_toml
+from megajax.errors import UserError
+from megajax.parallel.vocabulary import IGNORED
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+Baseline = importlib.import_module("pytorch_baseline").Baseline  # needs torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STEPS = 8
+CLIP = 1.0  # some steps of these tests are above it, others below
+
+# One process of several: for each preset and its HOST:PORT, steps on the batches of a file. Prints losses as JSON.
+PROCESS = """
+import json, sys
+folder, batches, process, *runs = sys.argv[1:]
+sys.path.insert(0, folder)
+import numpy as np
+import torch
+from pytorch_baseline import Baseline
+from megajax.flags import parse
+assert "jax" not in sys.modules
+torch.set_num_threads(1)
+batches, losses = np.load(batches), []
+for preset, coordinator in zip(runs[::2], runs[1::2]):
+    flags = f"--distributed.coordinator {coordinator} --distributed.num-processes 2 --distributed.process-id {process}"
+    baseline = Baseline(parse([preset, *flags.split()], ""))
+    losses.append([baseline.step(*batch) for batch in zip(batches["tokens"], batches["targets"])])
+    torch.distributed.destroy_process_group()
+print(json.dumps(losses))
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Two threads of a small product wait for each other most of the time on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def learning_config(*mesh: int) -> Config:
+    """A model that learns visibly within `STEPS`, its gradients clipped in some steps."""
+    config = tiny_config(mesh or (1, 1, 1), microbatch=2, dropout=0.0, init_std=0.1)
+    optimizer = OptimizerConfig(
+        learning_rate=2e-2,
+        min_learning_rate=1e-3,
+        warmup_steps=2,
+        decay_steps=STEPS - 1,
+        weight_decay=0.1,
+        clip_norm=CLIP,
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def make_batches(config: Config) -> dict[str, np.ndarray]:
+    """Batches over few tokens, [STEPS, rows, T]; a fifth of the targets is ignored, and most of the first rows'."""
+    rows, length = config.train.global_batch, config.model.sequence_length
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 20, (STEPS, rows, length + 1), np.int32)
+    ignored = rng.random((STEPS, rows, length)) < np.where(np.arange(rows) < rows // 2, 0.7, 0.2)[:, None]
+    return {"tokens": tokens[..., :-1], "targets": np.where(ignored, np.int32(IGNORED), tokens[..., 1:])}
+
+
+def losses(baseline: Baseline, batches: dict[str, np.ndarray]) -> list[float]:
+    return [baseline.step(*batch) for batch in zip(batches["tokens"], batches["targets"], strict=True)]
+
+
+def test_losses_and_final_weights_are_ours():
+    config = learning_config()
+    program, batches, baseline = tiny_program(config), make_batches(config), Baseline(config)
+    state = program.layout.init()
+    baseline.load(jax.device_get(program.layout.to_natural(state)).params)
+    expected, norms = [], []
+    for step in range(STEPS):
+        batch = program.put_batch({name: array[step] for name, array in batches.items()}, program.local_rows)
+        state, metrics = program.train_step(state, batch)
+        expected.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    assert expected[-1] < 0.8 * expected[0]
+    assert min(norms) < CLIP < max(norms)
+    assert losses(baseline, batches) == pytest.approx(expected, rel=1e-5)
+
+    final = Baseline(config)
+    final.load(jax.device_get(program.layout.to_natural(state)).params)
+    weights = dict(baseline.model.named_parameters())
+    for name, weight in final.model.named_parameters():
+        np.testing.assert_allclose(weights[name].detach(), weight.detach(), rtol=0, atol=2e-3, err_msg=name)
+
+
+def test_recomputed_layers_change_nothing():
+    config = learning_config()
+    batches = make_batches(config)
+    recomputing = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="layer"))
+    assert losses(Baseline(recomputing), batches) == pytest.approx(losses(Baseline(config), batches), rel=1e-6)
+
+
+def test_bf16_is_near_fp32():
+    config = learning_config()
+    batches, half = make_batches(config), Baseline(dataclasses.replace(config, precision="bf16"))
+    assert losses(half, batches) == pytest.approx(losses(Baseline(config), batches), rel=2e-2)
+
+
+def test_two_processes_train_as_one(tmp_path: Path):
+    config = learning_config()
+    batches = make_batches(config)
+    np.savez(tmp_path / "batches.npz", **batches)
+    runs: list[object] = []
+    with contextlib.ExitStack() as stack:
+        for mesh in (2, 1, 1), (1, 1, 2):
+            preset = tmp_path / f"{mesh}.toml"
+            preset.write_text(to_toml(learning_config(*mesh)))
+            free = stack.enter_context(socket.socket())
+            free.bind(("localhost", 0))
+            runs += [preset, f"localhost:{free.getsockname()[1]}"]
+    processes = [
+        subprocess.Popen(
+            list(map(str, [sys.executable, "-c", PROCESS, BENCHMARKS, tmp_path / "batches.npz", number, *runs])),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    expected = losses(Baseline(config), batches)
+    for process in processes:
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0
+        for actual in json.loads(out):
+            assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_command_runs_steps_and_refuses_what_it_lacks(tmp_path: Path):
+    (tmp_path / "preset.toml").write_text(to_toml(learning_config()))
+
+    def run(*flags: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, BENCHMARKS / "pytorch_baseline.py", tmp_path / "preset.toml", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    done = run("--steps", "3", "--threads", "1", "--seed", "3")
+    report = json.loads(done.stdout)
+    assert len(report["losses"]) == 3 and report["losses"][2] < report["losses"][0]
+    assert report["threads"] == 1 and report["precision"] == "fp32" and report["tokens_per_second"] > 0
+    refused = run("--model.dropout", "0.1")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.startswith("error: ") and len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--model.dropout 0.1", {"dropout": 0.1}),
+        ("--mesh.pipe 2", {"mesh": (1, 2, 1)}),
+        ("--mesh.data 2", {"mesh": (2, 1, 1)}),
+        ("--sequence-parallel", {"sequence_parallel": True}),
+        ("--precision fp16", {"precision": "fp16"}),
+        ("--train.remat selective", {"remat": "selective"}),
+    ],
+)
+def test_refused_settings(flag: str, settings: dict):
+    with pytest.raises(UserError, match=flag):
+        Baseline(tiny_config(**{"dropout": 0.0} | settings))
+
+
+def test_processes_that_do_not_fit_the_mesh_are_refused():
+    one_of_two = DistributedConfig(coordinator="localhost:1", num_processes=2, process_id=0)
+    config = dataclasses.replace(learning_config(), distributed=one_of_two)
+    with pytest.raises(UserError, match="num-processes 2"):
+        Baseline(config)

@@ -1,0 +1,54 @@
+"""The count of a step's arithmetic: the paper's formula, and the products in the program."""
+
+import math
+
+import jax
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from tiny import abstract_batch, tiny_config, tiny_program
+
+from megajax.models.config import ModelConfig
+from megajax.models.flops import step_flops, step_products
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "length", "vocabulary"), [(4, 512, 512, 8192), (40, 1536, 1024, 50257), (3, 24, 20, 101)]
+)
+def test_it_is_the_papers_formula(layers, hidden, length, vocabulary):
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=8, sequence_length=length, vocab_size=vocabulary
+    )
+    batch, padded = 8, model.padded_vocab_size
+    formula = 72 * batch * length * layers * hidden**2
+    formula *= 1 + length / (6 * hidden) + padded / (12 * layers * hidden)
+    assert step_flops(model, batch) == pytest.approx(formula, rel=1e-12)
+
+
+def product_flops(jaxpr: Jaxpr) -> int:
+    """Of all matrix products in a program, those in a scan as often as it runs."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, ClosedJaxpr):
+                    total += times * product_flops(part.jaxpr)
+                elif isinstance(part, Jaxpr):
+                    total += times * product_flops(part)
+    return total
+
+
+@pytest.mark.parametrize("length", [16, 300])
+def test_the_step_runs_these_products_and_the_scores_once_more(length):
+    """A sequence of one block of queries, and of two."""
+    config = tiny_config(global_batch=2, microbatch=2, sequence_length=length)
+    program = tiny_program(config)
+    products = step_products(config.model, 2, program.backend.query_block)
+    scores = sum(product.flops for product in products if "scores" in product.name) // 2  # of which half is forward
+    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    found = product_flops(jax.make_jaxpr(program.train_step)(*arguments).jaxpr)
+    assert found == sum(product.flops for product in products) + scores

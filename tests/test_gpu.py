@@ -1,0 +1,74 @@
+"""On a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`. The numbers are the CPU's, in every precision."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import tiny_config
+
+from megajax.backend import GPU
+from megajax.mesh import make_mesh
+from megajax.models.attention import attend, fits_fused_attention
+from megajax.parallel.random import Dropout
+from megajax.verify import compare, trace
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def gpu() -> jax.Device:
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"no GPU that JAX can use (JAX_PLATFORMS=cuda,cpu?): {error}")
+
+
+@pytest.mark.parametrize(("dropout", "remat"), [(0.0, "none"), (0.1, "selective")])
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+def test_fp32_is_that_of_the_cpu(gpu, dropout, remat, scan_layers):
+    """Losses and gradients of three steps, with the same dropout: within ten times the tolerance between meshes, since
+    sums are taken in another order by other libraries."""
+    config = tiny_config(dropout=dropout, remat=remat, scan_layers=scan_layers, microbatch=2)
+    with jax.default_matmul_precision("float32"):
+        traces = [trace(config, 3, [device]) for device in (jax.devices("cpu")[0], gpu)]
+    found = compare(*traces)
+    assert found.within(10), found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near_fp32(gpu, precision):
+    """A training step in half precision with cuDNN's attention, beside the CPU's in fp32: the loss within 1%."""
+    size = {"hidden_size": 64, "num_heads": 4, "sequence_length": 128, "dropout": 0.0}
+    losses = {
+        name: trace(tiny_config(precision=name, **size), 2, [device]).losses
+        for name, device in (("fp32", jax.devices("cpu")[0]), (precision, gpu))
+    }
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.01)
+
+
+@pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
+def test_cudnn_attention_is_our_own(gpu, heads, head_size, length):
+    """Result and gradients in bf16, within 2% of the largest value."""
+    shape = (2, length, 3, heads, head_size)
+    rng = np.random.default_rng(0)
+    qkv_BTCHK, grad_BTHK = (
+        jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for shape in (shape, shape[:2] + shape[3:])
+    )
+    assert fits_fused_attention(qkv_BTCHK)
+
+    def run(backend):
+        @jax.jit
+        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=(P(), P()), out_specs=P())
+        def both(qkv_BTCHK, grad_BTHK):
+            dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
+            y_BTHK, pullback = jax.vjp(lambda qkv: attend(qkv, dropout, backend), qkv_BTCHK)
+            return y_BTHK, *pullback(grad_BTHK)
+
+        return [np.asarray(array, np.float32) for array in both(qkv_BTCHK, grad_BTHK)]
+
+    for fused, own in zip(run(GPU), run(dataclasses.replace(GPU, fused_attention=False)), strict=True):
+        np.testing.assert_allclose(fused, own, rtol=0, atol=0.02 * np.abs(own).max())
