@@ -89,34 +89,32 @@ class Traffic:
     def _fusion(self, name: str) -> int:
         """A fused kernel reads its parameters, or of one that is only sliced the slices; and writes its root, or of an
         update in place the update."""
-        body = self.computations[name]
-        users: dict[str, list[re.Match]] = {}
-        for match in body:
-            for operand in _names(match.group(5)):
-                users.setdefault(operand, []).append(match)
-        read = written = 0
-        for match in body:
-            root, own, type_, operation, operands, _ = match.groups()
-            if operation == "parameter":
-                read += self._read(own, type_, users.get(own, []))
-            if operation == "dynamic-update-slice":
-                written += array_bytes(self.types[_names(operands)[1]])
-            elif root and operation not in ("dynamic-update-slice", "tuple", "bitcast"):
-                written += array_bytes(type_)
-            elif root:
-                names = _names(operands)
-                parts = [self.types[one] for one in names]
-                made = {one.group(2): one.group(4) for one in body}
-                updates = ("dynamic-update-slice", "bitcast")
-                written += sum(array_bytes(t) for n, t in zip(names, parts, strict=True) if made.get(n) not in updates)
-        return read + written
+        made = {match.group(2): match for match in self.computations[name]}
 
-    def _read(self, name: str, type_: str, uses: list[re.Match]) -> int:
-        """Bytes read of a parameter of a fused kernel: all, if anything but slices of it and updates in it is used."""
-        slices = [use for use in uses if use.group(4) in SLICES]
-        updates = [use for use in uses if use.group(4) == "dynamic-update-slice" and _names(use.group(5))[0] == name]
-        whole = not uses or len(slices) + len(updates) < len(uses)
-        return array_bytes(type_) if whole else sum(array_bytes(use.group(3)) for use in slices)
+        def source(one: str) -> str:
+            """What a name stands for: a bitcast moves nothing."""
+            return source(_names(made[one].group(5))[0]) if made[one].group(4) == "bitcast" else one
+
+        uses: dict[str, list[tuple[str, int, str]]] = {}  # operation, which operand, type of the result
+        root = ""
+        for own, match in made.items():
+            root = own if match.group(1) else root
+            if match.group(4) != "bitcast":
+                for place, operand in enumerate(_names(match.group(5))):
+                    uses.setdefault(source(operand), []).append((match.group(4), place, match.group(3)))
+        read = written = 0
+        for own, match in made.items():
+            if match.group(4) == "parameter":
+                slices = [array_bytes(type_) for operation, _, type_ in uses.get(own, []) if operation in SLICES]
+                updates = [use for use in uses.get(own, []) if use[:2] == ("dynamic-update-slice", 0)]
+                only_parts = 0 < len(slices) + len(updates) == len(uses.get(own, []))
+                read += sum(slices) if only_parts else array_bytes(match.group(3))
+        results = _names(made[root].group(5)) if made[root].group(4) == "tuple" else [root]
+        for result in map(source, results):
+            operands = _names(made[result].group(5))
+            updated = made[result].group(4) == "dynamic-update-slice"
+            written += array_bytes(self.types[operands[1]] if updated else made[result].group(3))
+        return read + written
 
 
 def _names(operands: str) -> list[str]:

@@ -1,10 +1,11 @@
 """What a second process costs: tensor 2 and data 2 over gloo, each process pinned to one core, ours beside PyTorch's.
 
-    python benchmarks/two_processes.py [PRESET] [train.py's flags] [--rounds N] [--steps N] [--json]
+    python benchmarks/two_processes.py [PRESET] [flags] [--axes tensor data] [--rounds N] [--steps N] [--json]
 
 PRESET is benchmarks/gpt-4x512.toml unless given. The same step runs on one core and on two, both sides in turn;
-`slowdown` is twice the time on two cores by the time on one: 1 would be two cores doing twice as much. Ours against the
-faster of PyTorch eager and compiled on one core. What a pipe of 2 costs beside its table: benchmarks/pipeline_time.py.
+`slowdown` is twice the time on two cores by the time on one: 1 would be two cores doing twice as much. Like PyTorch's
+DistributedDataParallel ours is measured with whole weights and optimizer state on every process (`--optimizer.zero 0`),
+over data also with them split (ZeRO-1). What a pipe of 2 costs beside its table: benchmarks/pipeline_time.py.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from megajax.flags import parse
 from megajax.launch import run
 
 BENCHMARKS = Path(__file__).resolve().parent
-OURS = [str(BENCHMARKS / "throughput.py"), "--serve"]
+OURS = [str(BENCHMARKS / "throughput.py"), "--serve", "--optimizer.zero"]
 TORCH = [str(BENCHMARKS / "pytorch_baseline.py"), "--serve", "--threads", "1"]
 
 
@@ -45,12 +46,14 @@ def commands(script: list[str], flags: list[str], axis: str) -> list[list[str]]:
     ]
 
 
-def measure(flags: list[str], rounds: int, steps: int) -> dict:
+def measure(flags: list[str], axes: list[str], rounds: int, steps: int) -> dict:
     """Seconds a step of every side on one core and two, and the slowdowns."""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    scripts = {"megajax": OURS, "torch, eager": TORCH, "torch, compiled": [*TORCH, "--compile"]}
     results = {}
-    for axis in ("tensor", "data"):
+    for axis in axes:
+        scripts = {"megajax": [*OURS, "0"], "torch, eager": TORCH, "torch, compiled": [*TORCH, "--compile"]}
+        if axis == "data":
+            scripts["megajax, ZeRO-1"] = [*OURS, "1"]
         sides: dict[str, Side] = {}
         try:
             for name, script in scripts.items():
@@ -79,6 +82,7 @@ def measure(flags: list[str], rounds: int, steps: int) -> dict:
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--axes", nargs="+", choices=("tensor", "data"), default=["tensor", "data"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -91,7 +95,7 @@ def main() -> None:
     parse(flags, str(__doc__).partition("\n")[0], "two_processes.py")
     if len(os.sched_getaffinity(0)) < 2:
         raise UserError("two_processes.py: this process may use one core only; valid: two")
-    results = measure(flags, own.rounds, own.steps)
+    results = measure(flags, own.axes, own.rounds, own.steps)
     print("| axis | side | s on one core | s on two | slowdown |\n|---|---|---|---|---|")
     for axis, sides in results.items():
         for name, found in sides.items():

@@ -1,0 +1,157 @@
+"""Where the time of a training step goes on one device: its parts measured alone, beside their matrix products' time.
+
+    python benchmarks/step_parts.py [PRESET] [train.py's flags] [--rounds N] [--json]
+
+PRESET is benchmarks/gpt-4x512.toml unless given. A part's backward is its forward and backward less its forward. What
+the parts leave of the whole step is the rest: residual additions, sums of gradients, copies, all-reduces over one
+device, what waits for memory. The ceiling is the time that the products of a part take, each measured alone.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from throughput import DEFAULT, product_seconds
+
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.flags import parse
+from megajax.launch import run, start
+from megajax.models.flops import step_products
+
+# The parts as the table lists them, and which products (by the start of their names) belong to them.
+PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "LayerNorm": (), "head and loss": ("head",)}
+
+
+def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
+    """Seconds of a step spent in every part, and the ceiling of it: {part: (seconds, ceiling)}, `step` the whole."""
+    start(config)
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import PartitionSpec
+
+    from megajax.mesh import make_mesh
+    from megajax.models.gpt import GPT
+    from megajax.models.transformer import LayerNorm
+    from megajax.optim.adam import clip_by_norm, global_norm, update
+    from megajax.parallel.collectives import DATA, TENSOR, vary
+    from megajax.parallel.random import Dropout, NamedKey
+    from megajax.training.step import Program
+    from megajax.verify import random_batch
+
+    model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
+    program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
+    gpt = GPT(model, NamedKey.from_seed(0), backend=program.backend)
+    dtype = program.layout.compute_dtype
+    x_BTD = jax.random.normal(jax.random.key(0), (rows, model.sequence_length, model.hidden_size), jnp.float32)
+    targets_BT = jax.random.randint(jax.random.key(1), (rows, model.sequence_length), 0, model.vocab_size, jnp.int32)
+
+    def seconds(function, *arguments) -> float:
+        jax.block_until_ready(function(*arguments))
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            jax.block_until_ready(function(*arguments))
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def both(module: nnx.Module, call) -> tuple[float, float]:
+        """Seconds of the forward, and of forward and backward, of `call(module, x, dropout)`."""
+        graph, weights = nnx.split(module, nnx.Param)
+        weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+
+        def forward(weights, x_BTD):
+            weights, x_BTD = vary(weights, (DATA, TENSOR)), vary(x_BTD, (DATA,))
+            dropout = Dropout.at(model.dropout, 0, jnp.int32(0), vary(jnp.arange(rows, dtype=jnp.int32), (DATA,)))
+            return call(nnx.merge(graph, weights), x_BTD, dropout)
+
+        def pull(weights, x_BTD):
+            y, pullback = jax.vjp(forward, weights, x_BTD)
+            return y, pullback(jax.tree.map(jnp.ones_like, y))
+
+        compiled = []
+        for function in (forward, pull):
+            region = jax.shard_map(
+                function, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+            )
+            compiled.append(jax.jit(region))
+        return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
+
+    block = nnx.merge(*_first_layer(gpt, nnx))
+    calls = {
+        "attention": (block.attention, lambda module, x, dropout: module(x, dropout), layers),
+        "MLP": (block.mlp, lambda module, x, _: module(x), layers),
+        "LayerNorm": (LayerNorm(model.hidden_size), lambda module, x, _: module(x), 2 * layers),
+        "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT), 1),
+    }
+    products = step_products(model, rows, program.backend.query_block)
+    alone = {product.name: product.count * product_seconds(product, dtype) for product in products}
+    found: dict[str, tuple[float, float]] = {}
+    for part, (module, call, count) in calls.items():
+        forward, whole = (count * s for s in both(module, call))
+        own = {name: s for name, s in alone.items() if name.startswith(PARTS[part])}
+        halves = {name: s / 2 for name, s in own.items() if "scores" in name or "sums" in name}
+        ahead = sum(halves.values()) + sum(s for name, s in own.items() if name.endswith("forward"))
+        found[f"{part}, forward"] = forward, ahead
+        found[f"{part}, backward"] = whole - forward, sum(own.values()) - ahead
+
+    state = program.layout.init()
+    batch = program.put_batch(random_batch(config, 0), program.local_rows)
+    times = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        state, metrics = program.train_step(state, batch)
+        jax.block_until_ready(metrics)
+        times.append(time.perf_counter() - began)
+
+    def optimize(params, optimizer):
+        clipped = clip_by_norm(params, global_norm(params), 1.0)  # weights stand for gradients
+        return update(program.optimizer, clipped, optimizer, params, jnp.asarray(True))
+
+    main = state.params if state.main is None else state.main
+    region = jax.shard_map(
+        optimize, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    found["optimizer"] = seconds(jax.jit(region), main, state.optimizer), 0.0
+    step = statistics.median(times[1:])
+    found["the rest"] = step - config.train.global_batch // rows * sum(s for s, _ in found.values()), 0.0
+    found["step"] = step, sum(alone.values()) * (config.train.global_batch // rows)
+    return found
+
+
+def _first_layer(gpt, nnx):
+    """Graph and weights of the first of the stacked layers."""
+    import jax
+
+    graph, stacked = nnx.split(gpt.blocks, nnx.Param)
+    return graph, jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def main() -> None:
+    """Parse the command line, measure, print the table."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    try:
+        own, flags = parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from None
+    if not flags or flags[0].startswith("--"):
+        flags = [DEFAULT, *flags]
+    found = measure(parse(flags, str(__doc__).partition("\n")[0], "step_parts.py"), own.rounds)
+    step = found["step"][0]
+    print("| part | ms | of the step | its products alone, ms |\n|---|---|---|---|")
+    for part, (seconds, ceiling) in found.items():
+        print(f"| {part} | {seconds * 1e3:.0f} | {seconds / step:.1%} | {ceiling * 1e3:.0f} |")
+    if own.json:
+        print(json.dumps({part: {"seconds": s, "ceiling": c} for part, (s, c) in found.items()}))
+
+
+if __name__ == "__main__":
+    run(main)
