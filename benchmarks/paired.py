@@ -3,6 +3,7 @@
 A side may be several processes of one run. A worker calls `serve`; the benchmark talks to it through a `Side`.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -92,8 +93,9 @@ class Side:
         """The first process's answer to a request that all processes get."""
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its answer will be missing
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict:
@@ -112,7 +114,8 @@ class Side:
         """End the processes."""
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self.processes:
             try:
                 process.wait(20)

@@ -11,6 +11,7 @@ attention's only where a block of queries sees keys, by the time of the step. Mo
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from paired import KEEP_FREED_MEMORY, Side, in_turn, random_tokens, serve
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import run, start
+from megajax.launch import may_use_gpus, run, start
 from megajax.models.flops import MatrixProduct, step_flops
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -117,6 +118,12 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     cores = sorted(os.sched_getaffinity(0))
     if own.device == "cpu" and own.threads > len(cores):
         raise UserError(f"--threads {own.threads}; valid: 1 to {len(cores)}, the cores of this machine")
+    if own.peer and not importlib.util.find_spec("torch"):
+        raise UserError("--peer torch: PyTorch is not installed; pip install -e '.[peer]' brings it")
+    if own.device == "gpu" and not may_use_gpus(os.environ):
+        raise UserError(
+            "--device gpu: JAX's CUDA packages are not installed or JAX_PLATFORMS rules them out; valid: cpu"
+        )
     pinned = [",".join(map(str, cores[: own.threads]))] if own.device == "cpu" else None
     environment = {"JAX_PLATFORMS": "cpu" if own.device == "cpu" else "cuda,cpu"}
     if own.peer and own.device == "gpu":  # both on one GPU: nobody takes what he does not need
