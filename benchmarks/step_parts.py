@@ -90,7 +90,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         "LayerNorm": (LayerNorm(model.hidden_size), lambda module, x, _: module(x), 2 * layers),
         "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT), 1),
     }
-    products = step_products(model, rows, program.backend.query_block)
+    products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}
     found: dict[str, tuple[float, float]] = {}
     for part, (module, call, count) in calls.items():

@@ -58,7 +58,7 @@ def work(config: Config) -> None:
         return float(metrics["loss"])
 
     def products() -> dict:
-        block = program.backend.query_block
+        block = program.backend.block_of(config.model.sequence_length)
         if program.backend.fused_attention and config.model.dropout == 0:
             block = config.model.sequence_length  # cuDNN's own products are not known: counted whole
         of_microbatch = step_products(config.model, config.train.microbatch, block)

@@ -13,7 +13,7 @@ class Backend:
     Attributes:
         unroll_layers: `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan.
         fused_attention: attention without dropout in half precision is cuDNN's.
-        query_block: our own attention takes the queries in blocks of this many.
+        query_block: our own attention takes the queries in blocks of at most this many (`block_of`).
         scores_bytes: and so many heads at once that a block's scores take at most this; None: all heads.
         transposed_copies: the input of a weight gradient's product is transposed by a copy, not by the product.
     """
@@ -23,6 +23,11 @@ class Backend:
     query_block: int
     scores_bytes: int | None
     transposed_copies: bool
+
+    def block_of(self, length: int) -> int:
+        """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within
+        128 and `query_block`."""
+        return min(self.query_block, max(128, length // 2))
 
 
 # Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.

@@ -34,7 +34,7 @@ def blocked_attention(qkv_BTCHK: Array, bits_BH: Bits, rate: float, backend: Bac
 def _forward(qkv_BTCHK: Array, bits_BH: Bits, rate: float, backend: Backend) -> tuple[Array, tuple]:
     q_NTK, k_NSK, v_NSK = (_heads_first(qkv_BTCHK[:, :, c]) for c in range(3))
     inputs = q_NTK, k_NSK, v_NSK, jax.tree.map(jnp.ravel, bits_BH)
-    forward = partial(_forward_of_heads, rate=rate, block=backend.query_block)
+    forward = partial(_forward_of_heads, rate=rate, block=backend.block_of(qkv_BTCHK.shape[1]))
     out_NTK, *statistics_NT1 = _in_groups(forward, inputs, backend)
     batch, _, _, heads, _ = qkv_BTCHK.shape
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
@@ -48,7 +48,7 @@ def _backward(rate: float, backend: Backend, kept: tuple, grad_BTHK: Array) -> t
     batch, _, _, heads, _ = qkv_BTCHK.shape
     arrays_NTK = [_heads_first(x) for x in (*(qkv_BTCHK[:, :, c] for c in range(3)), out_BTHK, grad_BTHK)]
     inputs = *arrays_NTK, jax.tree.map(jnp.ravel, bits_BH), *statistics_NT1
-    backward = partial(_backward_of_heads, rate=rate, block=backend.query_block)
+    backward = partial(_backward_of_heads, rate=rate, block=backend.block_of(qkv_BTCHK.shape[1]))
     grads_NTK = _in_groups(backward, inputs, backend)
     return jnp.stack([_heads_last(grad_NTK, batch, heads) for grad_NTK in grads_NTK], axis=2), None
 
@@ -146,7 +146,7 @@ def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     num_heads, length = inputs[0].shape[:2]
     group = num_heads
     if backend.scores_bytes is not None:
-        one_head = min(backend.query_block, length) * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
+        one_head = min(backend.block_of(length), length) * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes]
         group = max(fits, default=1)
     if group == num_heads:

@@ -99,7 +99,8 @@ def test_heads_may_be_split_anyhow(size):
 @pytest.mark.parametrize("heads_at_once", [1, 2])
 def test_heads_in_groups_are_the_same(heads_at_once):
     """As many heads at a time as their scores may take memory, however many there are."""
-    scores = QUERY_BLOCK * (QUERY_BLOCK + 1) * 4
+    length = QUERY_BLOCK + 1
+    scores = CPU.block_of(length) * length * 4
     assert_dense(2, 0.3, QUERY_BLOCK + 1, dataclasses.replace(CPU, scores_bytes=heads_at_once * scores))
 
 

@@ -47,7 +47,7 @@ def test_the_step_runs_these_products_and_the_scores_once_more(length):
     """A sequence of one block of queries, and of two."""
     config = tiny_config(global_batch=2, microbatch=2, sequence_length=length)
     program = tiny_program(config)
-    products = step_products(config.model, 2, program.backend.query_block)
+    products = step_products(config.model, 2, program.backend.block_of(length))
     scores = sum(product.flops for product in products if "scores" in product.name) // 2  # of which half is forward
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
     found = product_flops(jax.make_jaxpr(program.train_step)(*arguments).jaxpr)
