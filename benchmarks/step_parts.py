@@ -67,7 +67,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
 
         def forward(weights, x_BTD):
-            weights, x_BTD = vary(weights, (DATA, TENSOR)), vary(x_BTD, (DATA,))
+            weights, x_BTD = vary((weights, x_BTD), (DATA,))
             dropout = Dropout.at(model.dropout, 0, jnp.int32(0), vary(jnp.arange(rows, dtype=jnp.int32), (DATA,)))
             return call(nnx.merge(graph, weights), x_BTD, dropout)
 
@@ -78,7 +78,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         compiled = []
         for function in (forward, pull):
             region = jax.shard_map(
-                function, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+                function, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec((DATA, TENSOR))
             )
             compiled.append(jax.jit(region))
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
@@ -88,7 +88,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         "attention": (block.attention, lambda module, x, dropout: module(x, dropout), layers),
         "MLP": (block.mlp, lambda module, x, _: module(x), layers),
         "LayerNorm": (LayerNorm(model.hidden_size), lambda module, x, _: module(x), 2 * layers),
-        "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT), 1),
+        "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT)[None], 1),
     }
     products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}
@@ -115,9 +115,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         return update(program.optimizer, clipped, optimizer, params, jnp.asarray(True))
 
     main = state.params if state.main is None else state.main
-    region = jax.shard_map(
-        optimize, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
+    region = jax.shard_map(optimize, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     found["optimizer"] = seconds(jax.jit(region), main, state.optimizer), 0.0
     step = statistics.median(times[1:])
     found["the rest"] = step - config.train.global_batch // rows * sum(s for s, _ in found.values()), 0.0
