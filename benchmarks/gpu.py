@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import Failed, Side, in_turn
+from paired import Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -198,10 +198,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--out")
-    try:
-        own, flags = parser.parse_known_args()
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
+    own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):
         flags = ["gpt2-1.2b", *flags]
     if own.device == "cpu":

@@ -3,6 +3,7 @@
 A side may be several processes of one run. A worker calls `serve`; the benchmark talks to it through a `Side`.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megajax.config import Config
+from megajax.errors import UserError
 
 # glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -121,6 +123,17 @@ class Side:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def parse_own(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """A benchmark's own flags from the command line, and the rest, which are train.py's. Raises `UserError`.
+
+    The parser is one with `exit_on_error=False`.
+    """
+    try:
+        return parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from None
 
 
 def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> list[list[float]]:

@@ -214,10 +214,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--serve", action="store_true")
-    try:
-        own, flags = parser.parse_known_args()
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
+    own, flags = paired.parse_own(parser)
     config = parse(
         flags, str(__doc__).partition("\n")[0], f"pytorch_baseline.py {' '.join(parser.format_usage().split()[2:])}"
     )

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paired import parse_own
 from throughput import DEFAULT, product_seconds
 
 from megajax.config import Config
-from megajax.errors import UserError
 from megajax.flags import parse
 from megajax.launch import run, start
 from megajax.models.flops import step_products
@@ -136,10 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
-    try:
-        own, flags = parser.parse_known_args()
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
+    own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):
         flags = [DEFAULT, *flags]
     found = measure(parse(flags, str(__doc__).partition("\n")[0], "step_parts.py"), own.rounds)

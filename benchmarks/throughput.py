@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn, random_tokens, serve
+from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_tokens, serve
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -206,10 +206,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", action="store_true")
-    try:
-        own, flags = parser.parse_known_args()
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
+    own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):
         flags = [DEFAULT, *flags]
     config = parse(flags, str(__doc__).partition("\n")[0], "throughput.py [--peer torch] [--device cpu|gpu] [--json]")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn
+from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own
 
 from megajax.errors import UserError
 from megajax.flags import parse
@@ -86,10 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    try:
-        own, flags = parser.parse_known_args()
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
+    own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):
         flags = [str(BENCHMARKS / "gpt-4x512.toml"), *flags]
     parse(flags, str(__doc__).partition("\n")[0], "two_processes.py")
