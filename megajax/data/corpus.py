@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
-from megajax.data.text import STANDARD_LIBRARY, TextDocuments
+from megajax.data.records import STANDARD_LIBRARY
+from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError

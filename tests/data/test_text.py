@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.text import DOCUMENT_CHARACTERS, TextDocuments, _decoded, _pieces
+from megajax.data.records import DOCUMENT_CHARACTERS, _decoded, _pieces
+from megajax.data.text import TextDocuments
 from megajax.errors import UserError
 
 
@@ -82,7 +83,8 @@ def test_a_character_cut_short_at_the_end_is_an_error(tmp_path):
 
 def test_characters_across_blocks_are_whole(tmp_path):
     text = "€" * (1 << 19)  # 3 bytes each: 1 MiB blocks cut them
-    assert "".join(_decoded(write(tmp_path / "a.txt", text), "--data.path")) == text
+    with write(tmp_path / "a.txt", text).open("rb") as content:
+        assert "".join(_decoded(content, tmp_path / "a.txt", "--data.path")) == text
 
 
 def test_folder_in_the_order_of_paths(tmp_path):
@@ -152,7 +154,9 @@ def test_standard_library():
     texts = list(documents)
     assert documents.report.num_bytes > 5_000_000
     assert (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text() in texts
-    folders = {part for file in documents._files for part in file.relative_to(sysconfig.get_path("stdlib")).parts[:-1]}
+    folders = {
+        part for file in documents._files.files for part in file.relative_to(sysconfig.get_path("stdlib")).parts[:-1]
+    }
     assert "json" in folders
     assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     assert {file.suffix for file in documents._files} == {".py"}

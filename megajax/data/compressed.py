@@ -1,0 +1,78 @@
+"""Files read as a stream of bytes, `.gz` and `.zst` uncompressed on the way."""
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+SUFFIXES = (".gz", ".zst")
+
+_BLOCK_BYTES = 1 << 20
+
+
+class Damaged(Exception):
+    """A compressed file that is truncated or not what its name says."""
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file: its content, and the file as it lies there, whose position tells how far the reading is.
+
+    Raises:
+        Damaged: while reading.
+        OSError: the file cannot be opened or read.
+    """
+    with file.open("rb") as raw:
+        try:
+            if file.suffix.lower() == ".gz":
+                with gzip.open(raw, "rb") as content:
+                    yield content, raw  # type: ignore[misc]
+            elif file.suffix.lower() == ".zst":
+                with io.BufferedReader(_Zstd(raw), _BLOCK_BYTES) as content:
+                    yield content, raw
+            else:
+                yield raw, raw
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Damaged(str(error)) from None
+
+
+class _Zstd(io.RawIOBase):
+    """The content of frames of Zstandard, one after the other. Unlike the package's own reader it notices a cut."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._pending, self._frame = raw, b"", self._new_frame()
+        self._inside = False  # a frame that has begun and not ended
+
+    @staticmethod
+    def _new_frame() -> Any:
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompressobj()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        while not self._pending:
+            if self._frame.eof:
+                block, self._frame, self._inside = self._frame.unused_data, self._new_frame(), False
+            else:
+                block = b""
+            block = block or self._raw.read(_BLOCK_BYTES)
+            if not block:
+                if self._inside:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self._inside = True
+            try:
+                self._pending = self._frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._pending))
+        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
+        return count

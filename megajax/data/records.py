@@ -1,0 +1,293 @@
+"""Raw records of text sources: lines of JSONL, rows of Parquet, plain text; compressed or not, read as a stream.
+
+Reading is apart from understanding (`text_of`), so that one process can read what several make sense of.
+"""
+
+import codecs
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Literal, NamedTuple, NoReturn
+
+from megajax.data import compressed
+from megajax.data.tokenizer import END_OF_TEXT
+from megajax.errors import UserError
+
+STANDARD_LIBRARY = "python-stdlib"
+"""Name that stands for the `.py` files of the running Python's standard library."""
+
+DOCUMENT_CHARACTERS = 4096
+"""Characters after which a single text file is cut at the next blank line."""
+
+TEXT_KEY = "text"
+"""Key of the text in a line of JSONL, and column of a Parquet file."""
+
+VALID_PATHS = (
+    "give UTF-8 text as a file, a .jsonl or .parquet file or a folder of them (.gz and .zst too), a prepared PREFIX "
+    f"(of PREFIX.bin and PREFIX.idx), or the word {STANDARD_LIBRARY}"
+)
+_NOT_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_BLOCK_BYTES = 1 << 20
+_ROWS = 256  # of a Parquet file in memory at once
+
+
+class Record(NamedTuple):
+    """One document as it was read."""
+
+    file: int  # position in `TextFiles.files`
+    number: int  # of the line, row or piece, from 1
+    kind: Literal["text", "json", "file"]  # the text itself, a line of JSONL, the bytes of a file
+    content: str | bytes
+
+
+class NoText(ValueError):
+    """A record that is no text; the message says why."""
+
+
+class NotUtf8(NoText):
+    """A file that is not UTF-8."""
+
+
+def text_of(record: Record, key: str = TEXT_KEY) -> str:
+    """The text of a record.
+
+    Raises:
+        NotUtf8: the record is a file that is not UTF-8.
+        NoText: the record is a line of JSONL without a text under `key`.
+    """
+    if isinstance(record.content, str):
+        return record.content
+    if record.kind == "file":
+        try:
+            return record.content.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise NotUtf8(str(error)) from None
+    try:
+        line = json.loads(record.content.decode("utf-8-sig" if record.number == 1 else "utf-8"))
+        text = line[key]
+        text.encode()  # escapes such as \ud800 are valid JSON but no text
+    except json.JSONDecodeError as error:
+        raise NoText(f"not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise NoText(str(error)) from None
+    except KeyError:
+        keys = ", ".join(json.dumps(found) for found in list(line)[:5])
+        raise NoText(f'no text under the key "{key}"; there are {keys or "no keys"}') from None
+    except (TypeError, AttributeError):
+        raise NoText(f'no text under the key "{key}"') from None
+    return text
+
+
+class TextFiles:
+    """The files of one or more text sources, and their records in a fixed order.
+
+    - A folder: all files below it, except hidden ones, in the order of their paths. Each file is one document.
+    - A `.jsonl` file, named or in a folder: one document per line, `{"text": …}`. A `.parquet` file: one per row.
+    - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
+    - Any other file is plain text. Where it contains `<|endoftext|>`, that separates its documents. Otherwise it is cut
+      in several documents, so that a split by document is possible: each ends at the first blank line after 4096
+      characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
+      at a line end or a space. Nothing is lost: the pieces joined are the file.
+
+    `.gz` and `.zst` after any of these names: the file is compressed.
+
+    Args:
+        paths: files, folders, `python-stdlib`.
+        flag: the flag that named the paths, for error messages.
+
+    Raises:
+        UserError: a path is missing or neither file nor folder.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
+        self.files: list[Path] = []
+        self._whole: list[bool] = []  # one document, being in a folder
+        self._flag = flag
+        try:
+            for path in paths:
+                found, named = _find(str(path), flag)
+                self.files += found
+                self._whole += [not named] * len(found)
+            self.sizes = [file.stat().st_size for file in self.files]
+            """Bytes of every file, as it lies there."""
+        except OSError as error:
+            unreadable(flag, error, paths[0])
+
+    def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
+        """Every record, and how many bytes of its file were read by then.
+
+        Args:
+            cut: False to keep a single text file whole, as one document.
+            key: column of a Parquet file.
+
+        Raises:
+            UserError: a file cannot be read; a named text file is not UTF-8.
+        """
+        for index, file in enumerate(self.files):
+            try:
+                yield from self._file_records(index, file, cut, key)
+            except compressed.Damaged as error:
+                raise UserError(f"{self._flag}: {file} is truncated or damaged: {error}") from None
+            except OSError as error:
+                unreadable(self._flag, error, file)
+
+    def _file_records(self, index: int, file: Path, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
+        kind = _kind(file)
+        if kind == "parquet":
+            for number, (text, position) in enumerate(_rows(file, key, self._flag), start=1):
+                yield Record(index, number, "text", text), position
+            return
+        with compressed.reading(file) as (content, raw):
+            if kind == "lines":
+                for number, line in enumerate(content, start=1):
+                    if line.strip():
+                        yield Record(index, number, "json", line), raw.tell()
+            elif self._whole[index]:
+                yield Record(index, 1, "file", content.read()), raw.tell()
+            else:
+                blocks = _decoded(content, file, self._flag)
+                texts: Iterable[str]
+                if not cut:
+                    texts = ["".join(blocks)]
+                elif _contains(file, END_OF_TEXT.encode()):
+                    texts = _separated(blocks, END_OF_TEXT)
+                else:
+                    size = self.sizes[index] if content is raw else DOCUMENT_CHARACTERS * 16
+                    texts = _pieces(blocks, target=min(DOCUMENT_CHARACTERS, size // 16 + 1))
+                for number, text in enumerate(texts, start=1):
+                    yield Record(index, number, "text", text), raw.tell()
+
+
+def unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
+    """Raise an error of reading `path` as a `UserError`."""
+    raise UserError(f"{flag}: cannot read {error.filename or path}: {error.strerror or error}") from None
+
+
+def _find(path: str, flag: str) -> tuple[list[Path], bool]:
+    """Files of one path, and whether it names a file itself."""
+    if not path:
+        raise UserError(f"{flag} is not given; {VALID_PATHS}")
+    if path == STANDARD_LIBRARY:
+        root = Path(sysconfig.get_path("stdlib"))
+        return [file for file in _files(root, skip=_NOT_LIBRARY_CODE) if file.suffix == ".py"], False
+    root = Path(path)
+    if root.is_dir():
+        return _files(root), False
+    if root.is_file():
+        return [root], True
+    problem = "is neither a file nor a folder" if root.exists() else f"does not exist; {VALID_PATHS}"
+    raise UserError(f"{flag}: {path} {problem}")
+
+
+def _files(root: Path, skip: Iterable[str] = ()) -> list[Path]:
+    """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    files = []
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+
+
+def _kind(file: Path) -> str:
+    inner = file.with_suffix("") if file.suffix.lower() in compressed.SUFFIXES else file
+    return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}.get(inner.suffix.lower(), "text")
+
+
+def _contains(file: Path, wanted: bytes) -> bool:
+    end = b""  # of the block before, where what is wanted may begin
+    with compressed.reading(file) as (content, _):
+        while block := content.read(_BLOCK_BYTES):
+            if wanted in end + block:
+                return True
+            end = block[-len(wanted) :]
+    return False
+
+
+def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
+    """The texts of a Parquet file's column, and how many bytes were read by then."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as table:
+            if key not in table.schema_arrow.names:
+                names = ", ".join(f'"{name}"' for name in table.schema_arrow.names)
+                raise UserError(f'{flag}: {file} has no column "{key}"; it has {names}')
+            kind = table.schema_arrow.field(key).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; it must be text')
+            done = 0
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
+                done += len(batch)
+                for value in batch.column(0).to_pylist():
+                    yield value or "", file.stat().st_size * done // table.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise compressed.Damaged(str(error).splitlines()[0]) from None
+
+
+def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
+    """The text of a UTF-8 file in blocks, without a byte order mark; for other files an error with the offset."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0
+    while True:
+        block = content.read(_BLOCK_BYTES)
+        undecoded = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            position = offset - undecoded + error.start
+            raise UserError(
+                f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {position}); "
+                "convert it to UTF-8, for example with iconv"
+            ) from None
+        yield text.removeprefix("\ufeff") if offset == 0 else text
+        if not block:
+            return
+        offset += len(block)
+
+
+def _separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
+    pending = ""
+    for block in blocks:
+        *complete, pending = (pending + block).split(separator)
+        for text in complete:
+            yield text.strip("\r\n")
+    yield pending.strip("\r\n")
+
+
+def _pieces(blocks: Iterable[str], target: int) -> Iterator[str]:
+    """Cuts a text in pieces of about `target` characters, at most four times as many."""
+    longest = 4 * target
+    pending, start = "", 0
+    for block in blocks:
+        pending, start = pending[start:] + block, 0
+        while len(pending) - start >= longest:
+            end = _end_of_piece(pending, start + target, start + longest)
+            yield pending[start:end]
+            start = end
+    while start < len(pending):
+        end = _end_of_piece(pending, start + target, start + longest)
+        yield pending[start:end]
+        start = end
+
+
+def _end_of_piece(text: str, earliest: int, latest: int) -> int:
+    """Where to cut between two positions: after blank lines if there are any, else after a line, else after a word."""
+    blank_lines = _BLANK_LINES.search(text, earliest, latest)
+    if blank_lines:
+        return blank_lines.end()
+    for separator in "\n", " ":
+        position = text.find(separator, earliest, latest)
+        if position >= 0:
+            return position + 1
+    return latest

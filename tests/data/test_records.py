@@ -1,0 +1,82 @@
+"""The same documents from every kind of file, compressed or not; damaged ones are named."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megajax.data.records import NoText, Record, TextFiles, text_of
+from megajax.data.text import TextDocuments
+from megajax.errors import UserError
+
+TEXTS = [f"document {n}: Füße, 数 and a line\n" * (n % 7 + 1) for n in range(700)]
+
+
+def write(file: Path, key: str = "text") -> Path:
+    """`TEXTS` in the format that the name asks for."""
+    if file.suffix == ".parquet":
+        table = pa.table({"id": list(range(len(TEXTS))), key: TEXTS})
+        pq.write_table(table, file, row_group_size=100)
+        return file
+    lines = "".join(json.dumps({key: text}) + "\n" for text in TEXTS).encode()
+    if file.suffix == ".zst":  # two frames, as `cat` of two files leaves them
+        half = lines.index(b"\n", len(lines) // 2) + 1
+        lines = b"".join(zstandard.ZstdCompressor().compress(part) for part in (lines[:half], lines[half:]))
+    file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)
+    return file
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "A.JSONL"])
+def test_every_format_holds_the_same_documents(tmp_path, name):
+    file = write(tmp_path / name)
+    assert list(TextDocuments(file)) == TEXTS
+    assert list(TextDocuments(tmp_path)) == TEXTS
+    positions = [position for _, position in TextFiles([file], "INPUT").records()]
+    assert positions == sorted(positions) and positions[-1] == file.stat().st_size
+
+
+def test_compressed_text_is_cut_like_other_text(tmp_path):
+    text = "".join(f"paragraph {n}\n" + "word " * (n % 60) + "\n\n" for n in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "c.gz").write_bytes(gzip.compress(b"one<|endoftext|>two"))
+    assert list(TextDocuments(tmp_path / "b.txt.gz")) == list(TextDocuments(tmp_path / "a.txt"))
+    assert list(TextDocuments(tmp_path / "c.gz")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("damage", ["cut", "other", "flipped"])
+def test_damaged_files_are_named(tmp_path, name, damage):
+    file = write(tmp_path / name)
+    whole = bytearray(file.read_bytes())
+    middle = len(whole) // 2
+    whole[middle : middle + 40] = bytes(255 - byte for byte in whole[middle : middle + 40])
+    file.write_bytes({"cut": file.read_bytes()[:-20], "other": b"no archive\n" * 20, "flipped": bytes(whole)}[damage])
+    with pytest.raises(UserError, match=rf"INPUT: .*{name} is truncated or damaged") as caught:
+        list(TextFiles([file], "INPUT").records())
+    assert "\n" not in str(caught.value)
+
+
+def test_another_key(tmp_path):
+    for name in "a.jsonl", "b.parquet":
+        files = TextFiles([write(tmp_path / name, key="body")], "INPUT")
+        assert [text_of(record, "body") for record, _ in files.records(key="body")] == TEXTS
+    with pytest.raises(UserError, match=r'b\.parquet has no column "text"; it has "id", "body"'):
+        list(TextFiles([tmp_path / "b.parquet"], "INPUT").records())
+    with pytest.raises(UserError, match='column "id" has the type int64; it must be text'):
+        list(TextFiles([tmp_path / "b.parquet"], "INPUT").records(key="id"))
+    with pytest.raises(NoText, match='no text under the key "text"; there are "body"'):
+        text_of(Record(0, 1, "json", (tmp_path / "a.jsonl").read_bytes().splitlines()[0]))
+
+
+def test_several_paths_in_their_order(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.txt").write_text("a whole file\n\n" * 1000)
+    (tmp_path / "y.txt").write_text("in pieces\n\n" * 1000)
+    found = list(TextFiles([tmp_path / "y.txt", tmp_path / "folder"], "INPUT").records())
+    assert [record.number for record, _ in found if record.file == 0] == list(range(1, len(found)))
+    assert [record.kind for record, _ in found if record.file == 1] == ["file"]
