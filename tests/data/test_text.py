@@ -159,7 +159,7 @@ def test_standard_library():
     }
     assert "json" in folders
     assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    assert {file.suffix for file in documents._files} == {".py"}
+    assert {file.suffix for file in documents._files.files} == {".py"}
 
 
 @pytest.mark.parametrize("path, problem", [("nowhere", "does not exist"), ("", "is not given"), ("fifo", "neither")])

@@ -1,0 +1,102 @@
+"""GPT-2's byte-level byte-pair encoding, loaded from its two files or learned from a corpus."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.data.files import write_atomically
+from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, read_text
+from megajax.errors import UserError
+
+
+class BytePairTokenizer(Tokenizer):
+    """A byte-level BPE with GPT-2's pre-tokenizer: no prefix space, every text can be encoded and comes back unchanged.
+
+    Args:
+        vocabulary: id of every token, tokens in GPT-2's printable form of bytes.
+        merges: pairs of tokens, the first to be merged first.
+    """
+
+    def __init__(self, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> None:
+        from tokenizers import AddedToken, models
+
+        self._merges = list(merges)
+        core = _byte_level(models.BPE(vocab=vocabulary, merges=self._merges))
+        core.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        super().__init__(core, vocabulary, END_OF_TEXT)
+
+    @classmethod
+    def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "BytePairTokenizer":
+        """See `Tokenizer.train`. Ids are laid out as GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
+        from tokenizers import models, pre_tokenizers, trainers
+
+        if vocab_size < 257:
+            raise UserError(f"{flag} {vocab_size}: must be at least 257, for 256 bytes and {END_OF_TEXT}")
+        core = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            min_frequency=2,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            special_tokens=[],
+            show_progress=False,
+        )
+        core.train_from_iterator(documents, trainer)
+        model = json.loads(core.to_str())["model"]
+        vocabulary: dict[str, int] = model["vocab"]
+        return cls(vocabulary | {END_OF_TEXT: len(vocabulary)}, [(left, right) for left, right in model["merges"]])
+
+    @classmethod
+    def read(cls, vocabulary_file: Path, merges_file: Path) -> "BytePairTokenizer":
+        """See `Tokenizer.load`."""
+        vocabulary = _parse_vocabulary(vocabulary_file)
+        return cls(vocabulary, _parse_merges(merges_file, vocabulary))
+
+    def save(self, folder: str | Path) -> None:
+        """Write `vocab.json` and `merges.txt`, each atomically."""
+        merges = "".join(f"{left} {right}\n" for left, right in self._merges)
+        write_atomically(Path(folder, "merges.txt"), "#version: 0.2\n" + merges)
+        write_atomically(Path(folder, "vocab.json"), json.dumps(self._vocabulary, ensure_ascii=False))
+
+
+def _byte_level(model: Any) -> Any:
+    import tokenizers
+
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return core
+
+
+def _parse_vocabulary(file: Path) -> dict[str, int]:
+    from tokenizers import pre_tokenizers
+
+    try:
+        vocabulary = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not JSON ({error}); it must be one object of token: id") from None
+    if not isinstance(vocabulary, dict) or not all(type(token) is int and token >= 0 for token in vocabulary.values()):
+        raise UserError(f"{file}: must be one JSON object of token: id, ids being whole numbers from 0")
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise UserError(f"{file}: two tokens have the same id; ids must be distinct")
+    missing_bytes = sum(byte not in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
+    if missing_bytes:
+        raise UserError(f"{file}: {missing_bytes} of the 256 bytes have no token; it must be a byte-level vocabulary")
+    if END_OF_TEXT not in vocabulary:
+        raise UserError(f"{file}: no {END_OF_TEXT} token; it must be there, to end documents with")
+    return vocabulary
+
+
+def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
+            raise UserError(
+                f"{file}:{number}: must be two tokens, a space between, that form a third of the vocabulary"
+            )
+        merges.append((pair[0], pair[1]))
+    return merges

@@ -1,0 +1,70 @@
+"""BERT's WordPiece, loaded from its vocabulary or learned from a corpus."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megajax.data.files import write_atomically
+from megajax.data.tokenizer import Tokenizer, read_text
+from megajax.errors import UserError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class WordPieceTokenizer(Tokenizer):
+    """BERT's tokenizer. `[SEP]` ends documents. Text is lower-cased unless the vocabulary has upper-case letters.
+
+    Args:
+        vocabulary: id of every token; `##` before those that go on with a word.
+    """
+
+    def __init__(self, vocabulary: dict[str, int]) -> None:
+        from tokenizers import AddedToken, models
+
+        lowercase = all(token in SPECIAL_TOKENS or token == token.lower() for token in vocabulary)
+        core = _bert(models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase)
+        special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS if token in vocabulary]
+        core.add_special_tokens(special)
+        super().__init__(core, vocabulary, "[SEP]")
+
+    @classmethod
+    def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "WordPieceTokenizer":
+        """See `Tokenizer.train`. The special tokens have the first ids; text is lower-cased."""
+        from tokenizers import models, trainers
+
+        if vocab_size < 100:
+            raise UserError(f"{flag} {vocab_size}: must be at least 100, for the special tokens and the letters")
+        core = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+        )
+        core.train_from_iterator(documents, trainer)
+        return cls(core.get_vocab())
+
+    @classmethod
+    def read(cls, file: Path) -> "WordPieceTokenizer":
+        """See `Tokenizer.load`: one token a line, its id the number of the line."""
+        tokens = read_text(file).rstrip("\n").replace("\r\n", "\n").split("\n")
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        if len(vocabulary) < len(tokens):
+            twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
+            raise UserError(f"{file}: the token {twice!r} stands there twice; every line must be another token")
+        missing = [token for token in ("[UNK]", "[SEP]") if token not in vocabulary]
+        if missing:
+            raise UserError(f"{file}: no {' and no '.join(missing)} token; a WordPiece vocabulary has both")
+        return cls(vocabulary)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `vocab.txt`, atomically."""
+        tokens = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
+        write_atomically(Path(folder, "vocab.txt"), "".join(f"{token}\n" for token in tokens))
+
+
+def _bert(model: Any, lowercase: bool) -> Any:
+    import tokenizers
+
+    core = tokenizers.Tokenizer(model)
+    core.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    core.decoder = tokenizers.decoders.WordPiece()
+    return core
