@@ -1,5 +1,6 @@
 """BERT's WordPiece, loaded from its vocabulary or learned from a corpus."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from megajax.data.tokenizer import Tokenizer, read_text
 from megajax.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_LETTERS = 1000  # that a learned vocabulary has, at most
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -35,11 +38,24 @@ class WordPieceTokenizer(Tokenizer):
         if vocab_size < 100:
             raise UserError(f"{flag} {vocab_size}: must be at least 100, for the special tokens and the letters")
         core = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
+        documents = list(documents)
+        counts: Counter[str] = Counter()
+        for text in documents:
+            counts.update(core.normalizer.normalize_str(text))
+        common = sorted(counts, key=lambda letter: (-counts[letter], letter))[: min(_LETTERS, vocab_size // 4)]
+        letters = sorted(letter for letter in common if not letter.isspace())
+        # Else letters inside a word get ids in the order of a hash table, and ties are merged in that order.
+        fixed = [*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)]
         trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=fixed,
+            initial_alphabet=letters,
+            limit_alphabet=len(letters),
+            show_progress=False,
         )
         core.train_from_iterator(documents, trainer)
-        return cls(core.get_vocab())
+        return cls(core.get_vocab(with_added_tokens=False))
 
     @classmethod
     def read(cls, file: Path) -> "WordPieceTokenizer":
