@@ -112,7 +112,14 @@ def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"schedule": schedule}
+def prepare(argv: Sequence[str]) -> None:
+    """Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it."""
+    from megajax.preparation.command import main
+
+    main(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"prepare": prepare, "schedule": schedule}
 
 
 def main() -> None:

@@ -58,9 +58,10 @@ def prepare(
     """Makes the corpus of a run, or finds it made. One process calls this, then all may `open_corpus`.
 
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
-    of `tokenizer_path`, else of its own folder, else none. Any other source (see `TextDocuments`) is read and tokenized
-    to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in `output_dir/tokenizer` in all cases. Later calls
-    use what is there, without a look at the source; a call that fails leaves nothing.
+    of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
+    `TextDocuments`) is read and tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in
+    `output_dir/tokenizer` in all cases. Later calls use what is there, without a look at the source; a call that fails
+    leaves nothing.
 
     Args:
         path: text file, `.jsonl` file, folder, `python-stdlib` or PREFIX.
@@ -137,12 +138,17 @@ def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
     raise UserError(f"{flag}: a prepared dataset is both {tokens_file} and {index_file}, only one of them exists")
 
 
+def tokenizer_folder(prefix: str | Path) -> Path:
+    """PREFIX.tokenizer, where `megajax prepare` leaves the tokenizer of a dataset."""
+    return Path(f"{prefix}.tokenizer")
+
+
 def _adopt(prefix: Path, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
     """Records a dataset that was given tokenized."""
-    beside = str(prefix.parent) if is_tokenizer_folder(prefix.parent) else ""
     tokens = IndexedDataset(prefix)
+    beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
     if tokenizer_path or beside:
-        _load_tokenizer(tokenizer_path or beside, vocab_size).save(folder / "tokenizer")
+        _load_tokenizer(tokenizer_path or str(beside), vocab_size).save(folder / "tokenizer")
     tokens.check_vocabulary(vocab_size)
     report = CorpusReport(
         source=_absolute(str(prefix)),
@@ -160,7 +166,7 @@ def _tokenize(documents: TextDocuments, tokenizer_path: str, vocab_size: int, fo
     if tokenizer_path:
         tokenizer = _load_tokenizer(tokenizer_path, vocab_size)
     else:
-        tokenizer = Tokenizer.train(_evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
+        tokenizer = Tokenizer.train(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
     trained = time.perf_counter()
     num_tokens = 0
     with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
@@ -202,7 +208,7 @@ def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def _evenly(documents: Iterable[str], share: float) -> Iterator[str]:
+def evenly(documents: Iterable[str], share: float) -> Iterator[str]:
     """A share of the documents at even distances; all of them if it is 1 or more."""
     for number, text in enumerate(documents):
         if share >= 1 or int((number + 1) * share) > int(number * share):

@@ -1,0 +1,29 @@
+"""Repair and tidy the text of one document (paper §5.2)."""
+
+import re
+
+_MAY_NEED_REPAIR = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")  # ftfy leaves all other text as it is; & begins an entity
+_END_OF_LINE = re.compile(r"[ \t]*(?:\r\n?|\n)")
+_BLANK_LINES = re.compile(r"\n{3,}")
+
+
+def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
+    """A document as it goes into the corpus; empty if nothing but white space is left.
+
+    Args:
+        text: any text.
+        fix_unicode: repair wrongly decoded characters, HTML entities, ligatures, curly quotes and line ends (`ftfy`).
+        clean_newlines: LF as line end, no white space before it, at most one blank line in a row, none at the ends.
+    """
+    if fix_unicode and _MAY_NEED_REPAIR.search(text):
+        import ftfy
+
+        text = ftfy.fix_text(text)
+    if clean_newlines:
+        text = _BLANK_LINES.sub("\n\n", _END_OF_LINE.sub("\n", text)).strip("\n")
+    return "" if text.isspace() else text
+
+
+def normalised(text: str) -> str:
+    """What duplicates are compared by: lower case, one space for any white space."""
+    return " ".join(text.lower().split())

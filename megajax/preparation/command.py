@@ -1,0 +1,52 @@
+"""The command `megajax prepare`."""
+
+import json
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megajax.errors import UserError
+from megajax.flags import Parser, add_flag
+from megajax.options import Option
+from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare import Task, prepare
+from megajax.preparation.progress import Show
+from megajax.preparation.report import print_table
+
+
+def main(argv: Sequence[str]) -> None:
+    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
+    usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
+    parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, or the word python-stdlib",
+    )
+    output = Option("output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json")
+    add_flag(parser, output, "", required=True)
+    parser.add_config_flags(owner=PrepareOptions)
+    parser.add_argument(
+        "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
+    )
+    add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core"), 0)
+    parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever PREFIX names")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
+    args = parser.parse_args(argv)
+    workers = getattr(args, "workers", 0)
+    if workers < 0:
+        raise UserError(f"--workers {workers}; valid: 1 or more, or 0: one for each core")
+    if not args.output or args.output.endswith("/"):
+        raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
+    task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
+    show = Show(shown=not args.json)
+    try:
+        found = prepare(task, workers=workers or len(os.sched_getaffinity(0)), overwrite=args.overwrite, show=show)
+    finally:
+        show.close()
+    if args.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        print_table(found, Console())

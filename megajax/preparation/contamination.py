@@ -1,0 +1,90 @@
+"""Test sets found again in a corpus, by word 8-grams (paper §5.2).
+
+A gram is eight words in a row of a test document, in lower case and without punctuation. G different grams.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+GRAM = 8
+"""Words of a gram."""
+
+_WORD = re.compile(r"\w+")
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(GRAM)], np.uint64)
+
+
+class TestSets:
+    """The grams of one or more test sets.
+
+    Attributes:
+        grams: ids of each gram's words, int32 [G, 8].
+        members: for each test set the numbers of its grams, int64, ascending.
+    """
+
+    __test__ = False  # no test of ours
+
+    def __init__(self, words: list[str], grams: npt.NDArray[np.int32], members: list[npt.NDArray[np.int64]]) -> None:
+        self._words = words
+        self._ids = {word: number for number, word in enumerate(words)}
+        self.grams, self.members = grams, members
+        hashes = _hashes(grams.reshape(-1))[::GRAM] if len(grams) else np.empty(0, np.uint64)
+        self._order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._order]
+
+    @classmethod
+    def collect(cls, test_sets: Iterable[Iterable[str]]) -> "TestSets":
+        """From the documents of each test set."""
+        ids: dict[str, int] = {}
+        numbers: dict[tuple[int, ...], int] = {}
+        members = []
+        for documents in test_sets:
+            found = set()
+            for text in documents:
+                words = [ids.setdefault(word, len(ids)) for word in _WORD.findall(text.lower())]
+                for start in range(len(words) - GRAM + 1):
+                    found.add(numbers.setdefault(tuple(words[start : start + GRAM]), len(numbers)))
+            members.append(np.array(sorted(found), np.int64))
+        return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members)
+
+    def found_in(self, text: str) -> npt.NDArray[np.int64]:
+        """Numbers of the grams that a text has, ascending."""
+        words = np.array([self._ids.get(word, -1) for word in _WORD.findall(text.lower())], np.int32)
+        if len(words) < GRAM or not len(self._hashes):
+            return np.empty(0, np.int64)
+        hashes = _hashes(words)
+        place = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        starts = np.flatnonzero(self._hashes[place] == hashes)
+        numbers = self._order[place[starts]]
+        same = (words[starts[:, None] + np.arange(GRAM)] == self.grams[numbers]).all(axis=1)
+        return np.unique(numbers[same])
+
+    def save(self, file: IO[bytes]) -> None:
+        """Write an `.npz` file."""
+        sizes = np.array([len(numbers) for numbers in self.members], np.int64)
+        words = np.frombuffer("\n".join(self._words).encode(), np.uint8)
+        members = np.concatenate([np.empty(0, np.int64), *self.members])
+        np.savez(file, words=words, grams=self.grams, sizes=sizes, members=members)
+
+    @classmethod
+    def load(cls, file: Path) -> "TestSets":
+        """Read what `save` wrote."""
+        with np.load(file) as data:
+            words = data["words"].tobytes().decode().split("\n")
+            ends = np.cumsum(data["sizes"])
+            parts = zip(ends - data["sizes"], ends, strict=True)
+            return cls(words, data["grams"], [data["members"][begin:end] for begin, end in parts])
+
+
+def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """A hash of every eight words in a row, [words - 7]."""
+    values = (words.astype(np.int64) + 2).astype(np.uint64)  # unknown words are -1
+    count = len(values) - GRAM + 1
+    hashes = np.zeros(count, np.uint64)
+    for offset, factor in enumerate(_FACTORS):
+        hashes += values[offset : offset + count] * factor
+    return hashes

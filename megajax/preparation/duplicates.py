@@ -1,0 +1,211 @@
+"""Which documents are copies of earlier ones, over all shards, in bounded memory (paper §5.2).
+
+N documents over all shards, numbered in the order of the input. A document is dropped only for a document that stays:
+of a chain of gradual changes nothing goes that is not similar to something kept.
+
+The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7) for each document,
+304 in all. One band at a time is sorted, and of that at most `_ENTRIES` documents at a time (24 bytes each).
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.preparation.cleaning import normalised
+from megajax.preparation.minhash import bands_for, gram_set, jaccard
+from megajax.preparation.options import PrepareOptions
+from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
+from megajax.preparation.workers import Workers
+
+_ENTRIES = 1 << 25  # documents sorted at a time
+_NEIGHBOURS = 32  # in a bucket, a document is compared with so many before it, and with the first
+_PART = 1 << 18  # documents whose candidates lie in one file
+_PAIRS = 4096  # candidates that a worker compares at a time
+_CACHED_GRAMS = 1 << 20  # of documents compared last that a worker keeps
+
+
+@dataclass
+class Copies:
+    """The documents dropped as copies, ascending; beside each the one that it is a copy of, and their similarity."""
+
+    documents: npt.NDArray[np.int64]
+    originals: npt.NDArray[np.int64]
+    similarity: npt.NDArray[np.float64]
+    candidates: int = 0  # pairs that were compared
+
+    @classmethod
+    def none(cls) -> "Copies":
+        """No copies."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+
+class Corpus:
+    """All shards as one sequence of N documents.
+
+    Args:
+        work: the work folder, every shard analysed.
+        num_shards: how many there are.
+    """
+
+    def __init__(self, work: WorkFolder, num_shards: int) -> None:
+        self.work, self.num_shards = work, num_shards
+        rules = [work.load("tokens", shard, "rule")[0] for shard in range(num_shards)]
+        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])
+        """What became of every document, uint8 [N]; a document that is dropped later is marked here."""
+        self.starts = np.cumsum([0, *map(len, rules)])
+        """The first document of every shard, and N at the end."""
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def place(self, document: int) -> tuple[int, int]:
+        """The shard of a document, and its number there."""
+        shard = int(np.searchsorted(self.starts, document, side="right")) - 1
+        return shard, document - int(self.starts[shard])
+
+    def kept(self, shard: int) -> npt.NDArray[np.bool_]:
+        """Which documents of a shard are kept, [D]."""
+        return self.rule[self.starts[shard] : self.starts[shard + 1]] == KEPT
+
+
+def index_bytes(options: PrepareOptions) -> int:
+    """Bytes of the index on disk for each document."""
+    bands = bands_for(options.jaccard)[0] if options.duplicates == "near" else 0
+    return 8 * bands + (16 if options.duplicates != "keep" else 0)
+
+
+def drop_exact(corpus: Corpus) -> Copies:
+    """Drop documents whose text stands earlier in the corpus."""
+    documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
+        begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
+        documents.append(numbers[~begins])
+        originals.append(numbers[first[~begins]])
+    order = np.argsort(np.concatenate(documents))
+    copies = np.concatenate(documents)[order]
+    corpus.rule[copies] = EXACT
+    return Copies(copies, np.concatenate(originals)[order], np.ones(len(copies)))
+
+
+def drop_near(corpus: Corpus, threshold: float, workers: Workers) -> Copies:
+    """Drop documents whose grams are those of an earlier, kept document by more than `threshold`."""
+    work, total = corpus.work, len(corpus)
+    if not (work / "pairs.done").exists():
+        _write_candidates(corpus, bands_for(threshold)[0])
+    copies, candidates = [], 0
+    for part in range(-(-total // _PART)):
+        if not work.has("similar", part):
+            pairs = _read_candidates(work, part, total)
+            pieces = ((work, corpus.starts, pairs[start : start + _PAIRS]) for start in range(0, len(pairs), _PAIRS))
+            similarity = np.concatenate([np.empty(0), *workers.map(compare, pieces)])
+            similar = similarity > threshold
+            arrays = {"pairs": pairs[similar], "similarity": similarity[similar], "candidates": np.array(len(pairs))}
+            work.save("similar", part, arrays)
+        pairs, similarity, compared = work.load("similar", part, "pairs", "similarity", "candidates")
+        candidates += int(compared)
+        for (document, original), value in zip(pairs.tolist(), similarity.tolist(), strict=True):
+            if corpus.rule[document] == KEPT and corpus.rule[original] == KEPT:
+                corpus.rule[document] = NEAR
+                copies.append((document, original, value))
+    documents, originals, values = np.array(copies).reshape(-1, 3).T
+    return Copies(documents.astype(np.int64), originals.astype(np.int64), values, candidates)
+
+
+def compare(work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Jaccard similarity of the 5-grams of pairs of documents [pairs, 2], exactly; a worker's piece."""
+    grams = _GramSets(work, starts)
+    return np.array([jaccard(grams[one], grams[other]) for one, other in pairs.tolist()])
+
+
+class _GramSets:
+    """The gram sets of documents, those used last kept."""
+
+    def __init__(self, work: WorkFolder, starts: npt.NDArray[np.int64]) -> None:
+        self._work, self._starts = work, starts
+        self._sets: collections.OrderedDict[int, set[str]] = collections.OrderedDict()
+        self._size = 0
+
+    def __getitem__(self, document: int) -> set[str]:
+        if document in self._sets:
+            self._sets.move_to_end(document)
+            return self._sets[document]
+        shard = int(np.searchsorted(self._starts, document, side="right")) - 1
+        found = gram_set(normalised(self._work.text(shard, document - int(self._starts[shard]))))
+        self._sets[document] = found
+        self._size += len(found)
+        while self._size > _CACHED_GRAMS and len(self._sets) > 2:
+            self._size -= len(self._sets.popitem(last=False)[1])
+        return found
+
+
+def _write_candidates(corpus: Corpus, num_bands: int) -> None:
+    """Write the pairs that share a bucket, as document * N + earlier document, one file for `_PART` documents."""
+    work, total = corpus.work, len(corpus)
+    for part in range(-(-total // _PART)):
+        _candidates_file(work, part).unlink(missing_ok=True)
+    for band in range(num_bands):
+
+        def hashes(shard: int, band: int = band) -> npt.NDArray[np.uint64]:
+            return work.band(shard, band, int(corpus.starts[shard + 1] - corpus.starts[shard]))[:, None]
+
+        for keys, documents in _sorted_entries(corpus, hashes):
+            pairs = _pairs(keys[:, 0], documents, total)
+            for part in np.unique(pairs // total // _PART).tolist():
+                inside = pairs[pairs // total // _PART == part]
+                with work.open(_candidates_file(work, part), "ab") as file:
+                    file.write(inside.tobytes())
+    with work.writing(work / "pairs.done"):
+        pass
+
+
+def _read_candidates(work: WorkFolder, part: int, total: int) -> npt.NDArray[np.int64]:
+    """Pairs of a document and an earlier one, [pairs, 2], ascending, each once."""
+    file = _candidates_file(work, part)
+    pairs = np.unique(np.fromfile(file, np.int64)) if file.exists() else np.empty(0, np.int64)
+    return np.stack([pairs // total, pairs % total], axis=1)
+
+
+def _candidates_file(work: WorkFolder, part: int) -> Path:
+    return work / f"pairs-{part:06}.bin"
+
+
+def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+    """Of sorted keys, each document with those before it in its bucket, as document * N + earlier document."""
+    begins = np.concatenate([[True], keys[1:] != keys[:-1]])
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
+    place = np.arange(len(keys)) - first  # in the bucket
+    pairs = []
+    for distance in range(1, min(_NEIGHBOURS, int(place.max(initial=0))) + 1):
+        later = np.flatnonzero(place >= distance)
+        pairs.append(documents[later] * total + documents[later - distance])
+    far = np.flatnonzero(place > _NEIGHBOURS)
+    return np.concatenate([np.empty(0, np.int64), *pairs, documents[far] * total + documents[first[far]]])
+
+
+def _sorted_entries(
+    corpus: Corpus, keys: Callable[[int], npt.NDArray[np.uint64]]
+) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
+    """The keys of the kept documents, sorted, [n, k], and beside each its document; a part of all hashes at a time.
+
+    Args:
+        corpus: all shards.
+        keys: those of a shard, [D, k].
+    """
+    parts = -(-int((corpus.rule == KEPT).sum()) // _ENTRIES)
+    for part in range(parts):
+        found, documents = [], []
+        for shard in range(corpus.num_shards):
+            hashes = keys(shard)
+            inside = corpus.kept(shard)
+            if parts > 1:
+                inside = inside & (hashes[:, 0] % np.uint64(parts) == part)
+            found.append(hashes[inside])
+            documents.append(np.flatnonzero(inside) + corpus.starts[shard])
+        hashes, numbers = np.concatenate(found), np.concatenate(documents)
+        order = np.lexsort((numbers, *hashes.T[::-1]))
+        yield hashes[order], numbers[order]

@@ -1,0 +1,154 @@
+"""What a preparation did, in figures and in a table."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from megajax.data.records import TextFiles
+from megajax.data.tokenizer import Tokenizer
+from megajax.preparation.contamination import TestSets
+from megajax.preparation.duplicates import Copies, Corpus, index_bytes
+from megajax.preparation.progress import Clock
+from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES
+
+if TYPE_CHECKING:
+    from megajax.preparation.prepare import Task
+
+_EXAMPLES = 3
+_PLACE = 40  # characters of a place in the table
+_SNIPPET = 80  # characters of an example
+
+
+def report(
+    task: "Task",
+    corpus: Corpus,
+    files: TextFiles,
+    tokenizer: Tokenizer,
+    test_sets: TestSets,
+    exact: Copies,
+    near: Copies,
+) -> dict[str, Any]:
+    """All figures but the times. Examples are the first of each rule; places are FILE:NUMBER of the line or piece."""
+    work, shards = corpus.work, range(corpus.num_shards)
+    place = _Places(corpus, files)
+    counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
+    dropped = {}
+    for rule, name in RULES.items():
+        examples = [place.example(document) for document in np.flatnonzero(corpus.rule == rule)[:_EXAMPLES].tolist()]
+        copies = {EXACT: exact, NEAR: near}.get(rule)
+        for number, example in enumerate(examples):
+            if copies is not None:
+                example["copy_of"] = place.name(int(copies.originals[number]))
+                example["jaccard"] = round(float(copies.similarity[number]), 4)
+        dropped[name] = {"count": int(counts[rule]), "examples": examples}
+    broken = [line for shard in shards for line in work.load("clean", shard, "broken")[0].tolist()]
+    problems = [str(problem) for shard in shards if (problem := work.load("clean", shard, "problem")[0])]
+    tokens, sizes = 0, 0
+    for shard in shards:
+        kept = corpus.kept(shard)
+        tokens += int(np.diff(work.load("tokens", shard, "ends")[0], prepend=0)[kept].sum()) + int(kept.sum())
+        sizes += int(np.diff(work.load("clean", shard, "starts")[0])[kept].sum())
+    return {
+        "output": task.output,
+        "documents_in": len(corpus),
+        "documents": int(counts[KEPT]),
+        "tokens": tokens,
+        "input_bytes": sum(files.sizes),
+        "text_bytes_in": sum(int(work.load("clean", shard, "text_bytes")[0]) for shard in shards),
+        "text_bytes": sizes,
+        "tokenizer_size": tokenizer.size,
+        "dropped": dropped,
+        "broken_lines": {
+            "count": len(broken),
+            "first": f"{files.files[broken[0][0]]}:{broken[0][1]}: {problems[0]}" if broken else None,
+        },
+        "skipped_files": sum(int(work.load("clean", shard, "skipped_files")[0]) for shard in shards),
+        "test_sets": list(_overlaps(task, corpus, test_sets)),
+        "duplicate_index": {"bytes_per_document": index_bytes(task.options), "pairs_compared": near.candidates},
+    }
+
+
+def throughput(corpus: Corpus, found: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Megabytes of text a second: of each task on one core, and of the preparation if nothing was done before it."""
+    work, shards = corpus.work, range(corpus.num_shards)
+    cleaning = sum(float(work.load("clean", shard, "seconds")[0]) for shard in shards)
+    tasks = np.sum([work.load("tokens", shard, "seconds")[0] for shard in shards], axis=0)
+    seconds = {"cleaning": cleaning, "tokenizing": tasks[0], "test_sets": tasks[1], "minhash": tasks[2]}
+    rates = {
+        f"{name}_mb_per_second_and_core": found["text_bytes_in"] / 1e6 / max(s, 1e-9) for name, s in seconds.items()
+    }
+    return rates | {"mb_per_second": found["text_bytes_in"] / 1e6 / sum(clock.seconds.values())}
+
+
+def print_table(found: dict[str, Any], console: Console) -> None:
+    """The report for people; examples are cut to the width of the terminal."""
+    seconds, broken = found["seconds"], found["broken_lines"]
+    lines = [f"{'read':<17}{found['documents_in']:>12,}  {found['text_bytes_in'] / 1e6:,.1f} MB of text"]
+    for name, rule in found["dropped"].items():
+        lines.append(f"{name:<17}{-rule['count']:>12,}")
+        lines += [f"    {_line(example)}"[: console.width] for example in rule["examples"]]
+    kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
+    lines.append(f"{'kept':<17}{found['documents']:>12,}  {kept}")
+    if broken["count"]:
+        lines.append(f"{broken['count']} broken lines passed over, the first: {broken['first']}")
+    if found["skipped_files"]:
+        lines.append(f"{found['skipped_files']} files that are not UTF-8 passed over")
+    for test_set in found["test_sets"]:
+        lines.append(
+            f"{test_set['path']}: {test_set['overlap']:.2%} of its {test_set['grams']:,} 8-grams stand in the text, "
+            f"{test_set['overlap_kept']:.2%} in what is kept"
+        )
+    stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
+    lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
+    lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _line(example: dict[str, Any]) -> str:
+    copy = f" is {example['jaccard']:.2f} of {_short(example['copy_of'])}" if "copy_of" in example else ""
+    return f"{_short(example['place'])}{copy}: {example['text']}"
+
+
+def _short(place: str) -> str:
+    return place if len(place) <= _PLACE else "…" + place[-_PLACE:]
+
+
+class _Places:
+    """Where documents come from."""
+
+    def __init__(self, corpus: Corpus, files: TextFiles) -> None:
+        self._corpus, self._files = corpus, files
+
+    def name(self, document: int) -> str:
+        """FILE:NUMBER."""
+        shard, number = self._corpus.place(document)
+        source, line = self._corpus.work.load("clean", shard, "source", "number")
+        return f"{self._files.files[source[number]]}:{line[number]}"
+
+    def example(self, document: int) -> dict[str, Any]:
+        """Place and beginning of a document."""
+        text = self._corpus.work.text(*self._corpus.place(document))
+        return {"place": self.name(document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
+
+
+def _overlaps(task: "Task", corpus: Corpus, test_sets: TestSets) -> Iterator[dict[str, Any]]:
+    """The share of each test set's different 8-grams that stand in the text (paper §5.2), and in what is kept of it.
+
+    The text is what the other rules leave of it, but for duplicates, whose grams their originals have.
+    """
+    everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
+    for shard in range(corpus.num_shards):
+        (hits,) = corpus.work.load("tokens", shard, "hits")
+        everywhere[hits[:, 1]] = True
+        kept[hits[corpus.kept(shard)[hits[:, 0]], 1]] = True
+    for path, grams in zip(task.test_sets, test_sets.members, strict=True):
+        total = max(1, len(grams))
+        yield {
+            "path": path,
+            "grams": len(grams),
+            "overlap": int(everywhere[grams].sum()) / total,
+            "overlap_kept": int(kept[grams].sum()) / total,
+        }

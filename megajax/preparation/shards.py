@@ -1,0 +1,127 @@
+"""The work folder of a preparation: shards of the corpus, each a pure function of the input and the options.
+
+D documents in a shard. A file of the folder is there whole or not at all, so an interrupted preparation goes on with
+those that are there.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.errors import UserError
+
+KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)
+"""What became of a document."""
+
+RULES = {
+    EMPTY: "empty",
+    SHORT: "too short",
+    CONTAMINATED: "contaminated",
+    EXACT: "exact duplicate",
+    NEAR: "near duplicate",
+}
+"""Why a document was dropped, in words."""
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class WorkFolder:
+    """The files of a preparation that is under way.
+
+    Args:
+        folder: where they lie.
+        output: what the errors of a full disk name.
+    """
+
+    def __init__(self, folder: Path, output: str) -> None:
+        self.folder, self.output = folder, output
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def has(self, stage: str, shard: int) -> bool:
+        """Whether a stage is done with a shard."""
+        return self._file(stage, shard, "npz").exists()
+
+    def save(self, stage: str, shard: int, arrays: Arrays) -> None:
+        """Note a stage's results for a shard: it is done.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        with self.writing(self._file(stage, shard, "npz")) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def load(self, stage: str, shard: int, *names: str) -> list[npt.NDArray[Any]]:
+        """Some of a stage's results for a shard."""
+        with np.load(self._file(stage, shard, "npz")) as arrays:
+            return [arrays[name] for name in names]
+
+    def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
+        """Write the cleaned texts; returns where each begins in the file, and its size, int64 [D + 1]."""
+        starts = np.zeros(len(texts) + 1, np.int64)
+        with self.writing(self._file("clean", shard, "text")) as file:
+            for number, text in enumerate(texts):
+                starts[number + 1] = starts[number] + file.write(text.encode())
+        return starts
+
+    def texts(self, shard: int) -> Iterator[str]:
+        """The cleaned texts of a shard, one after the other; dropped documents are empty."""
+        (starts,) = self.load("clean", shard, "starts")
+        with self._file("clean", shard, "text").open("rb") as file:
+            for size in np.diff(starts).tolist():
+                yield file.read(size).decode()
+
+    def text(self, shard: int, document: int) -> str:
+        """One cleaned text."""
+        (starts,) = self.load("clean", shard, "starts")
+        with self._file("clean", shard, "text").open("rb") as file:
+            file.seek(int(starts[document]))
+            return file.read(int(starts[document + 1] - starts[document])).decode()
+
+    def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
+        """Write the band hashes [bands, D] of a shard."""
+        with self.writing(self._file("tokens", shard, "bands")) as file:
+            file.write(bands.tobytes())
+
+    def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
+        """The hashes of one band, [D]."""
+        size = 8 * documents
+        return np.fromfile(self._file("tokens", shard, "bands"), np.uint64, documents, offset=band * size)
+
+    @contextlib.contextmanager
+    def writing(self, file: Path) -> Iterator[IO[bytes]]:
+        """A file to write, which gets its name only when it is whole.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        try:
+            with self.open(partial, "wb") as handle:
+                yield handle
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, file: Path, mode: Literal["wb", "ab"]) -> Iterator[IO[bytes]]:
+        """A file to write anew, or to go on with.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            with file.open(mode) as handle:
+                yield handle
+        except OSError as error:
+            problem = f"{file} cannot be written: {error.strerror}; the same command goes on from here"
+            raise UserError(f"--output {self.output}: {problem}") from None
+
+    def _file(self, stage: str, shard: int, suffix: str) -> Path:
+        return self.folder / f"{stage}-{shard:06}.{suffix}"

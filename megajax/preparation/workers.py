@@ -1,0 +1,70 @@
+"""Work on many pieces by several processes, results in the order of the pieces."""
+
+import collections
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any
+
+from megajax.errors import RunError
+
+
+class Workers:
+    """Processes for a `with` block; with one worker, this process.
+
+    Args:
+        count: how many work at a time.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self.count > 1:
+            context = multiprocessing.get_context("spawn")  # a forked child would inherit threads' locks
+            self._pool = ProcessPoolExecutor(self.count, context, _begin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """`function(*piece)` of each, in the order of the pieces, few of which are read ahead.
+
+        Raises:
+            RunError: a worker ended, as when memory runs out.
+        """
+        if self._pool is None:
+            yield from (function(*piece) for piece in pieces)
+            return
+        running: collections.deque[Future[Any]] = collections.deque()
+        try:
+            for piece in pieces:
+                running.append(self._pool.submit(function, *piece))
+                if len(running) > 2 * self.count:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        except BrokenProcessPool:
+            raise RunError("a worker process ended by itself (out of memory?); the same command goes on") from None
+
+
+def _begin() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
