@@ -58,11 +58,11 @@ def band_hashes(texts: Sequence[str], threshold: float) -> npt.NDArray[np.uint64
 
 def _gram_hashes(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
     """Hashes of all grams one text after the other, with repetitions, and where each text's begin, [N + 1]."""
-    padding = "\0" * (GRAM - 1)
+    padding = "\0" * GRAM  # so that the shortest text has a gram
     characters = np.frombuffer((padding.join(texts) + padding).encode("utf-32-le"), np.uint32).astype(np.uint64)
     lengths = np.array([len(text) for text in texts], np.int64)
     counts = np.maximum(lengths - GRAM + 1, 1)
-    begins = np.cumsum(lengths + GRAM - 1) - (lengths + GRAM - 1)
+    begins = np.cumsum(lengths + GRAM) - (lengths + GRAM)
     starts = np.concatenate([[0], np.cumsum(counts)])
     positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
     hashes = np.zeros(len(characters) - GRAM + 1, np.uint64)

@@ -1,0 +1,96 @@
+"""Cleaning, signatures and test-set grams against their definitions."""
+
+import ftfy
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.preparation.cleaning import clean, normalised
+from megajax.preparation.contamination import TestSets
+from megajax.preparation.minhash import HASHES, band_hashes, bands_for, gram_set, jaccard
+
+
+@given(st.text(alphabet=st.one_of(st.characters(codec="ascii"), st.sampled_from("éÃ©ﬁ’“…\u2028&<>;amp"))))
+def test_repair_is_ftfy(text):
+    repaired = ftfy.fix_text(text)
+    assert clean(text, fix_unicode=True, clean_newlines=False) == ("" if repaired.isspace() else repaired)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a\r\nb\rc", "a\nb\nc"),
+        ("a \t\nb", "a\nb"),
+        ("\n\na\n\n\n\n\nb\n", "a\n\nb"),
+        ("a\n \n \n\nb", "a\n\nb"),
+        ("  indented\n\tcode", "  indented\n\tcode"),
+        (" \n\t", ""),
+        ("", ""),
+    ],
+)
+def test_newlines(text, expected):
+    assert clean(text, fix_unicode=False, clean_newlines=True) == expected
+
+
+def test_normalised():
+    assert normalised("  Two\n\tWORDS\u00a0é ") == "two words é"
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 0.8, 0.95])
+def test_bands_find_pairs_at_the_threshold(threshold):
+    bands, rows = bands_for(threshold)
+    recall = lambda rows: 1 - (1 - threshold**rows) ** (HASHES // rows)  # noqa: E731
+    assert bands == HASHES // rows and (recall(rows) >= 0.95 or rows == 1) and recall(rows + 1) < 0.95
+
+
+def test_bands_agree_as_often_as_they_should():
+    """Share of equal band hashes of random pairs, against similarity to the power of the rows."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
+    rows = bands_for(0.7)[1]
+    for changed in (0, 10, 30, 80):
+        agree, expected = [], []
+        for _ in range(60):
+            one = rng.choice(letters, 1000)
+            other = one.copy()
+            places = rng.choice(1000, changed, replace=False)
+            other[places] = rng.choice(letters, changed)
+            texts = "".join(one), "".join(other)
+            hashes = band_hashes(texts, 0.7)
+            agree.append((hashes[:, 0] == hashes[:, 1]).mean())
+            expected.append(jaccard(*map(gram_set, texts)) ** rows)
+        assert np.mean(agree) == pytest.approx(np.mean(expected), abs=0.03)
+
+
+@given(st.lists(st.text(max_size=30), max_size=6))
+def test_hashes_of_a_text_do_not_depend_on_its_neighbours(texts):
+    together = band_hashes(texts, 0.7)
+    for number, text in enumerate(texts):
+        assert (band_hashes([text], 0.7)[:, 0] == together[:, number]).all()
+
+
+def test_texts_shorter_than_a_gram():
+    hashes = band_hashes(["", "ab", "ab", "abc", "abcde"], 0.7)
+    assert (hashes[:, 1] == hashes[:, 2]).all()
+    assert all((hashes[:, 1] != hashes[:, other]).any() for other in (0, 3, 4))
+    assert gram_set("ab") == {"ab"} and jaccard(gram_set("ab"), gram_set("abc")) == 0
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), max_size=14), max_size=4),
+    st.lists(st.sampled_from("abcd"), max_size=30),
+)
+def test_grams_of_test_sets(documents, words):
+    tests = TestSets.collect([[" ".join(words) for words in documents], ["no gram"]])
+    grams = {tuple(words[start : start + 8]) for words in documents for start in range(len(words) - 7)}
+    assert [len(members) for members in tests.members] == [len(grams), 0] and len(tests.grams) == len(grams)
+    found = tests.found_in(" ".join(words).upper() + " !")
+    assert len(found) == len(grams & {tuple(words[start : start + 8]) for start in range(len(words) - 7)})
+
+
+def test_punctuation_and_case_do_not_hide_a_gram():
+    tests = TestSets.collect([["One two, three four five -- six (seven) eight nine."]])
+    assert len(tests.grams) == 2
+    assert tests.found_in("zero ONE TWO THREE; four\nfive six seven Eight ten").tolist() == [0]
+    assert tests.found_in("one two three four five six seven").tolist() == []

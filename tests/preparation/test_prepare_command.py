@@ -1,0 +1,181 @@
+"""The command: what its steps do to a small corpus, and what it says about input that cannot be used."""
+
+import fcntl
+import gzip
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megajax.data.corpus import prepare as prepare_for_training
+from megajax.data.indexed import IndexedDataset
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.preparation.command import main
+
+WORDS = "the first quick brown fox jumps over a lazy dog while nobody looks at all".split()  # noqa: SIM905
+TEXTS = [" ".join(WORDS[(n * k) % len(WORDS)] + str(n * k % 89) for k in range(60)) for n in range(1, 41)]
+
+
+def jsonl(file: Path, *texts: str, key: str = "text") -> str:
+    file.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
+    return str(file)
+
+
+def run(capsys, *arguments) -> dict:
+    """The report of one process without the defaults that need long documents."""
+    main([str(argument) for argument in ("--json", "--workers", "1", "--vocab-size", "300", *arguments)])
+    return json.loads(capsys.readouterr().out)
+
+
+def decoded(prefix) -> list[str]:
+    dataset, tokenizer = IndexedDataset(prefix), Tokenizer.load(f"{prefix}.tokenizer")
+    return [tokenizer.decode(dataset.document(number)[:-1]) for number in range(dataset.num_documents)]
+
+
+def test_every_format_in_one_call(tmp_path, capsys):
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    (inputs / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[:5]).encode())
+    )
+    pq.write_table(pa.table({"text": TEXTS[5:9]}), inputs / "b.parquet")
+    (inputs / "c.txt").write_text(TEXTS[9])
+    (inputs / "d.bin").write_bytes(b"\xff\xfe")
+    named = tmp_path / "named.txt"
+    named.write_text("<|endoftext|>".join(TEXTS[10:12]))
+    found = run(capsys, inputs, named, "--output", tmp_path / "out" / "all")
+    assert decoded(tmp_path / "out" / "all") == TEXTS[:12]
+    assert found["documents_in"] == 12 and found["skipped_files"] == 1
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "all.bin", "all.idx", "all.report.json", "all.tokenizer",
+    ]  # fmt: skip
+
+
+def test_each_step_can_be_left_out(tmp_path, capsys):
+    messy = "âœ” schÃ¶n  \r\n\r\n\r\n\r\n" + TEXTS[0]
+    file = jsonl(tmp_path / "a.jsonl", messy, TEXTS[1], "short", " \n", TEXTS[1], TEXTS[1].upper())
+    run(capsys, file, "--output", tmp_path / "all")
+    assert decoded(tmp_path / "all") == ["✔ schön\n\n" + TEXTS[0], TEXTS[1]]
+    steps = {
+        "--no-fix-unicode": ["âœ” schÃ¶n\n\n" + TEXTS[0], TEXTS[1]],
+        "--no-clean-newlines": ["✔ schön  \n\n\n\n" + TEXTS[0], TEXTS[1]],
+        "--min-tokens 0": ["✔ schön\n\n" + TEXTS[0], TEXTS[1], "short"],
+        "--duplicates exact": ["✔ schön\n\n" + TEXTS[0], TEXTS[1], TEXTS[1].upper()],
+        "--duplicates keep": ["✔ schön\n\n" + TEXTS[0], TEXTS[1], TEXTS[1], TEXTS[1].upper()],
+    }
+    for number, (flags, expected) in enumerate(steps.items()):
+        run(capsys, file, "--output", tmp_path / str(number), *flags.split())
+        assert decoded(tmp_path / str(number)) == expected, flags
+
+
+def test_wordpiece_is_trained_and_used(tmp_path, capsys):
+    found = run(
+        capsys,
+        jsonl(tmp_path / "a.jsonl", *TEXTS),
+        "--output",
+        tmp_path / "a",
+        "--tokenizer=wordpiece",
+        "--min-tokens=0",
+    )
+    assert (tmp_path / "a.tokenizer" / "vocab.txt").exists() and found["tokenizer_size"] <= 300
+    assert found["documents"] == len(TEXTS) and decoded(tmp_path / "a")[0] == TEXTS[0]
+
+
+def test_a_prepared_dataset_brings_its_tokenizer(tmp_path, capsys):
+    run(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), "--output", tmp_path / "a")
+    run(capsys, jsonl(tmp_path / "b.jsonl", *TEXTS), "--output", tmp_path / "b", "--vocab-size", "290")
+    for name, size in ("a", 300), ("b", 290):
+        corpus = prepare_for_training(str(tmp_path / name), "", 300, tmp_path / "run" / name)
+        assert corpus.tokenizer is not None and corpus.tokenizer.size == size
+
+
+def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    lines[3:3] = ['{"text": "no end', '{"body": "other key"}', "[1]"]
+    file.write_text("\n".join(lines))
+    found = run(capsys, file, "--output", tmp_path / "a", "--max-broken", "3")
+    assert found["broken_lines"]["count"] == 3 and found["broken_lines"]["first"].startswith(f"{file}:4: not JSON: ")
+    assert found["documents"] == len(TEXTS)
+    with pytest.raises(UserError, match=r"a\.jsonl:4: not JSON: .* more than --max-broken 2 lines are broken"):
+        run(capsys, file, "--output", tmp_path / "b", "--max-broken", "2")
+    assert not list(tmp_path.glob("b.[bi]*"))
+
+
+def test_wrong_key(tmp_path, capsys):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS, key="body")
+    with pytest.raises(UserError, match=r'no text in .*a\.jsonl:1: no text under the key "text"; there are "body"'):
+        run(capsys, file, "--output", tmp_path / "a")
+    assert run(capsys, file, "--output", tmp_path / "b", "--text-key", "body")["documents"] == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("nowhere.txt", "INPUT: nowhere.txt does not exist"),
+        ("empty.txt", r"INPUT: no text in empty\.txt"),
+        ("short.jsonl", "none of the 2 documents is left: 2 too short"),
+        ("a.jsonl --jaccard 0.1", r"--jaccard 0\.1; valid: 0\.3 to 0\.99"),
+        ("a.jsonl --tokenizer nowhere", "--tokenizer: nowhere is not a folder"),
+        ("a.jsonl --vocab-size 20", "--vocab-size 20: must be at least 257"),
+        ("a.jsonl --decontaminate nowhere", "--decontaminate: nowhere does not exist"),
+        ("a.jsonl --workers -1", "--workers -1; valid: 1 or more"),
+        ("a.jsonl --min-tokens -1", "--min-tokens -1; valid: 0 or more"),
+        ("a.jsonl --text-key", "--text-key needs a value"),
+        ("a.jsonl --jacard 0.8", "did you mean --jaccard"),
+        ("", "INPUT missing"),
+    ],
+)
+def test_unusable_input(tmp_path, capsys, monkeypatch, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl", *TEXTS)
+    jsonl(tmp_path / "short.jsonl", "a", "b")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=problem) as caught:
+        run(capsys, "--output", "out", *flags.split())
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("out.[bitr]*"))
+
+
+def test_another_preparation_at_the_same_place(tmp_path, capsys):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    prefix = tmp_path / "a"
+    run(capsys, file, "--output", prefix)
+    with pytest.raises(UserError, match=r"a\.idx exists and was made from other input .* or --overwrite"):
+        run(capsys, file, "--output", prefix, "--min-tokens", "5")
+    before = Path(f"{prefix}.bin").read_bytes()
+    assert run(capsys, file, "--output", prefix, "--min-tokens", "5", "--overwrite")["documents"] == len(TEXTS)
+    jsonl(tmp_path / "a.jsonl", *TEXTS[1:])
+    with pytest.raises(UserError, match="made from other input"):
+        run(capsys, file, "--output", prefix, "--min-tokens", "5")
+    assert Path(f"{prefix}.bin").read_bytes() == before
+    Path(f"{tmp_path}/busy.work").mkdir()
+    with open(f"{tmp_path}/busy.work/lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is preparing it"):
+            run(capsys, file, "--output", tmp_path / "busy")
+
+
+def test_a_full_disk_loses_nothing(tmp_path, capsys):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    expected = tmp_path / "expected"
+    run(capsys, file, "--output", expected)
+    command = [sys.executable, "-m", "megajax", "prepare", file, "--output", str(tmp_path / "a"), "--vocab-size", "300"]
+    sizes = np.unique([2000, 8000, Path(f"{expected}.bin").stat().st_size - 1])
+    for size in sizes.tolist():  # no file may be larger
+        limit = lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # noqa: E731
+        ended = subprocess.run([*command, "--workers", "1"], preexec_fn=limit, capture_output=True, text=True)
+        assert ended.returncode == 2
+        assert (
+            ended.stderr.splitlines()[-1].startswith("error: ") and "cannot be written: File too large" in ended.stderr
+        )
+        assert not list(tmp_path.glob("a.[bitr]*"))
+    run(capsys, file, "--output", tmp_path / "a")
+    assert Path(f"{tmp_path}/a.bin").read_bytes() == Path(f"{expected}.bin").read_bytes()
