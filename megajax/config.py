@@ -96,11 +96,29 @@ class LossScaleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The corpus."""
+class Source:
+    """One of several corpora to train on."""
 
-    path: Annotated[str, "text, JSONL, a folder, a prepared prefix, or the word python-stdlib"] = ""
+    path: Annotated[str, "as data.path"]
+    weight: Annotated[float, "its samples are in proportion to this"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """A corpus to validate on."""
+
+    name: Annotated[str, "what its loss is called"]
+    path: Annotated[str, "as data.path"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus, or several."""
+
+    path: Annotated[str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib"] = ""
+    sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
     validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
+    validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,8 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
         if default is MISSING
         else f'"{default}"'
         if isinstance(default, str)
+        else "none"
+        if default == ()
         else str(default)
     )
     settings: dict[str, Any] = {
@@ -110,7 +112,7 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
     else:
         metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else ""
-        metavar = metavar or {int: "N", float: "X", str: "TEXT"}[option.kind]
+        metavar = metavar or ("TOML" if option.record else {int: "N", float: "X", str: "TEXT"}[option.kind])
         group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
 
 

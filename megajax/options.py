@@ -7,8 +7,9 @@ error messages are derived from it. A field whose type is a dataclass is a secti
 import difflib
 import functools
 import math
+import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -17,7 +18,7 @@ class Option:
     """One field: as a preset's key (`train.global_batch`), as a flag (`--train.global-batch`)."""
 
     key: str
-    kind: Any  # int, float, bool, str, or a Literal of strings or whole numbers
+    kind: Any  # int, float, bool, str, a Literal of strings or whole numbers, or a tuple of a dataclass's records
     default: Any  # dataclasses.MISSING where a value must be given
     help: str
 
@@ -32,10 +33,18 @@ class Option:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
+    def record(self) -> Any:
+        """The dataclass of `tuple[Record, ...]`; None for any other type."""
+        return get_args(self.kind)[0] if get_origin(self.kind) is tuple else None
+
+    @property
     def valid(self) -> str:
         """What may be written, in words."""
         if self.choices:
             return ", ".join(map(str, self.choices))
+        if self.record:
+            entries = ", ".join(f"{field.name} = …" for field in fields(self.record))
+            return f"TOML as in [{{ {entries} }}, …]"
         return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in UTF-8"}[self.kind]
 
     def convert(self, value: Any) -> Any:
@@ -43,6 +52,8 @@ class Option:
         if self.choices:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self.choices)
+        elif self.record:
+            return _records(self.record, value)
         elif self.kind is float:
             good = type(value) in (int, float) and math.isfinite(value)
             value = float(value) if good else value
@@ -60,7 +71,23 @@ class Option:
             return self.convert({str(choice): choice for choice in self.choices}.get(text, text))
         if self.kind is bool:
             return self.convert({"true": True, "false": False}.get(text))
+        if self.record:
+            return self.convert(tomllib.loads(f"value = {text}")["value"])
         return self.convert(self.kind(text))
+
+
+def _records(kind: Any, value: Any) -> tuple[Any, ...]:
+    """A list of tables, or of records that already are one, as records. Raises `ValueError`."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(value)
+    known, records = options(kind), []
+    for entry in value:
+        entry = asdict(entry) if isinstance(entry, kind) else entry
+        required = {key for key, option in known.items() if option.default is MISSING}
+        if not isinstance(entry, dict) or not required <= entry.keys() <= known.keys():
+            raise ValueError(entry)
+        records.append(kind(**{key: known[key].convert(part) for key, part in entry.items()}))
+    return tuple(records)
 
 
 @functools.cache

@@ -89,7 +89,11 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
     Raises `UserError` for an unknown key, a wrong type, a value out of range, and a value that is given nowhere.
     """
     overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
-    values = {key: _convert(key, value, key) for key, value in preset.items()} | overrides
+    values = {key: _convert(key, value, key) for key, value in preset.items()}
+    for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
+        if overrides.get(key) and other not in overrides:
+            values.pop(other, None)  # one corpus takes the place of several, and several that of one
+    values |= overrides
     for option in options(Config).values():
         if option.default is MISSING and option.key not in values:
             raise UserError(f"the preset lacks {option.key} ({option.help}): add it, or pass {option.flag}")

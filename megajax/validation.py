@@ -1,14 +1,16 @@
 """Checks of a configuration's values, each by itself and against each other."""
 
 import math
+import re
 from collections.abc import Callable
 from operator import attrgetter
 
-from megajax.config import Config, PipelineConfig
+from megajax.config import Config, DataConfig, PipelineConfig
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.pipeline.schedule import CHUNKED, SCHEDULES
 
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _OR_ZERO = "optimizer.min_learning_rate optimizer.warmup_steps optimizer.weight_decay train.eval_batches sample.tokens"
 _OR_ZERO += " sample.temperature simulate_devices distributed.num_processes"
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # every other number must be positive
@@ -60,6 +62,7 @@ def check_values(config: Config) -> None:
             f"--optimizer.gradient-dtype {optimizer.gradient_dtype} with --precision {config.precision}; "
             f"valid: fp32, or {halves}"
         )
+    _check_data(config.data)
     if config.loss_scale.floor > config.loss_scale.initial:
         raise UserError(
             f"--loss-scale.floor {config.loss_scale.floor} is above --loss-scale.initial {config.loss_scale.initial}; "
@@ -80,6 +83,23 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
         )
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.path and data.sources:
+        raise UserError("--data.path and --data.sources are both given; valid: one of them")
+    for source in data.sources:
+        if not source.path or source.weight <= 0:
+            raise UserError(
+                f"--data.sources: path {source.path!r}, weight {source.weight:g}; valid: a path and a weight above 0"
+            )
+    names = [entry.name for entry in data.validation]
+    for entry in data.validation:
+        if not entry.path or not _NAME.fullmatch(entry.name) or names.count(entry.name) > 1:
+            raise UserError(
+                f"--data.validation: name {entry.name!r}, path {entry.path!r}; "
+                "valid: a path and a name of its own, of letters, digits, - and _"
+            )
 
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:

@@ -30,6 +30,8 @@ def different(key: str) -> Iterator[str]:
     value = load_preset("demo").get(key, option.default)
     if key in ONLY:
         text = ONLY[key]
+    elif option.record:
+        text = "[{ path = 'a', " + ("weight = 2" if key == "data.sources" else "name = 'b'") + " }]"
     elif option.choices:
         text = next(str(choice) for choice in option.choices if choice != value)
     else:
@@ -53,6 +55,28 @@ def test_every_field_is_a_flag(key: str) -> None:
     expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
     assert parse(["demo", flag, text], "Train.") == expected
     assert parse(["demo", f"{flag}={text}"], "Train.") == expected
+
+
+def test_one_corpus_or_several() -> None:
+    several = "[{ path = 'a', weight = 2 }, { path = 'b', weight = 0.5 }]"
+    data = parse(["demo", "--data.sources", several], "Train.").data
+    assert [(source.path, source.weight) for source in data.sources] == [("a", 2.0), ("b", 0.5)] and data.path == ""
+    again = resolve({**load_preset("demo"), "data.path": "", "data.sources": data.sources}, {"data.path": "c"}).data
+    assert again.path == "c" and again.sources == ()
+    assert "--data.path and --data.sources are both given" in fails(
+        "demo", "--data.sources", several, "--data.path", "a"
+    )
+    for wrong in (
+        "x",
+        "3",
+        "[{ path = 'a' }]",
+        "[{ path = 'a', weight = '1' }]",
+        "[{ path = 'a', weight = 1, k = 2 }]",
+    ):
+        assert "valid: TOML as in [{ path = …, weight = … }, …]" in fails("demo", "--data.sources", wrong)
+    assert "weight 0; valid: a path and a weight above 0" in fails("demo", "--data.sources", "[{path='a', weight=0}]")
+    for wrong in ("[{name='a b', path='c'}]", "[{name='a', path='c'}, {name='a', path='d'}]", "[{name='a', path=''}]"):
+        assert "valid: a path and a name of its own" in fails("demo", "--data.validation", wrong)
 
 
 def test_gradients_are_summed_in_fp32_or_as_computed() -> None:

@@ -1,0 +1,108 @@
+"""Samples of several sources in given shares.
+
+Which source the n-th sample comes from depends on the weights and n only. After any number of samples n, a source with
+the share w has given more than w·n - 1 and less than w·n + 1 samples. Its own samples come in their own order.
+"""
+
+import array
+import heapq
+import math
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+
+_BLOCK = 4096  # samples whose sources are worked out in one go
+
+
+class Samples(Protocol):
+    """An endless sequence of samples."""
+
+    sequence_length: int
+
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+
+
+class Blend:
+    """The source of every sample.
+
+    The k-th sample of a source with the share w has its place in the window from ⌊k/w⌋ to ⌈(k+1)/w⌉. In every place
+    stands the source whose window ends first among those whose window has begun (earliest deadline first, which meets
+    all windows of shares that sum to 1; Baruah et al., "Proportionate progress", 1996). All in whole numbers: weights
+    count as the decimal fractions they are written as, and after their common denominator the order repeats.
+
+    Args:
+        weights: above 0, one for each source; shares are in proportion to them.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        fractions = [Fraction(str(weight)) for weight in weights]
+        assert fractions and all(fraction > 0 for fraction in fractions)
+        unit = Fraction(
+            math.gcd(*(fraction.numerator for fraction in fractions)),
+            math.lcm(*(fraction.denominator for fraction in fractions)),
+        )
+        counts = [int(fraction / unit) for fraction in fractions]
+        common = math.gcd(*counts)
+        self._counts = [count // common for count in counts]
+        """Samples of each source in a period."""
+        self.period = sum(self._counts)
+        """Samples after which the order of the sources repeats."""
+        self._sources = array.array("H")  # of the samples of a period, as far as they were asked for
+        self._before: list[list[int]] = []  # samples of each source before each block
+        self._waiting = [(0, source, 0) for source in range(len(counts))]  # begin of the window, source, its sample
+        self._ready: list[tuple[int, int, int]] = []  # end of the window, source, its sample
+        self._lock = threading.Lock()
+
+    @property
+    def shares(self) -> list[float]:
+        """Of each source, with the sum 1."""
+        return [count / self.period for count in self._counts]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The source of a sample, and which one of that source's samples it is."""
+        period, slot = divmod(number, self.period)
+        with self._lock:
+            while len(self._sources) <= slot:
+                self._extend()
+        source, block = self._sources[slot], slot // _BLOCK
+        here = np.array(self._sources[block * _BLOCK : slot], np.uint16)
+        return source, period * self._counts[source] + self._before[block][source] + int((here == source).sum())
+
+    def _extend(self) -> None:
+        """Work out one block more."""
+        given = self._before[-1].copy() if self._before else [0] * len(self._counts)
+        last = np.array(self._sources[-_BLOCK:], np.uint16)
+        for source, count in enumerate(np.bincount(last, minlength=len(given))):
+            given[source] += int(count)
+        self._before.append(given)
+        begin = len(self._sources)
+        for slot in range(begin, min(begin + _BLOCK, self.period)):
+            while self._waiting and self._waiting[0][0] <= slot:
+                _, source, sample = heapq.heappop(self._waiting)
+                end = -(-(sample + 1) * self.period // self._counts[source])
+                heapq.heappush(self._ready, (end, source, sample))
+            _, source, sample = heapq.heappop(self._ready)
+            self._sources.append(source)
+            heapq.heappush(self._waiting, ((sample + 1) * self.period // self._counts[source], source, sample + 1))
+
+
+class BlendedSamples:
+    """An endless sequence of samples of several sources.
+
+    Args:
+        sources: at least one, all with the same sequence length.
+        weights: one for each.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
+        self._sources = sources
+        self.blend = Blend(weights)
+        self.sequence_length = sources[0].sequence_length
+        assert len(sources) == len(weights) and {source.sequence_length for source in sources} == {self.sequence_length}
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        source, own = self.blend.place(number)
+        return self._sources[source][own]

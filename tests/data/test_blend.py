@@ -1,0 +1,95 @@
+"""The shares of a blend at every moment, and that its order is a function of weights and number alone."""
+
+import itertools
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.data.blend import _BLOCK, Blend, BlendedSamples
+
+WEIGHTS = st.lists(st.integers(1, 2000).map(lambda n: n / 1000), min_size=1, max_size=9)
+
+
+def check(weights: list[float], places: list[tuple[int, int]]) -> None:
+    """Every source's samples in order, and its share kept to less than a sample after each."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [float(weight / sum(exact)) for weight in exact]
+    sources = np.array([source for source, _ in places])
+    n = np.arange(1, len(places) + 1)
+    for source, share in enumerate(shares):
+        given = np.cumsum(sources == source)
+        assert np.abs(given - share * n).max() < 1 + 1e-9 * len(places)
+        own = [number for found, number in places if found == source]
+        assert own == list(range(len(own)))
+
+
+@given(WEIGHTS)
+def test_shares_are_kept_to_less_than_a_sample(weights):
+    blend = Blend(weights)
+    check(weights, [blend.place(number) for number in range(600)])
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.7, 0.3],
+        [1.0],
+        [1, 1, 1],
+        [5, 4, 3, 2, 1, 1, 1, 1],
+        [0.9, *[0.01] * 10],
+        [1 / 3, 2 / 3],
+        [0.123456789, 3.1415926, 1e-4, 12345.678],
+        [1e-3, 1.0],
+    ],
+    ids=str,
+)
+def test_shares_over_many_samples(weights):
+    blend = Blend(weights)
+    check(weights, [blend.place(number) for number in range(3 * _BLOCK + 17)])
+
+
+def test_shares_are_exact_after_a_period():
+    blend = Blend([0.5, 0.3, 0.2])
+    assert blend.period == 10 and blend.shares == [0.5, 0.3, 0.2]
+    sources = [blend.place(number)[0] for number in range(1000)]
+    assert [sources.count(source) for source in range(3)] == [500, 300, 200]
+    assert sources[:10] * 100 == sources
+    assert blend.place(10**12 + 3) == (blend.place(3)[0], 10**11 * [5, 3, 2][blend.place(3)[0]] + blend.place(3)[1])
+
+
+def test_any_order_of_asking_from_any_thread():
+    weights = [0.123456789, 0.3, 0.0777]
+    straight = Blend(weights)
+    expected = [straight.place(number) for number in range(3 * _BLOCK)]
+    blend, found = Blend(weights), {}
+    numbers = np.random.default_rng(0).permutation(3 * _BLOCK).tolist()
+
+    def ask(part: int) -> None:
+        found.update({number: blend.place(number) for number in numbers[part::4]})
+
+    threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(3 * _BLOCK)] == expected
+
+
+def test_samples_come_from_their_sources():
+    class Numbers:
+        sequence_length = 4
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, number: int) -> dict:
+            return {"tokens": (self.name, number)}
+
+    samples = BlendedSamples([Numbers("a"), Numbers("b")], [3, 1])
+    found = [samples[number]["tokens"] for number in range(8)]
+    assert samples.sequence_length == 4
+    assert sorted(found) == sorted([*itertools.product("a", range(6)), *itertools.product("b", range(2))])
