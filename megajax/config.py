@@ -101,6 +101,9 @@ class DataConfig:
 
     path: Annotated[str, "text, JSONL, a folder, a prepared prefix, or the word python-stdlib"] = ""
     validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
+    reset_attention: Annotated[
+        bool, "attention and positions start anew with every document, also where several share a sequence"
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
