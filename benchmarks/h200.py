@@ -20,6 +20,7 @@ from jax.experimental import topologies
 
 from megajax.config import Config
 from megajax.mesh import make_mesh, shardings
+from megajax.training.forms import batch_names
 from megajax.training.step import Program
 
 CUDNN = 91900
@@ -53,5 +54,5 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
         shardings(program.mesh, program.layout.specs),
     )
     shape = config.train.global_batch, config.model.sequence_length
-    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding))
+    batch = dict.fromkeys(batch_names(config), jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding))
     return program.train_step.lower(state, batch).compile()

@@ -45,11 +45,13 @@ def work(config: Config) -> None:
     from megajax.models.flops import step_products
     from megajax.training.memory import state_bytes
     from megajax.training.step import Program
+    from megajax.verify import random_batch
 
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     tokens, targets = random_tokens(config, 0)
     rows = program.local_rows
-    batch = program.put_batch({"tokens": tokens[rows], "targets": targets[rows]}, rows)
+    arrays = random_batch(config, 0) | {"tokens": tokens, "targets": targets}
+    batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
     state = program.layout.init()
 
     def step() -> float:

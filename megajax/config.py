@@ -119,6 +119,9 @@ class DataConfig:
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
     validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
+    reset_attention: Annotated[
+        bool, "attention and positions start anew with every document, also where several share a sequence"
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

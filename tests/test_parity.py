@@ -141,6 +141,28 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero):
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
+RESET_MODEL = {"num_layers": 5, "global_batch": ROWS, "reset_attention": True}
+RESET = [
+    {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "zero": 3, "microbatch": 4},
+    pytest.param({"schedule": "gpipe", "remat": "stage", "microbatch": 3}, marks=pytest.mark.full),
+    pytest.param({"remat": "selective", "microbatch": 4, "scan_layers": "false"}, marks=pytest.mark.full),
+    pytest.param({"remat": "layer", "vocabulary": "split", "microbatch": 2}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("options", RESET, ids=lambda options: "-".join(map(str, options.values())))
+def test_with_attention_reset_at_documents(options):
+    """The hardest mesh with a split sequence; what the numbers mean is tested elsewhere."""
+    config = tiny_config((2, 2, 2), sequence_parallel=True, **RESET_MODEL, **options)
+    result = compare(reset_reference(), trace(config, 2))
+    assert result.within(), result
+
+
+@functools.cache
+def reset_reference() -> Trace:
+    return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2)
+
+
 @pytest.mark.parametrize("gradient_dtype", ["fp32", "half"])
 @pytest.mark.parametrize(("precision", "loss", "gradient"), [("fp16", 2e-5, 5e-3), ("bf16", 2e-4, 4e-2)])
 def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient):

@@ -2,8 +2,9 @@
 
 import jax
 
-from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from megajax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
 from megajax.mesh import make_mesh
+from megajax.training.forms import batch_names
 from megajax.training.step import Program
 
 
@@ -19,6 +20,7 @@ def tiny_config(
     precision: str = "fp32",
     zero: int = 1,
     sequence_parallel: bool = False,
+    reset_attention: bool = False,
     **model,
 ) -> Config:
     """A configuration on `mesh` (data, pipe, tensor); `model` overrides fields of `ModelConfig`."""
@@ -31,6 +33,7 @@ def tiny_config(
         mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
         pipeline=PipelineConfig(schedule=schedule, chunks=chunks, vocabulary=vocabulary),
         train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
+        data=DataConfig(reset_attention=reset_attention),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, zero=zero),
     )
 
@@ -44,4 +47,4 @@ def tiny_program(config: Config) -> Program:
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a global batch."""
     shape = (config.train.global_batch, config.model.sequence_length)
-    return {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+    return dict.fromkeys(batch_names(config), jax.ShapeDtypeStruct(shape, "int32"))

@@ -1,6 +1,8 @@
 """GPT samples: documents one after the other, cut in sequences; the target of a token is the next one.
 
-T is the sequence length. A sample is `{"tokens": int32 [T], "targets": int32 [T]}`; a target of -1 is not counted.
+T is the sequence length. A sample is `{"tokens": int32 [T], "targets": int32 [T]}`; a target of -1 is not counted. With
+positions it also has `"positions": int32 [T]`, every token's place in its document (`document_positions`), for a model
+whose attention starts anew with every document.
 """
 
 import functools
@@ -21,7 +23,12 @@ _SPLIT, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3  # independent random streams o
 
 
 def train_and_validation(
-    documents: TokenDocuments, *, sequence_length: int, validation_fraction: float, seed: int
+    documents: TokenDocuments,
+    *,
+    sequence_length: int,
+    validation_fraction: float,
+    seed: int,
+    with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
     """Samples of the two splits, no document being in both.
 
@@ -38,8 +45,8 @@ def train_and_validation(
             "validation, at least 2 are needed"
         )
     return (
-        TrainSamples(documents, train, sequence_length=sequence_length, seed=seed),
-        EvaluationSamples(documents, validation, sequence_length=sequence_length),
+        TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),
+        EvaluationSamples(documents, validation, sequence_length=sequence_length, with_positions=with_positions),
     )
 
 
@@ -89,15 +96,22 @@ class TrainSamples:
         numbers: the documents to train on, int64.
         sequence_length: T.
         seed: any whole number from 0.
+        with_positions: samples have positions, too.
     """
 
     def __init__(
-        self, documents: TokenDocuments, numbers: npt.NDArray[np.int64], *, sequence_length: int, seed: int
+        self,
+        documents: TokenDocuments,
+        numbers: npt.NDArray[np.int64],
+        *,
+        sequence_length: int,
+        seed: int,
+        with_positions: bool = False,
     ) -> None:
         from grain import MapDataset
 
         num_tokens = int(np.diff(documents.document_offsets)[numbers].sum())
-        self.sequence_length = sequence_length
+        self.sequence_length, self._with_positions = sequence_length, with_positions
         self.epoch_size = (num_tokens - 1) // sequence_length
         """Samples per epoch."""
         assert self.epoch_size > 0, "shorter than one sequence"
@@ -116,7 +130,10 @@ class TrainSamples:
             stream = self._epoch_stream(number // self.epoch_size)
         start = self._order[number] * self.sequence_length
         window = stream.read(start, start + self.sequence_length + 1)
-        return {"tokens": window[:-1], "targets": window[1:]}
+        sample = {"tokens": window[:-1], "targets": window[1:]}
+        if self._with_positions:
+            sample["positions"] = stream.positions(start, start + self.sequence_length)
+        return sample
 
 
 class EvaluationSamples:
@@ -126,17 +143,23 @@ class EvaluationSamples:
         documents: the corpus.
         numbers: the documents to evaluate on, int64; all if None.
         sequence_length: T.
+        with_positions: samples have positions, too.
 
     Raises:
         UserError: there are fewer than two tokens.
     """
 
     def __init__(
-        self, documents: TokenDocuments, numbers: npt.NDArray[np.int64] | None = None, *, sequence_length: int
+        self,
+        documents: TokenDocuments,
+        numbers: npt.NDArray[np.int64] | None = None,
+        *,
+        sequence_length: int,
+        with_positions: bool = False,
     ) -> None:
         if numbers is None:
             numbers = np.arange(documents.num_documents)
-        self.sequence_length = sequence_length
+        self.sequence_length, self._with_positions = sequence_length, with_positions
         self._stream = _TokenStream(documents, numbers)
         if len(self._stream) < 2:
             raise UserError(f"{documents.name} has {len(self._stream)} tokens; at least 2 are needed to predict one")
@@ -153,7 +176,21 @@ class EvaluationSamples:
         start = number * self.sequence_length
         window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
         padding = (0, self.sequence_length + 1 - len(window))
-        return {"tokens": np.pad(window[:-1], padding), "targets": np.pad(window[1:], padding, constant_values=IGNORED)}
+        sample = {
+            "tokens": np.pad(window[:-1], padding),
+            "targets": np.pad(window[1:], padding, constant_values=IGNORED),
+        }
+        if self._with_positions:
+            sample["positions"] = np.pad(self._stream.positions(start, start + len(window) - 1), padding)
+        return sample
+
+
+def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
+    """Every token's place in its document, int32 [length]: 0 at the first token, whose document may have begun earlier,
+    and at every one of `begins`, ascending places where a document begins."""
+    begin_T = np.zeros(length, np.int32)
+    begin_T[begins] = begins
+    return np.arange(length, dtype=np.int32) - np.maximum.accumulate(begin_T)
 
 
 class _TokenStream:
@@ -180,6 +217,12 @@ class _TokenStream:
             window[position - start : until - start] = self._documents.tokens[position + shift : until + shift]
             position, place = until, place + 1
         return window
+
+    def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """Places of tokens in their documents, [stop - start]; of a document that began before `start`, from there."""
+        first = np.searchsorted(self._ends, start, side="right")
+        last = np.searchsorted(self._ends, stop, side="left")
+        return document_positions(self._ends[first:last] - start, stop - start)
 
 
 def _permutation(count: int, *key: int) -> npt.NDArray[np.int64]:

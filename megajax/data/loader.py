@@ -1,6 +1,6 @@
 """Batches from samples. Rows are positions in the global batch; a process asks for those that its devices need.
 
-A batch is `{"tokens": int32 [R, T], "targets": int32 [R, T]}` for R rows and sequence length T.
+A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T].
 """
 
 import sys
@@ -53,8 +53,7 @@ def evaluation_batches(
         prefetch: batches that threads prepare in advance; 0: none, and no threads.
     """
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
-    nothing = np.zeros(samples.sequence_length, np.int32)
-    no_sample = {"tokens": nothing, "targets": np.full_like(nothing, IGNORED)}
+    no_sample = {name: np.full_like(array, IGNORED if name == "targets" else 0) for name, array in samples[0].items()}
 
     def load(batch: int) -> Batch:
         numbers = [batch * global_batch + row for row in rows]
@@ -70,7 +69,7 @@ def num_evaluation_batches(samples: EvaluationSamples, *, global_batch: int, lim
 
 
 def _stack(samples: list[Sample]) -> Batch:
-    return {key: np.stack([sample[key] for sample in samples]) for key in ("tokens", "targets")}
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def _prefetched(load: Callable[[int], Batch], start: int, stop: int, prefetch: int) -> Iterator[Batch]:

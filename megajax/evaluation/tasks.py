@@ -33,7 +33,8 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
     config = _evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
     if data:
-        samples = EvaluationSamples(_documents(data, run_dir, config), sequence_length=length)
+        documents = _documents(data, run_dir, config)
+        samples = EvaluationSamples(documents, sequence_length=length, with_positions=config.data.reset_attention)
     else:
         corpus = open_corpus(run_dir / "data", config.model.vocab_size)
         _, samples = train_and_validation(
@@ -41,6 +42,7 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
             sequence_length=length,
             validation_fraction=config.data.validation_fraction,
             seed=config.seed,
+            with_positions=config.data.reset_attention,
         )
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     params, number = restore_params(program, run_dir, step)

@@ -33,17 +33,20 @@ class Attention(nnx.Module):
             key / "output", split, (heads, head_size), ("heads", "head_size"), hidden, config.residual_init_std, backend
         )
 
-    def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
+    def __call__(self, x_BTD: Array, dropout: Dropout, positions_BT: Array | None = None) -> Array:
         qkv_BTCHK = checkpoint_name(self.qkv(x_BTD), "attention_qkv")
-        return self.output(attend(qkv_BTCHK, dropout, self.backend))
+        return self.output(attend(qkv_BTCHK, dropout, self.backend, positions_BT))
 
 
-def attend(qkv_BTCHK: Array, dropout: Dropout, backend: Backend) -> Array:
-    """Causal attention of this device's heads, [B, T, H, K], dropout on the probabilities.
+def attend(qkv_BTCHK: Array, dropout: Dropout, backend: Backend, positions_BT: Array | None = None) -> Array:
+    """Causal attention of this device's heads, [B, T, H, K], dropout on the probabilities; given the tokens' positions
+    in their documents, within these.
 
-    On GPUs by cuDNN where it can: its dropout would depend on the mesh, and it knows half precision only.
+    On GPUs by cuDNN where it can: its dropout would depend on the mesh, it knows half precision only, and documents
+    only by a mask of every query and key.
     """
-    if dropout.rate == 0 and backend.fused_attention and fits_fused_attention(qkv_BTCHK):
+    causal_only = dropout.rate == 0 and positions_BT is None
+    if causal_only and backend.fused_attention and fits_fused_attention(qkv_BTCHK):
         q_BTHK, k_BSHK, v_BSHK = (qkv_BTCHK[:, :, c] for c in range(3))
         heads_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=True, implementation="cudnn")
         return checkpoint_name(heads_BTHK, "attention_heads")
@@ -52,7 +55,7 @@ def attend(qkv_BTCHK: Array, dropout: Dropout, backend: Backend) -> Array:
         num_heads = qkv_BTCHK.shape[3]
         head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         bits_BH = dropout.bits_B[:, None].fold(head_H[None, :])
-    return blocked_attention(qkv_BTCHK, bits_BH, dropout.rate, backend)
+    return blocked_attention(qkv_BTCHK, positions_BT, bits_BH, dropout.rate, backend)
 
 
 def fits_fused_attention(qkv_BTCHK: Array) -> bool:

@@ -21,46 +21,65 @@ from megajax.precision import at_least_fp32
 Bits = RandomBits | None  # of every head of every sample; None without dropout
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def blocked_attention(qkv_BTCHK: Array, bits_BH: Bits, rate: float, backend: Backend) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def blocked_attention(
+    qkv_BTCHK: Array, positions_BT: Array | None, bits_BH: Bits, rate: float, backend: Backend
+) -> Array:
     """Attention of every head, [B, T, H, K]; probabilities are dropped at `rate` by `bits_BH` folded with query and
     key.
 
     Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query.
+
+    Args:
+        positions_BT: every token's place in its document, int32: a query sees the keys of its own document only. None:
+            a sequence is one document.
     """
-    return _forward(qkv_BTCHK, bits_BH, rate, backend)[0]
+    return _forward(qkv_BTCHK, positions_BT, bits_BH, rate, backend)[0]
 
 
-def _forward(qkv_BTCHK: Array, bits_BH: Bits, rate: float, backend: Backend) -> tuple[Array, tuple]:
+def _forward(
+    qkv_BTCHK: Array, positions_BT: Array | None, bits_BH: Bits, rate: float, backend: Backend
+) -> tuple[Array, tuple]:
     q_NTK, k_NSK, v_NSK = (_heads_first(qkv_BTCHK[:, :, c]) for c in range(3))
-    inputs = q_NTK, k_NSK, v_NSK, jax.tree.map(jnp.ravel, bits_BH)
+    inputs = q_NTK, k_NSK, v_NSK, *_of_heads(positions_BT, bits_BH, qkv_BTCHK.shape[3])
     forward = partial(_forward_of_heads, rate=rate, block=backend.block_of(qkv_BTCHK.shape[1]))
     out_NTK, *statistics_NT1 = _in_groups(forward, inputs, backend)
     batch, _, _, heads, _ = qkv_BTCHK.shape
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
     out_BTHK = checkpoint_name(_heads_last(out_NTK, batch, heads), "attention_heads")
     statistics_NT1 = checkpoint_name(statistics_NT1, "attention_statistics")
-    return out_BTHK, (qkv_BTCHK, bits_BH, out_BTHK, *statistics_NT1)
+    return out_BTHK, (qkv_BTCHK, positions_BT, bits_BH, out_BTHK, *statistics_NT1)
 
 
-def _backward(rate: float, backend: Backend, kept: tuple, grad_BTHK: Array) -> tuple[Array, None]:
-    qkv_BTCHK, bits_BH, out_BTHK, *statistics_NT1 = kept
+def _backward(rate: float, backend: Backend, kept: tuple, grad_BTHK: Array) -> tuple[Array, None, None]:
+    qkv_BTCHK, positions_BT, bits_BH, out_BTHK, *statistics_NT1 = kept
     batch, _, _, heads, _ = qkv_BTCHK.shape
     arrays_NTK = [_heads_first(x) for x in (*(qkv_BTCHK[:, :, c] for c in range(3)), out_BTHK, grad_BTHK)]
-    inputs = *arrays_NTK, jax.tree.map(jnp.ravel, bits_BH), *statistics_NT1
+    inputs = *arrays_NTK, *_of_heads(positions_BT, bits_BH, heads), *statistics_NT1
     backward = partial(_backward_of_heads, rate=rate, block=backend.block_of(qkv_BTCHK.shape[1]))
     grads_NTK = _in_groups(backward, inputs, backend)
-    return jnp.stack([_heads_last(grad_NTK, batch, heads) for grad_NTK in grads_NTK], axis=2), None
+    return jnp.stack([_heads_last(grad_NTK, batch, heads) for grad_NTK in grads_NTK], axis=2), None, None
 
 
 blocked_attention.defvjp(_forward, _backward)
 
 
-def _forward_of_heads(q_NTK: Array, k_NSK: Array, v_NSK: Array, bits_N: Bits, *, rate: float, block: int) -> tuple:
+def _of_heads(positions_BT: Array | None, bits_BH: Bits, num_heads: int) -> tuple[Array | None, Bits]:
+    """The first key that every query of every head sees, int32 [N, T], and the bits of every head."""
+    bits_N = jax.tree.map(jnp.ravel, bits_BH)
+    if positions_BT is None:
+        return None, bits_N
+    first_BT = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)[None, :] - positions_BT
+    return jnp.repeat(first_BT, num_heads, axis=0), bits_N
+
+
+def _forward_of_heads(
+    q_NTK: Array, k_NSK: Array, v_NSK: Array, first_NT: Array | None, bits_N: Bits, *, rate: float, block: int
+) -> tuple:
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
     out, highest, total = [], [], []
     for start, end in _blocks(q_NTK.shape[1], block):
-        scores_NTS = _causal_scores(q_NTK[:, start:end], k_NSK[:, :end], start)
+        scores_NTS = _seen_scores(q_NTK, k_NSK, first_NT, start, end)
         highest_NT1 = jnp.max(scores_NTS, axis=-1, keepdims=True)
         weights_NTS = jnp.exp(scores_NTS - highest_NT1)
         total_NT1 = jnp.sum(weights_NTS, axis=-1, keepdims=True)
@@ -78,6 +97,7 @@ def _backward_of_heads(
     v_NSK: Array,
     out_NTK: Array,
     grad_NTK: Array,
+    first_NT: Array | None,
     bits_N: Bits,
     highest_NT1: Array,
     total_NT1: Array,
@@ -94,7 +114,7 @@ def _backward_of_heads(
     dk_NKS = dv_NKS = jnp.zeros(())
     for start, end in reversed(_blocks(q_NTK.shape[1], block)):
         own = slice(start, end)
-        scores_NTS = _causal_scores(q_NTK[:, own], k_NSK[:, :end], start)
+        scores_NTS = _seen_scores(q_NTK, k_NSK, first_NT, start, end)
         weights_NTS = jnp.exp(scores_NTS - highest_NT1[:, own]) / total_NT1[:, own]
         drop = _dropped(bits_N, start, end, rate)
         dweights_NTS = drop(_product("NTK,NSK->NTS", grad_NTK[:, own], v_NSK[:, :end]))
@@ -111,12 +131,16 @@ def _backward_of_heads(
     return jnp.concatenate(dq_blocks, axis=1), dk_NSK, dv_NSK
 
 
-def _causal_scores(q_NTK: Array, k_NSK: Array, start: int) -> Array:
-    """Scaled products of keys with the queries from position `start` on, in at least fp32; of later keys -inf."""
-    scores_NTS = _product("NTK,NSK->NTS", _scaled(q_NTK), k_NSK)
-    query_T = start + jnp.arange(q_NTK.shape[1], dtype=jnp.int32)
-    causal_TS = jnp.arange(k_NSK.shape[1], dtype=jnp.int32)[None, :] <= query_T[:, None]
-    return jnp.where(causal_TS[None], scores_NTS, jnp.asarray(-jnp.inf, scores_NTS.dtype))
+def _seen_scores(q_NTK: Array, k_NSK: Array, first_NT: Array | None, start: int, end: int) -> Array:
+    """Scaled products of the queries `start` to `end` with the keys up to there, in at least fp32; of keys that a query
+    does not see -inf."""
+    scores_NTS = _product("NTK,NSK->NTS", _scaled(q_NTK[:, start:end]), k_NSK[:, :end])
+    query_T = start + jnp.arange(end - start, dtype=jnp.int32)
+    key_S = jnp.arange(end, dtype=jnp.int32)
+    seen_NTS = (key_S[None, :] <= query_T[:, None])[None]
+    if first_NT is not None:
+        seen_NTS &= first_NT[:, start:end, None] <= key_S[None, None, :]
+    return jnp.where(seen_NTS, scores_NTS, jnp.asarray(-jnp.inf, scores_NTS.dtype))
 
 
 def _scaled(x_NTK: Array) -> Array:

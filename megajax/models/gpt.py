@@ -40,10 +40,16 @@ class GPT(nnx.Module):
 
         self.blocks = stacked(jnp.arange(config.num_layers, dtype=jnp.int32))
 
-    def embed(self, tokens_BT: Array, dropout: Dropout) -> Array:
-        """Token plus position embedding with dropout, shape [B, T, D]; of a split sequence this device's tokens."""
-        positions_TD = self.split.own(self.positions[...][: tokens_BT.shape[1]])
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.split) + positions_TD[None]
+    def embed(self, tokens_BT: Array, dropout: Dropout, positions_BT: Array | None = None) -> Array:
+        """Token plus position embedding with dropout, shape [B, T, D]; of a split sequence this device's tokens.
+
+        The positions are those in the sequence, or those given (see `blocked_attention`).
+        """
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.split)
+        if positions_BT is None:
+            x_BTD += self.split.own(self.positions[...][: tokens_BT.shape[1]], 0)[None]
+        else:
+            x_BTD += jnp.take(self.positions[...], self.split.own(positions_BT), axis=0, mode="clip")
         return dropout.fold(EMBEDDING_SITE)(x_BTD, self.split.tokens(x_BTD))
 
     def logits(self, x_BTD: Array) -> Array:
@@ -88,13 +94,15 @@ class GPTFunctions:
         """Fresh weights, layers stacked `[L, …]`, each drawn from a key of its own name: the same on every mesh."""
         return nnx.to_pure_dict(_split(GPT(self.config, NamedKey.from_seed(seed)))[2])
 
-    def embed(self, shared: dict, tokens_BT: Array, dropout: Dropout) -> Array:
+    def embed(self, shared: dict, tokens_BT: Array, dropout: Dropout, positions_BT: Array | None = None) -> Array:
         """See `GPT.embed`."""
-        return nnx.merge(self._shared_graph, nnx.State(shared)).embed(tokens_BT, dropout)
+        return nnx.merge(self._shared_graph, nnx.State(shared)).embed(tokens_BT, dropout, positions_BT)
 
-    def block(self, weights: dict, layer: Array, x_BTD: Array, dropout: Dropout) -> Array:
+    def block(
+        self, weights: dict, layer: Array, x_BTD: Array, dropout: Dropout, positions_BT: Array | None = None
+    ) -> Array:
         """Layer number `layer`, whose `weights` have no leading dim."""
-        return nnx.merge(self._blocks_graph, nnx.State(weights))(x_BTD, dropout.fold(layer))
+        return nnx.merge(self._blocks_graph, nnx.State(weights))(x_BTD, dropout.fold(layer), positions_BT)
 
     def loss(self, shared: dict, x_BTD: Array, targets_BT: Array) -> Array:
         """See `GPT.loss`."""

@@ -89,10 +89,13 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden_size)
         self.mlp = MLP(config, key / "mlp", split, backend)
 
-    def __call__(self, x_BTD: Array, dropout: Dropout) -> Array:
-        """`dropout` is this layer's; `x_BTD` holds all tokens of the sequence, or, split, this device's."""
+    def __call__(self, x_BTD: Array, dropout: Dropout, positions_BT: Array | None = None) -> Array:
+        """`dropout` is this layer's; `x_BTD` holds all tokens of the sequence, or, split, this device's.
+
+        `positions_BT` of all tokens, where given, keep documents apart (see `blocked_attention`).
+        """
         token_T = self.split.tokens(x_BTD)
-        y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS))
+        y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS), positions_BT)
         y_BTD = checkpoint_name(y_BTD, "attention_output")
         x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)
         y_BTD = self.mlp(self.mlp_norm(x_BTD))

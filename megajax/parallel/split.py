@@ -54,9 +54,9 @@ class Split:
         first = axis_index(TENSOR) * size if self.sequence else 0
         return first + jnp.arange(size, dtype=jnp.int32)
 
-    def own(self, rows_TD: Array) -> Array:
-        """Of an array with a row for every token, those of this device."""
-        return own_shard(rows_TD, 0, TENSOR) if self.sequence else rows_TD
+    def own(self, x: Array, dim: int = TOKENS) -> Array:
+        """Of an array with an entry for every token along `dim`, those of this device's tokens."""
+        return own_shard(x, dim, TENSOR) if self.sequence else x
 
 
 PAPER = Split()  # `f` and `g`

@@ -33,7 +33,7 @@ class StageFunctions:
     Attributes:
         embed: (shared weights, microbatch) -> x_BTD; linear in the weights.
         layers: the layers of this stage.
-        context: microbatch -> what every layer gets beside its input (the state of dropout).
+        context: microbatch -> what every layer gets beside its input (the state of dropout, the tokens' positions).
         loss: (shared weights, x_BTD, microbatch) -> scalar, already divided by the step's number of targets.
         storage: how the shared weights are kept; they are gathered just for an end.
         loss_scale: what the backward pass starts from; the gradients, not the loss, are multiplied by it.

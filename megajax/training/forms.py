@@ -11,6 +11,11 @@ def vocabulary_axes(config: Config) -> Axes:
     return (PIPE, TENSOR) if config.splits_vocabulary else TENSOR
 
 
+def batch_names(config: Config) -> tuple[str, ...]:
+    """The arrays of a batch of text, int32 [rows, T]."""
+    return ("tokens", "targets", "positions") if config.data.reset_attention else ("tokens", "targets")
+
+
 def training_split(config: Config) -> Split:
     """How the model is split over tensor groups in a training step."""
     return Split(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")

@@ -52,6 +52,7 @@ def train(config: Config) -> None:
         sequence_length=config.model.sequence_length,
         validation_fraction=config.data.validation_fraction,
         seed=config.seed,
+        with_positions=config.data.reset_attention,
     )
     folder, vocab_size = run_dir / "data", config.model.vocab_size
     on_first_process(lambda: prepare(config.data.path, config.tokenizer.path, vocab_size, folder, check=split))

@@ -31,12 +31,12 @@ from megajax.pipeline.measuring import Part, repeat_part
 from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
 from megajax.pipeline.stages import Layers, rematerialized
 from megajax.precision import COMPUTE_DTYPE
-from megajax.training.forms import scan_layers, training_split, vocabulary_axes
+from megajax.training.forms import batch_names, scan_layers, training_split, vocabulary_axes
 from megajax.training.state import StateLayout, TrainState
 
 Tree = Any
 UNSCALED = np.float32(1.0)
-Batch = dict[str, Array]  # "tokens" and "targets", int32 [rows of the global batch, T]
+Batch = dict[str, Array]  # "tokens", "targets", perhaps "positions" (`blocked_attention`), int32 [rows of the batch, T]
 
 
 class Program:
@@ -150,7 +150,7 @@ class Program:
             return count
 
         shape = self.config.train.global_batch, self.config.model.sequence_length
-        batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct(shape, jnp.int32))
+        batch = dict.fromkeys(batch_names(self.config), jax.ShapeDtypeStruct(shape, jnp.int32))
         specs = (self.layout.specs.params, BATCH_SPEC)
         jax.eval_shape(self._compile(look, specs, PartitionSpec()), self.layout.shapes.params, batch)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in found)
@@ -250,8 +250,11 @@ class Program:
         shared = vary(params["shared"], axes if together else (*axes, PIPE))
         blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], axes))
 
-        def context(microbatch: Batch) -> Dropout:
-            return Dropout.at(dropout, config.seed, step, microbatch["sample"])
+        def context(microbatch: Batch) -> tuple[Dropout, Array | None]:
+            return Dropout.at(dropout, config.seed, step, microbatch["sample"]), microbatch.get("positions")
+
+        def block(weights: Tree, layer: Array, x_BTD: Array, context: tuple[Dropout, Array | None]) -> Array:
+            return model.block(weights, layer, x_BTD, *context)
 
         def loss(shared: Tree, x_BTD: Array, microbatch: Batch) -> Array:
             total = model.loss(shared, x_BTD, microbatch["targets"])
@@ -260,9 +263,9 @@ class Program:
         unroll = not scan_layers(config, self.backend)
         placement = self.layout.placement
         functions = StageFunctions(
-            embed=lambda shared, microbatch: model.embed(shared, microbatch["tokens"], context(microbatch)),
+            embed=lambda shared, microbatch: model.embed(shared, microbatch["tokens"], *context(microbatch)),
             layers=Layers(
-                rematerialized(model.block, config.train.remat, keep_dear, prevent_cse=unroll),
+                rematerialized(block, config.train.remat, keep_dear, prevent_cse=unroll),
                 jnp.asarray(placement.layer_index)[:, axis_index(PIPE)],
                 unroll,
                 placement.padded,

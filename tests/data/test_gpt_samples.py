@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.gpt import IGNORED, EvaluationSamples, TrainSamples, split_documents, train_and_validation
@@ -106,6 +106,27 @@ def test_smallest_epochs(num_tokens, size):
     assert len(set(windows(samples, range(5 * size)))) == size
 
 
+@settings(max_examples=20)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), sequence_length=st.integers(1, 50))
+def test_positions_count_from_the_beginning_of_every_document(lengths, sequence_length):
+    """Those of the window's first document from the window's first token; tokens and targets are as without them."""
+    documents = corpus([*lengths, 51])
+    beginnings = {int(documents.document(number)[0]) for number, length in enumerate([*lengths, 51]) if length}
+    for kind, form in (EvaluationSamples, {}), (TrainSamples, {"numbers": np.arange(len(lengths) + 1), "seed": 1}):
+        form["sequence_length"] = sequence_length
+        samples, plain = kind(documents, with_positions=True, **form), kind(documents, **form)
+        for number in range(min(len(samples), 50) if kind is EvaluationSamples else 5):
+            sample, expected = samples[number], []
+            counted = sample["targets"] != IGNORED
+            for token in sample["tokens"][counted].tolist():
+                expected.append(0 if not expected or token in beginnings else expected[-1] + 1)
+            positions = sample.pop("positions")
+            assert positions.dtype == np.int32 and positions.shape == (sequence_length,)
+            assert positions[counted].tolist() == expected and not positions[~counted].any()
+            assert sample.keys() == plain[number].keys()
+            assert all((array == plain[number][name]).all() for name, array in sample.items())
+
+
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), sequence_length=st.integers(1, 50))
 def test_evaluation_predicts_every_token_once_in_order(lengths, sequence_length):
     documents = corpus([*lengths, 2])
@@ -165,6 +186,14 @@ def test_long_documents_are_trained_on(lengths, validation):
         for number in split_documents(corpus(lengths), validation_fraction=0.02, seed=seed)[1]
     }
     assert found == validation
+
+
+def test_both_splits_have_positions_if_one_asks():
+    """With them, and by default without."""
+    options = {"sequence_length": LENGTH, "validation_fraction": 0.1, "seed": 3}
+    for asked in {"with_positions": True}, {}:
+        for samples in train_and_validation(CORPUS, **options, **asked):
+            assert ("positions" in samples[0]) == bool(asked)
 
 
 def test_splits_share_no_token():

@@ -62,6 +62,20 @@ def test_evaluation_covers_every_sample_once(global_batch, prefetch):
     assert (tokens >= 0).all()
 
 
+def test_a_batch_has_whatever_arrays_its_samples_have():
+    """Positions of training and of evaluation; a row beyond the last sample has zeros."""
+    options = {"sequence_length": LENGTH, "with_positions": True}
+    train = TrainSamples(DOCUMENTS, np.arange(30), seed=5, **options)
+    evaluation = EvaluationSamples(DOCUMENTS, **options)
+    first = next(train_batches(train, rows=[1, 0], global_batch=2))
+    (whole,) = evaluation_batches(evaluation, rows=range(100), global_batch=100)
+    for batch, numbers, samples in (first, [1, 0], train), (whole, range(len(evaluation)), evaluation):
+        assert sorted(batch) == ["positions", "targets", "tokens"]
+        expected = np.stack([samples[number]["positions"] for number in numbers])
+        assert expected.any() and (batch["positions"][: len(expected)] == expected).all()
+    assert whole["positions"].shape == (100, LENGTH) and not whole["positions"][len(evaluation) :].any()
+
+
 def test_evaluation_of_a_part_has_as_many_batches():
     whole = list(evaluation_batches(EVALUATION, rows=range(100), global_batch=100))
     last_row = list(evaluation_batches(EVALUATION, rows=[99], global_batch=100))

@@ -1,4 +1,5 @@
-"""Blocked attention equals plain dense causal attention, values and gradients, with and without dropout."""
+"""Blocked attention equals plain dense causal attention, values and gradients, with and without dropout, within
+sequences and within the documents of sequences."""
 
 import dataclasses
 from functools import partial
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend
+from megajax.models.attention import FUSED_FORWARD, attend
 from megajax.parallel.random import Dropout, RandomBits
 
 BATCH, HEADS, HEAD_SIZE = 2, 4, 5
@@ -29,7 +30,7 @@ def arrays(length: int, count: int, std: float = 1.0) -> list[np.ndarray]:
     return list(np.random.default_rng(length).normal(0, std, shape).astype(np.float32))
 
 
-def blocked(size: int, rate: float, backend: Backend = CPU):
+def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.ndarray | None = None):
     """Output of `attend` on `size` tensor devices, and gradients of q, k, v."""
 
     @jax.jit
@@ -41,7 +42,7 @@ def blocked(size: int, rate: float, backend: Backend = CPU):
     )
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         def attention(*qkv):
-            return attend(jnp.stack(qkv, axis=2), dropout_at(rate), backend)
+            return attend(jnp.stack(qkv, axis=2), dropout_at(rate), backend, positions_BT)
 
         y_BTHK, pullback = jax.vjp(attention, q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
@@ -50,8 +51,9 @@ def blocked(size: int, rate: float, backend: Backend = CPU):
 
 
 @partial(jax.jit, static_argnums=0)
-def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
-    """The same, all scores at once; the mask is the hash of (seed, step, sample, layer, head, query, key)."""
+def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK, document_BT):
+    """The same, all scores at once; the mask is the hash of (seed, step, sample, layer, head, query, key). Queries see
+    keys of their document."""
     length = q_BTHK.shape[1]
     state = RandomBits.from_seed(SEED).fold(STEP)
     for axis, size in enumerate((BATCH, HEADS, length)):
@@ -62,7 +64,8 @@ def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
     def attention(q_BTHK, k_BSHK, v_BSHK):
         scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / HEAD_SIZE**0.5
         causal_TS = jnp.tril(jnp.ones((length, length), bool))
-        probability_BHTS = jax.nn.softmax(jnp.where(causal_TS[None, None], scores_BHTS, -jnp.inf), axis=-1)
+        seen_BTS = causal_TS[None] & (document_BT[:, :, None] == document_BT[:, None, :])
+        probability_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
         probability_BHTS = jnp.where(keep_BHTS, probability_BHTS / (1 - rate), 0) if rate else probability_BHTS
         return jnp.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
 
@@ -70,11 +73,18 @@ def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
     return y_BTHK, *pullback(grad_BTHK)
 
 
-def assert_dense(size: int, rate: float, length: int, backend: Backend = CPU) -> None:
-    inputs = arrays(length, 4)
-    expected = [np.asarray(array) for array in dense(rate, *inputs)]
+def assert_dense(size: int, rate: float, length: int, backend: Backend = CPU, documents: bool = False) -> None:
+    """`documents`: the sequences hold several, of which attention is told."""
+    inputs, positions_BT, document_BT = arrays(length, 4), None, np.zeros((BATCH, length), np.int32)
+    if documents:
+        begins_BT = np.random.default_rng(0).random((BATCH, length)) < np.array([[2 / length], [0.2]])
+        document_BT = np.cumsum(begins_BT, axis=1, dtype=np.int32)
+        assert len(np.unique(document_BT[0])) > 1
+        same_BTS = document_BT[:, :, None] == document_BT[:, None, :]
+        positions_BT = np.tril(same_BTS, -1).sum(2, dtype=np.int32)
+    expected = [np.asarray(array) for array in dense(rate, *inputs, document_BT)]
     rounding = 1e-6 * max(np.abs(array).max() for array in expected)  # of gradients that are zero, as of a single query
-    for actual, array in zip(blocked(size, rate, backend)(*inputs), expected, strict=True):
+    for actual, array in zip(blocked(size, rate, backend, positions_BT)(*inputs), expected, strict=True):
         np.testing.assert_allclose(actual, array, rtol=1e-4, atol=max(5e-6 * np.abs(array).max(), rounding))
 
 
@@ -109,10 +119,32 @@ def test_the_form_for_gpus_is_the_same():
     assert_dense(2, 0.3, QUERY_BLOCK + 1, GPU)
 
 
+@pytest.mark.parametrize(("rate", "length"), [(0.0, QUERY_BLOCK - 1), (0.3, 600)])
+def test_documents_are_kept_apart(rate, length):
+    """A query sees the keys of its own document, in one block of queries and over several."""
+    assert_dense(2, rate, length, documents=True)
+
+
+def test_documents_are_kept_apart_on_gpus():
+    """The form for GPUs; where cuDNN's attention would not keep them apart it is not asked."""
+
+    def asks_cudnn(positions_BT) -> bool:
+        qkv_BTCHK = jax.ShapeDtypeStruct((BATCH, 16, 3, HEADS, 8), jnp.bfloat16)
+        try:
+            return FUSED_FORWARD in str(
+                jax.make_jaxpr(lambda x: attend(x, dropout_at(0.0), GPU, positions_BT))(qkv_BTCHK)
+            )
+        except RuntimeError as error:
+            return "cuDNN is not detected" in str(error)
+
+    assert_dense(1, 0.3, QUERY_BLOCK + 1, GPU, documents=True)
+    assert asks_cudnn(None) and not asks_cudnn(np.zeros((BATCH, 16), np.int32))
+
+
 def test_large_scores_do_not_overflow():
     """Scores of some thousands give the dense output, and finite gradients."""
     inputs = arrays(16, 4, std=50)
-    actual, expected = blocked(1, 0.0)(*inputs), dense(0.0, *inputs)
+    actual, expected = blocked(1, 0.0)(*inputs), dense(0.0, *inputs, np.zeros((BATCH, 16), np.int32))
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-3, atol=1e-3)
     assert all(np.isfinite(gradient).all() for gradient in actual[1:])
 

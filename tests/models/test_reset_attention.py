@@ -1,0 +1,74 @@
+"""Attention reset at documents: documents that share a sequence are computed as if each stood alone."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.parallel.vocabulary import IGNORED
+from megajax.training.step import Program
+from megajax.verify import named_leaves
+
+LENGTH, VOCABULARY = 16, 101
+ROWS = [[5, 1, 7, 3], [16], [2, 13, 1], [1, 8, 7]]  # lengths of the documents of every sequence
+DOCUMENTS = [(row, sum(lengths[:n]), length) for row, lengths in enumerate(ROWS) for n, length in enumerate(lengths)]
+TOKENS, TARGETS = np.random.default_rng(0).integers(0, VOCABULARY, (2, len(ROWS), LENGTH), np.int32)
+QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
+
+
+def joined() -> dict[str, np.ndarray]:
+    """Documents that share sequences, and where in its document every token stands."""
+    positions = np.array([[place for length in lengths for place in range(length)] for lengths in ROWS], np.int32)
+    return {"tokens": TOKENS, "targets": TARGETS, "positions": positions}
+
+
+def alone() -> dict[str, np.ndarray]:
+    """The same documents, each at the start of a sequence of its own, and a sequence without any."""
+    tokens = np.full((len(DOCUMENTS) + 1, LENGTH), 7, np.int32)
+    targets = np.full_like(tokens, IGNORED)
+    for number, (row, start, length) in enumerate(DOCUMENTS):
+        tokens[number, :length] = TOKENS[row, start : start + length]
+        targets[number, :length] = TARGETS[row, start : start + length]
+    return {"tokens": tokens, "targets": targets}
+
+
+@cache
+def model(mesh: tuple[int, int, int], rows: int) -> tuple[Program, dict]:
+    options = {"remat": "selective", "vocabulary": "split", "num_layers": 2, "init_std": 0.3}
+    program = tiny_program(tiny_config(mesh, global_batch=rows, dropout=0.0, **options))
+    return program, program.layout.init(QUICKLY).params
+
+
+def logits(mesh: tuple[int, int, int], batch: dict[str, np.ndarray]) -> np.ndarray:
+    """Of every token, [B, T, V]."""
+    program, params = model(mesh, len(batch["tokens"]))
+    batch = program.put_batch(batch, program.local_rows)
+    run = program.next_logits.lower(params, batch, np.int32(0)).compile(QUICKLY)
+    return np.stack([run(params, batch, np.int32(place)) for place in range(LENGTH)], axis=1)[:, :, :VOCABULARY]
+
+
+def test_logits_are_those_of_each_document_alone():
+    """On a mesh that splits all there is to split, beside one device."""
+    together_BTV, apart_BTV = logits((2, 2, 2), joined()), logits((1, 1, 1), alone())
+    for number, (row, start, length) in enumerate(DOCUMENTS):
+        together_TV, apart_TV = together_BTV[row, start : start + length], apart_BTV[number, :length]
+        np.testing.assert_allclose(together_TV, apart_TV, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_and_gradients_are_those_of_each_document_alone():
+    """Of all weights, the learned positions included."""
+    found = []
+    for batch in joined(), alone():
+        program, params = model((1, 1, 1), len(batch["tokens"]))
+        batch = program.put_batch(batch, program.local_rows)
+        run = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile(QUICKLY)
+        loss, gradients = jax.device_get(run(params, batch, np.int32(0)))
+        found.append((float(loss), named_leaves(gradients)))
+    (loss, gradients), (expected_loss, expected) = found
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert expected["shared/positions"].any(axis=1).all()
+    for name, leaf in expected.items():
+        tolerance = 1e-5 * np.abs(leaf).max() + 1e-7
+        np.testing.assert_allclose(gradients[name], leaf, rtol=1e-4, atol=tolerance, err_msg=name)
