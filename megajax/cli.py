@@ -112,7 +112,14 @@ def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"schedule": schedule}
+def convert(argv: Sequence[str]) -> None:
+    """Import a GPT-2 from Hugging Face's format, or export a run to it."""
+    from megajax.convert.command import convert
+
+    convert(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"schedule": schedule, "convert": convert}
 
 
 def main() -> None:

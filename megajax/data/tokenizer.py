@@ -30,6 +30,14 @@ class Tokenizer:
         self._core = _byte_level(models.BPE(vocab=vocabulary, merges=self._merges))
         self._core.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
 
+    def __eq__(self, other: object) -> bool:
+        """Whether every text gets the same ids."""
+        if not isinstance(other, Tokenizer):
+            return NotImplemented
+        return (self._vocabulary, self._merges) == (other._vocabulary, other._merges)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def size(self) -> int:
         """Ids that a model needs: the largest id plus one."""
@@ -93,6 +101,10 @@ class Tokenizer:
         vocabulary = _parse_vocabulary(vocabulary_file)
         return cls(vocabulary, _parse_merges(merges_file, vocabulary))
 
+    def to_json(self) -> str:
+        """The text of `tokenizer.json`, the one file of the library `tokenizers`."""
+        return self._core.to_str(pretty=True)
+
     def save(self, folder: str | Path) -> None:
         """Writes `vocab.json` and `merges.txt`, each atomically.
 
@@ -126,7 +138,8 @@ def _find(folder: Path) -> tuple[Path, Path]:
     raise UserError(f"--tokenizer.path: {folder} {problem} vocab.json and merges.txt (or encoder.json and vocab.bpe)")
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file. Raises `UserError` where it cannot be read or is not UTF-8."""
     try:
         return file.read_bytes().decode()
     except OSError as error:
@@ -136,12 +149,17 @@ def _read(file: Path) -> str:
 
 
 def _parse_vocabulary(file: Path) -> dict[str, int]:
-    from tokenizers import pre_tokenizers
-
     try:
-        vocabulary = json.loads(_read(file))
+        vocabulary = json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise UserError(f"{file}: not JSON ({error}); it must be one object of token: id") from None
+    return check_vocabulary(vocabulary, file)
+
+
+def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
+    """`vocabulary`, read from `file`, if it is one of a byte-level tokenizer. Raises `UserError` otherwise."""
+    from tokenizers import pre_tokenizers
+
     if not isinstance(vocabulary, dict) or not all(type(token) is int and token >= 0 for token in vocabulary.values()):
         raise UserError(f"{file}: must be one JSON object of token: id, ids being whole numbers from 0")
     if len(set(vocabulary.values())) < len(vocabulary):
@@ -156,7 +174,7 @@ def _parse_vocabulary(file: Path) -> dict[str, int]:
 
 def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(_read(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
