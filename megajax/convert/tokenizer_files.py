@@ -28,10 +28,10 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
     Raises:
         UserError: it is damaged, or not a byte-level BPE as GPT-2's.
     """
+    _check_no_prefix_space(folder / "tokenizer_config.json")
     if (folder / _SINGLE).is_file():
         return _read_single(folder / _SINGLE)
     if is_tokenizer_folder(folder):
-        _check_no_prefix_space(folder / "tokenizer_config.json")
         return Tokenizer.load(folder), []
     for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
         if (folder / name).is_file():

@@ -29,13 +29,13 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
     Raises:
         UserError: the run, the step, the data or the mesh cannot be used.
     """
-    config = _evaluation_config(run_dir, overrides)
-    length = config.model.sequence_length
     if not data and not has_corpus(run_dir / "data"):
         raise UserError(
             f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
             "tokenized dataset"
         )
+    config = _evaluation_config(run_dir, overrides)
+    length = config.model.sequence_length
     if data:
         samples = EvaluationSamples(_documents(data, run_dir, config), sequence_length=length)
     else:
