@@ -1,5 +1,6 @@
 """A run's checkpoint as a folder that `transformers` loads."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.evaluation.tasks import restore_params
 from megajax.mesh import make_mesh
-from megajax.precision import MAIN_DTYPE
 from megajax.training.run_directory import kept_config
 from megajax.training.step import Program
 
@@ -29,9 +29,8 @@ def export_config(run_dir: Path) -> Config:
     """
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"RUN {run_dir}: no config.toml there; valid: the run directory of a training")
-    precision = kept_config(run_dir, {}).precision
-    main = next(name for name in ("fp32", "fp64") if MAIN_DTYPE[name] == MAIN_DTYPE[precision])
-    return kept_config(run_dir, {"precision": main})
+    config = kept_config(run_dir, {})
+    return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
 
 def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest") -> tuple[int, Tokenizer | None]:

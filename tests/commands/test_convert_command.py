@@ -24,8 +24,9 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     model, run = tmp_path / "hf", tmp_path / "run"
     tokenizer = Tokenizer.train([corpus.read_text()], 280)
     tokenizer.save(model)
-    tensors = random_tensors(SETTINGS | {"vocab_size": 300})
-    write_model(model, tensors, vocab_size=300)
+    sizes = {"vocab_size": 300, "n_layer": 1}
+    tensors = random_tensors(SETTINGS | sizes)
+    write_model(model, tensors, **sizes)
     told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64).out
     assert f"python train.py {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
 
