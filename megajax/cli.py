@@ -112,6 +112,13 @@ def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
 
 
+def convert(argv: Sequence[str]) -> None:
+    """Import a GPT-2 from Hugging Face's format, or export a run to it."""
+    from megajax.convert.command import convert
+
+    convert(argv)
+
+
 def prepare(argv: Sequence[str]) -> None:
     """Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it."""
     from megajax.preparation.command import main
@@ -119,7 +126,7 @@ def prepare(argv: Sequence[str]) -> None:
     main(argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"prepare": prepare, "schedule": schedule}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"convert": convert, "prepare": prepare, "schedule": schedule}
 
 
 def main() -> None:

@@ -69,12 +69,17 @@ def _byte_level(model: Any) -> Any:
 
 
 def _parse_vocabulary(file: Path) -> dict[str, int]:
-    from tokenizers import pre_tokenizers
-
     try:
         vocabulary = json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise UserError(f"{file}: not JSON ({error}); it must be one object of token: id") from None
+    return check_vocabulary(vocabulary, file)
+
+
+def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
+    """`vocabulary`, read from `file`, if it is one of a byte-level tokenizer. Raises `UserError` otherwise."""
+    from tokenizers import pre_tokenizers
+
     if not isinstance(vocabulary, dict) or not all(type(token) is int and token >= 0 for token in vocabulary.values()):
         raise UserError(f"{file}: must be one JSON object of token: id, ids being whole numbers from 0")
     if len(set(vocabulary.values())) < len(vocabulary):

@@ -28,7 +28,7 @@ class CorpusReport:
     """Where a corpus came from and what it took to make; `report.json` in its folder."""
 
     source: str  # absolute path, or python-stdlib
-    tokenizer_source: str  # absolute path of a loaded tokenizer, empty if it was trained or there is none
+    tokenizer_source: str  # absolute path of a given tokenizer, empty if it was trained, imported or there is none
     dataset: str  # PREFIX of a dataset that was given tokenized, empty if the tokens lie in the folder
     vocab_size: int  # all ids are below this
     documents: int
@@ -60,29 +60,30 @@ def prepare(
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
     of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
     `TextDocuments`) is read and tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in
-    `output_dir/tokenizer` in all cases. Later calls use what is there, without a look at the source; a call that fails
-    leaves nothing.
+    `output_dir/tokenizer` in all cases; one that lies there before, with no corpus yet, is that of imported weights and
+    is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
 
     Args:
         path: text file, `.jsonl` file, folder, `python-stdlib` or PREFIX.
-        tokenizer_path: folder of a tokenizer; empty: train one with up to `vocab_size` ids.
+        tokenizer_path: folder of a tokenizer; empty: that in `output_dir`, else train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the tokens are not what the caller needs; the corpus is then not kept.
 
     Raises:
         UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
-            `vocab_size`; `output_dir` holds the corpus of another source or cannot be written.
+            `vocab_size`; `output_dir` holds another tokenizer, or the corpus of another source, or cannot be written.
     """
     folder = Path(output_dir)
-    if _is_complete(folder):
+    if has_corpus(folder):
         _check_same_source(folder, path, tokenizer_path)
         return open_corpus(folder, vocab_size)
+    tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder) as new:
         if prefix := prepared_prefix(path):
-            _adopt(prefix, tokenizer_path, vocab_size, new)
+            _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new)
         else:
-            _tokenize(TextDocuments(path), tokenizer_path, vocab_size, new)
+            _tokenize(TextDocuments(path), tokenizer, tokenizer_path, vocab_size, new)
         check(open_corpus(new, vocab_size).tokens)
     return open_corpus(folder, vocab_size)
 
@@ -143,12 +144,28 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def _adopt(prefix: Path, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
+def has_corpus(output_dir: str | Path) -> bool:
+    """Whether `prepare` made a corpus there."""
+    return Path(output_dir, "report.json").is_file()  # written last
+
+
+def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
+    there = _load_tokenizer(own, vocab_size) if is_tokenizer_folder(own) else None
+    given = _load_tokenizer(tokenizer_path, vocab_size) if tokenizer_path else None
+    if there and given and there != given:
+        raise UserError(f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; leave it out")
+    return given or there
+
+
+def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
     """Records a dataset that was given tokenized."""
-    tokens = IndexedDataset(prefix)
     beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
-    if tokenizer_path or beside:
-        _load_tokenizer(tokenizer_path or str(beside), vocab_size).save(folder / "tokenizer")
+    if tokenizer is None and beside:
+        tokenizer = _load_tokenizer(beside, vocab_size)
+    tokens = IndexedDataset(prefix)
+    if tokenizer:
+        tokenizer.save(folder / "tokenizer")
     tokens.check_vocabulary(vocab_size)
     report = CorpusReport(
         source=_absolute(str(prefix)),
@@ -161,11 +178,11 @@ def _adopt(prefix: Path, tokenizer_path: str, vocab_size: int, folder: Path) -> 
     _write_report(folder, report)
 
 
-def _tokenize(documents: TextDocuments, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
+def _tokenize(
+    documents: TextDocuments, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path
+) -> None:
     started = time.perf_counter()
-    if tokenizer_path:
-        tokenizer = _load_tokenizer(tokenizer_path, vocab_size)
-    else:
+    if tokenizer is None:
         tokenizer = Tokenizer.train(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
     trained = time.perf_counter()
     num_tokens = 0
@@ -227,10 +244,6 @@ def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
 def _absolute(path: str) -> str:
     return path if path in ("", STANDARD_LIBRARY) else str(Path(path).resolve())
-
-
-def _is_complete(folder: Path) -> bool:
-    return (folder / "report.json").is_file()  # written last
 
 
 def _write_report(folder: Path, report: CorpusReport) -> None:

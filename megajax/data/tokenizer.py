@@ -42,6 +42,16 @@ class Tokenizer(ABC):
         """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """The text of `tokenizer.json`, the one file of the package `tokenizers`."""
+        return self._core.to_str(pretty=True)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every text gets the same ids."""
+        return self.to_json() == other.to_json() if isinstance(other, Tokenizer) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` reads, each atomically.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from megajax.config import Config, MeshConfig
-from megajax.data.corpus import evaluation_tokens, open_corpus, prepared_prefix
+from megajax.data.corpus import evaluation_tokens, has_corpus, open_corpus, prepared_prefix
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
@@ -17,9 +17,8 @@ from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import perplexity
 from megajax.launch import start
 from megajax.mesh import make_mesh
-from megajax.precision import MAIN_DTYPE
-from megajax.presets import load_preset, resolve
 from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
+from megajax.training.run_directory import kept_config
 from megajax.training.step import Program
 from megajax.validation import validate_mesh
 
@@ -30,6 +29,11 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
     Raises:
         UserError: the run, the step, the data or the mesh cannot be used.
     """
+    if not data and not has_corpus(run_dir / "data"):
+        raise UserError(
+            f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
+            "tokenized dataset"
+        )
     config = _evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
     if data:
@@ -90,13 +94,7 @@ def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
 
     A batch fills the pipeline once.
     """
-    preset = {
-        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
-    }
-    config = resolve(preset, overrides)
-    earlier = preset["precision"]
-    if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
-        raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
+    config = kept_config(run_dir, overrides)
     start(config)
     if not any(key.startswith("mesh.") for key in overrides):
         config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
@@ -104,7 +102,5 @@ def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 
-
-_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": evaluate_perplexity}

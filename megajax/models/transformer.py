@@ -35,11 +35,13 @@ def keep_dear(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return primitive.name.startswith(FUSED_FORWARD) or named(primitive, *arguments, **parameters)
 
 
+LAYER_NORM_EPSILON = 1e-5  # GPT-2's
+
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over D with statistics in at least fp32, epsilon 1e-5 as GPT-2."""
+    """Layer normalisation over D with statistics in at least fp32."""
 
     def __init__(self, size: int):
         self.scale = constant_param(1.0, (size,), ("embed",))
@@ -55,7 +57,7 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array) -> Array:
     wide_BTD = x_BTD.astype(dtype)
     centered_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
     variance_BT1 = jnp.mean(jnp.square(centered_BTD), axis=-1, keepdims=True)
-    normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(1e-5, dtype))).astype(x_BTD.dtype)
+    normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(LAYER_NORM_EPSILON, dtype))).astype(x_BTD.dtype)
     return normal_BTD * scale_D[None, None, :] + bias_D[None, None, :]
 
 

@@ -92,8 +92,8 @@ class _Run:
         self.config, self.run_dir, self.program, self.corpus = config, run_dir, program, corpus
         self.train_samples, self.validation_samples = train_samples, validation_samples
         self.checkpoints = Checkpoints(run_dir, program.layout, keep=config.checkpoint.keep)
-        self.state, self.first = self._restore()
-        self.saved = self.first or None  # step of the newest good checkpoint
+        self.state, self.saved = self._restore()  # after `saved` steps: the newest good checkpoint, None without one
+        self.first = self.saved or 0
         self.skipped = self.first - int(self.state.step)  # steps without an update, in all and since the last with one
         self.skipped_in_row = 0
         self.log = RunLog(
@@ -114,12 +114,12 @@ class _Run:
             self.log.close()
         self._summary()
 
-    def _restore(self) -> tuple[TrainState, int]:
+    def _restore(self) -> tuple[TrainState, int | None]:
         state, step, damaged = self.checkpoints.restore_newest()
         for message in damaged:
             _say(f"damaged checkpoint, the one before it is used: {message}")
         if state is None:
-            return self.program.layout.init(), 0
+            return self.program.layout.init(), None
         self.checkpoints.set_aside(after=step)
         _say(f"resumed from step {step} of {self.run_dir}")
         return state, step
@@ -183,7 +183,8 @@ class _Run:
 
     def _stop(self, reason: str) -> NoReturn:
         self.checkpoints.wait()
-        where = f"{self.checkpoints.folder / str(self.saved)} (step {self.saved})" if self.saved else "none yet"
+        saved = self.saved
+        where = "none yet" if saved is None else f"{self.checkpoints.folder / str(saved)} (step {saved})"
         raise RunError(f"{reason}, so training stops; last good checkpoint: {where}")
 
     def _validate_and_save(self, step: int) -> None:

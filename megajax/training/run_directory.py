@@ -1,9 +1,13 @@
-"""Whether a run directory may be used: by a new run, or to go on with the run it holds."""
+"""A run directory: whether it may be used by a new run, or to go on with the run it holds, and its configuration."""
 
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from megajax.config import Config
+from megajax.data.corpus import prepared_prefix
+from megajax.data.tokenizer import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
@@ -14,42 +18,43 @@ def claim(run_dir: Path, config: Config) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     used = run_dir.is_dir() and any(run_dir.iterdir())
-    has_checkpoint = (run_dir / "checkpoints").is_dir() and any(
-        entry.name.isdecimal() for entry in (run_dir / "checkpoints").iterdir()
-    )
+    checkpoints = list((run_dir / "checkpoints").iterdir()) if (run_dir / "checkpoints").is_dir() else []
+    steps = [int(entry.name) for entry in checkpoints if entry.name.isdecimal()]
     if config.resume == "never" and used:
         raise UserError(
             f"--resume never, but --run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto"
         )
-    if config.resume == "must" and not has_checkpoint:
+    if config.resume == "must" and not steps:
         raise UserError(
             f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
         )
-    if has_checkpoint:
+    if steps:
         if not (run_dir / "config.toml").is_file():
             raise UserError(
                 f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
             )
-        _check_same_run(run_dir, config)
+        _check_same_run(run_dir, config, trained=max(steps) > 0)
 
 
-_LASTING = [  # what a run keeps: the shapes of its weights, and which samples it has seen and holds out
+_WEIGHTS = [  # what a run keeps: the shapes of its weights
     "model.num_layers",
     "model.hidden_size",
     "model.num_heads",
     "model.sequence_length",
     "model.vocab_size",
     "model.padded_vocab_size",
+]
+_SAMPLES = [  # and, once it has trained, which samples it has seen and holds out
     "seed",
     "data.validation_fraction",
     "train.global_batch",
 ]
 
 
-def _check_same_run(run_dir: Path, config: Config) -> None:
+def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """A run goes on with the model and the data it began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    for key in _LASTING:
+    for key in _WEIGHTS + (_SAMPLES if trained else []):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             raise UserError(
@@ -59,3 +64,33 @@ def _check_same_run(run_dir: Path, config: Config) -> None:
         raise UserError(
             f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
         )
+    if not (
+        trained
+        or config.tokenizer.path
+        or is_tokenizer_folder(run_dir / "data" / "tokenizer")
+        or prepared_prefix(config.data.path)
+    ):
+        raise UserError(
+            f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer, and text needs "
+            "theirs; valid: its folder, or a tokenized dataset as --data.path"
+        )
+
+
+def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
+    """The configuration of the run in a directory with `overrides` by key; what belongs to a start and its mesh, not to
+    the run, is left out.
+
+    Raises:
+        UserError: it cannot be read, or an override does not fit it.
+    """
+    preset = {
+        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
+    }
+    config = resolve(preset, overrides)
+    earlier = preset["precision"]
+    if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
+        raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
+    return config
+
+
+_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")

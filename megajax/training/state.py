@@ -72,10 +72,7 @@ class StateLayout:
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
 
         def fresh() -> TrainState:
-            params = jax.tree.map(lambda weight: weight.astype(self.main_dtype), model.init(config.seed))
-            optimizer = make_optimizer(config.optimizer).init(params)
-            loss_scale = LossScale.start(self.loss_scale)
-            return TrainState(jnp.zeros((), jnp.int32), params, None, optimizer, loss_scale, no_norms())
+            return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), model.init(config.seed)))
 
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
@@ -122,6 +119,12 @@ class StateLayout:
     def shapes(self) -> TrainState:
         """The state on this mesh's stages, as types."""
         return jax.eval_shape(self._staged, self.natural_shapes)
+
+    def begin(self, weights: Tree) -> TrainState:
+        """The natural state before the first step, of natural main weights."""
+        optimizer = make_optimizer(self._config.optimizer).init(weights)
+        loss_scale = LossScale.start(self.loss_scale)
+        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, no_norms())
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, made in shards: of the natural form, which then goes to its stages."""

@@ -77,6 +77,22 @@ def test_a_given_tokenizer_is_used_and_copied(source, small_tokenizer, tmp_path)
     assert content(Path(small_tokenizer)) == content(tmp_path / "run" / "tokenizer")
 
 
+def test_the_tokenizer_of_imported_weights(source, small_tokenizer, tmp_path):
+    """One that lies in the folder already is used; another is refused, and nothing changes."""
+    folder = tmp_path / "run"
+    Tokenizer.load(small_tokenizer).save(folder / "tokenizer")
+    Tokenizer.train(TEXTS[:3], 270).save(tmp_path / "other")
+    before = content(folder)
+    with pytest.raises(UserError, match=r"--tokenizer\.path .*other: not the tokenizer of the weights"):
+        prepare(source, str(tmp_path / "other"), 300, folder)
+    with pytest.raises(UserError, match=r"--data\.path"):
+        prepare(str(tmp_path / "nothing"), "", 300, folder)
+    assert content(folder) == before
+    corpus = prepare(source, "", 300, folder)
+    assert texts_of(corpus) == TEXTS and corpus.tokenizer == Tokenizer.load(small_tokenizer)
+    assert texts_of(prepare(source, "", 300, folder)) == TEXTS
+
+
 def test_resume_does_not_need_the_source(source, small_tokenizer, tmp_path):
     prepare(source, small_tokenizer, 300, tmp_path / "run")
     before = content(tmp_path / "run")

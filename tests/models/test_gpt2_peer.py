@@ -5,79 +5,22 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from hugging_face import peer_model
 from tiny import tiny_config, tiny_program
 
+from megajax.convert.weights import from_tensors
+from megajax.models.config import ModelConfig
 from megajax.parallel.vocabulary import IGNORED
 from megajax.verify import named_leaves
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 
-def peer_model(config):
-    """A GPT-2 of `transformers` with random weights of the size that makes differences visible."""
-    torch.manual_seed(0)
-    settings = transformers.GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.sequence_length,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        initializer_range=0.2,
-        attn_implementation="eager",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(settings)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    return model
-
-
-def our_weights(tensors: dict, config) -> dict:
+def our_weights(tensors: dict, model: ModelConfig) -> dict:
     """Weights (or gradients) of the peer under our names and shapes, layers stacked."""
-    heads = (3, config.num_heads, config.head_size)
-
-    def stacked(name: str, *shape: int) -> np.ndarray:
-        layers = [tensors[f"transformer.h.{layer}.{name}"].numpy() for layer in range(config.num_layers)]
-        return np.stack([layer.reshape(*shape) if shape else layer for layer in layers])
-
-    def norm(name: str) -> dict:
-        return {"scale": stacked(f"{name}.weight"), "bias": stacked(f"{name}.bias")}
-
-    table = np.zeros((config.padded_vocab_size, config.hidden_size), np.float32)
-    table[: config.vocab_size] = tensors["transformer.wte.weight"].numpy()
-    return {
-        "shared": {
-            "table": table,
-            "positions": tensors["transformer.wpe.weight"].numpy(),
-            "final_norm": {
-                "scale": tensors["transformer.ln_f.weight"].numpy(),
-                "bias": tensors["transformer.ln_f.bias"].numpy(),
-            },
-        },
-        "blocks": {
-            "attention_norm": norm("ln_1"),
-            "attention": {
-                "qkv": {
-                    "weight": stacked("attn.c_attn.weight", config.hidden_size, *heads),
-                    "bias": stacked("attn.c_attn.bias", *heads),
-                },
-                "output": {
-                    "weight": stacked("attn.c_proj.weight", *heads[1:], config.hidden_size),
-                    "bias": stacked("attn.c_proj.bias"),
-                },
-            },
-            "mlp_norm": norm("ln_2"),
-            "mlp": {
-                "up": {"weight": stacked("mlp.c_fc.weight"), "bias": stacked("mlp.c_fc.bias")},
-                "down": {"weight": stacked("mlp.c_proj.weight"), "bias": stacked("mlp.c_proj.bias")},
-            },
-        },
-    }
+    return from_tensors(lambda name: tensors[f"transformer.{name}"].numpy(), model)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)])

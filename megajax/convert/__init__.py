@@ -1,0 +1,1 @@
+"""GPT-2 from and to Hugging Face's format."""

@@ -1,0 +1,105 @@
+"""The command `megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.flags import Parser
+from megajax.launch import start
+
+
+def import_hf(argv: Sequence[str]) -> None:
+    """Make a run directory at step 0 from a GPT-2 in Hugging Face's format."""
+    parser = Parser(
+        "Make a run directory at step 0 from a GPT-2 in Hugging Face's format.",
+        "megajax convert import-hf PATH RUN [--flag value ...]",
+    )
+    parser.add_argument("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
+    parser.add_argument("run", metavar="RUN", help="run directory to make")
+    parser.add_config_flags("model.dropout", "model.vocab_multiple")
+    args = _parse(parser, argv)
+    from megajax.convert.hub import local_folder
+    from megajax.convert.importing import check_new, import_hf, open_source
+
+    run_dir = Path(args.run)
+    check_new(run_dir, "RUN")
+    source = open_source(local_folder(args.path), parser.overrides(args))
+    _start(source.config)
+    import_hf(source, run_dir)
+    model = source.config.model
+    if not args.json:
+        if source.added_tokens:
+            print(f"left out of the tokenizer, as ours has only one special token: {', '.join(source.added_tokens)}")
+        if source.tokenizer is None:
+            print("no tokenizer there: to train on text, add --tokenizer.path")
+    _finish(
+        args,
+        {"run_dir": str(run_dir), "step": 0, **_describe(source.config)},
+        f"imported {args.path} into {run_dir}: {model.num_layers} layers of {model.hidden_size}, vocabulary "
+        f"{model.vocab_size}; train on with: python train.py {run_dir / 'config.toml'} --data.path TEXT",
+    )
+
+
+def export_hf(argv: Sequence[str]) -> None:
+    """Write a checkpoint of a run as a folder that transformers loads."""
+    parser = Parser(
+        "Write a checkpoint of a run as a folder that transformers loads.",
+        "megajax convert export-hf RUN PATH [--step N|latest|best]",
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory of the training")
+    parser.add_argument("path", metavar="PATH", help="folder to make")
+    parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
+    args = _parse(parser, argv)
+    from megajax.convert.exporting import export_config, export_hf
+    from megajax.convert.importing import check_new
+
+    run_dir, folder = Path(args.run), Path(args.path)
+    check_new(folder, "PATH")
+    config = export_config(run_dir)
+    _start(config)
+    step, tokenizer = export_hf(run_dir, config, folder, args.step)
+    _finish(
+        args,
+        {"path": str(folder), "step": step, **_describe(config)},
+        f"exported step {step} of {run_dir} to {folder}" + ("" if tokenizer else ", without a tokenizer: it has none"),
+    )
+
+
+ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "export-hf": export_hf}
+
+
+def convert(argv: Sequence[str]) -> None:
+    """Run the action that the command line names."""
+    helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
+    if argv and argv[0] in ACTIONS:
+        ACTIONS[argv[0]](argv[1:])
+    elif argv and argv[0] in ("-h", "--help"):
+        print(f"usage: megajax convert ACTION [--flag value ...]\n\n{helps}\n\nACTION --help lists an action's flags")
+    else:
+        given = f"convert {argv[0]}: no such action" if argv else "convert: ACTION missing"
+        raise UserError(f"{given}; valid: {', '.join(ACTIONS)}")
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser.parse_args(argv)
+
+
+def _start(config: Config) -> None:
+    """Start JAX on one CPU device, whatever else there is: numbers are only moved."""
+    start(dataclasses.replace(config, simulate_devices=1))
+
+
+def _describe(config: Config) -> dict[str, Any]:
+    from megajax.models.gpt import count_parameters
+
+    return {"parameters": count_parameters(dataclasses.replace(config.model, vocab_multiple=1))}
+
+
+def _finish(args: argparse.Namespace, figures: dict[str, Any], told: str) -> None:
+    print(json.dumps(figures) if args.json else told)

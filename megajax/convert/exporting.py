@@ -1,0 +1,67 @@
+"""A run's checkpoint as a folder that `transformers` loads."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+
+from megajax.config import Config
+from megajax.convert.importing import check_new
+from megajax.convert.settings import to_settings
+from megajax.convert.tensor_files import WEIGHTS
+from megajax.convert.tokenizer_files import write_tokenizer
+from megajax.convert.weights import to_tensors
+from megajax.data.files import folder_atomically
+from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.errors import UserError
+from megajax.evaluation.tasks import restore_params
+from megajax.mesh import make_mesh
+from megajax.training.run_directory import kept_config
+from megajax.training.step import Program
+
+
+def export_config(run_dir: Path) -> Config:
+    """The configuration of a run on one device, in the precision of its main weights.
+
+    Raises:
+        UserError: there is no run.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"RUN {run_dir}: no config.toml there; valid: the run directory of a training")
+    config = kept_config(run_dir, {})
+    return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
+
+
+def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest") -> tuple[int, Tokenizer | None]:
+    """Write main weights in fp32, configuration and tokenizer to `folder`, which appears whole or not at all.
+
+    Args:
+        config: `export_config(run_dir)`.
+        step: of the checkpoint, `latest`, or `best`.
+
+    Returns:
+        The step, and the tokenizer that was written, None if the run has none.
+
+    Raises:
+        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written.
+        RunError: the checkpoint is damaged.
+    """
+    from safetensors.numpy import save_file
+
+    check_new(folder, "PATH")
+    own = run_dir / "data" / "tokenizer"
+    tokenizer = Tokenizer.load(own) if is_tokenizer_folder(own) else None
+    program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
+    params, number = restore_params(program, run_dir, step)
+    tensors = to_tensors(jax.device_get(program.layout.natural_weights(params)), config.model)
+    settings = to_settings(config.model, tokenizer.end_of_text if tokenizer else None)
+    with folder_atomically(folder.absolute()) as new:
+        named = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+        save_file(named, new / WEIGHTS, metadata={"format": "pt"})
+        for name, content in zip(("config.json", "generation_config.json"), settings, strict=True):
+            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (new / WEIGHTS).chmod((new / "config.json").stat().st_mode)  # safetensors lets nobody else read it
+        if tokenizer:
+            write_tokenizer(tokenizer, config.model.sequence_length, new)
+    return number, tokenizer

@@ -1,0 +1,34 @@
+"""Where a model lies: a local folder, or the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from megajax.errors import UserError
+
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "tokenizer*.json"]
+
+
+def local_folder(path: str) -> Path:
+    """The folder of a model: `path` itself, or, where that is the name of a model on the hub, what is downloaded.
+
+    Raises:
+        UserError: there is no such folder, or the hub does not give it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"PATH {path} is a file; valid: the folder of a model, with config.json and model.safetensors")
+    missing = f"PATH {path}: no such folder"
+    if not _NAME.fullmatch(path):
+        raise UserError(f"{missing}; valid: a folder, or a model of the Hugging Face hub, as in openai-community/gpt2")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"{missing}, and huggingface_hub is not installed; valid: a folder") from None
+    try:
+        return Path(snapshot_download(path, allow_patterns=_FILES))
+    except Exception as error:  # of many kinds: no network, no such model, no permission, no space
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{missing}, and the Hugging Face hub does not give it: {reason}; valid: a folder") from None

@@ -1,0 +1,110 @@
+"""The tensors in a folder's safetensors files, one file or several with an index. Nothing else is ever read: other
+formats of weights are pickles, which run code."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.tokenizer import read_text
+from megajax.errors import UserError
+
+WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class TensorFiles:
+    """Tensors by name; each is read when it is asked for.
+
+    Attributes:
+        shapes: of all there are, by name.
+    """
+
+    def __init__(self, folder: Path):
+        """Opens the files of `folder` and reads their headers.
+
+        Raises:
+            UserError: there are none, or one is missing or damaged.
+        """
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.folder = folder
+        for path in _find(folder):
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file = safe_open(path, framework="np")
+        except OSError as error:
+            reason = "it does not exist" if not path.exists() else error.strerror or str(error)
+            raise UserError(f"{path}: cannot be read: {reason}") from None
+        except SafetensorError as error:
+            raise UserError(f"{path}: damaged, or not a safetensors file: {error}") from None
+        for name in file.keys():  # noqa: SIM118  # not a dict
+            if name in self._files:
+                raise UserError(f"{path}: {name} is in {self._paths[name].name} too; valid: every tensor once")
+            self._files[name], self._paths[name] = file, path
+            self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `UserError` unless the tensors of these names are there in these shapes, in fp32, fp16 or bf16."""
+        missing = [name for name in shapes if name not in self.shapes]
+        if missing:
+            raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of a GPT-2")
+        for name, shape in shapes.items():
+            path = self._paths[name]
+            if self.shapes[name] != shape:
+                raise UserError(
+                    f"{path}: {name} has shape {list(self.shapes[name])}; valid: {list(shape)}, by config.json"
+                )
+            dtype = self._files[name].get_slice(name).get_dtype()
+            if dtype not in _DTYPES:
+                raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(_DTYPES)}")
+
+    def check_no_others(self, names: set[str]) -> None:
+        """Raises `UserError` if there are tensors of other names."""
+        others = sorted(self.shapes.keys() - names)
+        if others:
+            raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a GPT2LMHeadModel has")
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor in fp32."""
+        return self._files[name].get_tensor(name).astype(np.float32)
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _find(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / _INDEX).is_file():
+        return _shards(folder / _INDEX)
+    pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise UserError(
+            f"{pickles[0]}: a pickle, which can run any code when it is read, so it is not; "
+            f"valid: {WEIGHTS} (save_pretrained of transformers writes it)"
+        )
+    raise UserError(f"{folder}: no weights there; valid: {WEIGHTS}, or {_INDEX} and the files that it names")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(read_text(index))["weight_map"].values())
+        plain = all(Path(name).name == name and name.endswith(".safetensors") for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        plain = False
+    if not plain:
+        raise UserError(f"{index}: not an index of safetensors; valid: a weight_map from tensors to .safetensors files")
+    return [index.parent / name for name in sorted(names)]

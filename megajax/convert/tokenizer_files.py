@@ -1,0 +1,91 @@
+"""The tokenizer of a folder in Hugging Face's format: `tokenizer.json`, or `vocab.json` and `merges.txt`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megajax.data.bpe import BytePairTokenizer, check_vocabulary
+from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, is_tokenizer_folder, read_text
+from megajax.errors import UserError
+
+_SINGLE = "tokenizer.json"
+_PLAIN = {  # what a byte-level tokenizer as GPT-2's has, or none of it
+    "normalizer": (None,),
+    "pre_tokenizer.type": ("ByteLevel",),
+    "pre_tokenizer.add_prefix_space": (False,),
+    "pre_tokenizer.use_regex": (True, None),
+    "model.type": ("BPE", None),
+    "model.dropout": (None, 0.0),
+    "model.continuing_subword_prefix": (None, ""),
+    "model.end_of_word_suffix": (None, ""),
+    "model.byte_fallback": (False, None),
+    "model.ignore_merges": (False, None),
+}
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer of a folder, None where there is none, and its added tokens that ours does not know.
+
+    Raises:
+        UserError: it is damaged, or not a byte-level BPE as GPT-2's.
+    """
+    _check_no_prefix_space(folder / "tokenizer_config.json")
+    if (folder / _SINGLE).is_file():
+        return _read_single(folder / _SINGLE)
+    if is_tokenizer_folder(folder):
+        return Tokenizer.load(folder), []
+    for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
+        if (folder / name).is_file():
+            raise UserError(f"{folder}: {name} without {other}; valid: both, {_SINGLE}, or no tokenizer")
+    return None, []
+
+
+def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
+    """Write all files by which `transformers` finds a tokenizer; `length` is that of the model's sequences."""
+    tokenizer.save(folder)
+    (folder / _SINGLE).write_text(tokenizer.to_json(), encoding="utf-8")
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    settings: dict[str, Any] = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    if not isinstance(tokenizer, BytePairTokenizer):
+        special = {"eos_token": "[SEP]", "unk_token": "[UNK]"}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"model_max_length": length, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_single(file: Path) -> tuple[Tokenizer, list[str]]:
+    content = _read_object(file)
+    for key, valid in _PLAIN.items():
+        section, _, name = key.rpartition(".")
+        part = (content.get(section) or {}) if section else content
+        value = part.get(name) if isinstance(part, dict) else part
+        if not any(value == known and type(value) is type(known) for known in valid):
+            raise UserError(f"{file}: {key} is {json.dumps(value)[:80]}; valid: {json.dumps(valid[0])}, as GPT-2's")
+    try:
+        added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in content["model"]["merges"]]
+        vocabulary = dict(content["model"]["vocab"])
+        known = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{file}: not a tokenizer of the library tokenizers; valid: what its save wrote") from None
+    if not known:
+        raise UserError(f"{file}: merges must be pairs of tokens that form a third of the vocabulary")
+    if END_OF_TEXT in added:
+        vocabulary[END_OF_TEXT] = added.pop(END_OF_TEXT)
+    return BytePairTokenizer(check_vocabulary(vocabulary, file), merges), sorted(added)
+
+
+def _check_no_prefix_space(file: Path) -> None:
+    if file.is_file() and _read_object(file).get("add_prefix_space"):
+        raise UserError(f"{file}: add_prefix_space is true; valid: false, as GPT-2's")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return content

@@ -1,0 +1,48 @@
+"""A model is imported, trained on, evaluated and exported, each by its command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hugging_face import SETTINGS, random_tensors, write_model
+from processes import Commands, Finished, checkpoint_steps, validation
+from safetensors.numpy import load_file
+
+from megajax.data.tokenizer import Tokenizer
+
+
+def convert(commands: Commands, *arguments: object) -> Finished:
+    done = commands.run("-m", "megajax", "convert", *arguments)
+    assert done.code == 0, (done.code, done.out, done.err)
+    return done
+
+
+def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path: Path) -> None:
+    """Training goes on from the imported weights with the imported tokenizer, here on (2, 1, 2) with a learning rate
+    that changes nothing, and the export holds them."""
+    model, run = tmp_path / "hf", tmp_path / "run"
+    tokenizer = Tokenizer.train([corpus.read_text()], 280)
+    tokenizer.save(model)
+    sizes = {"vocab_size": 300, "n_layer": 1}
+    tensors = random_tensors(SETTINGS | sizes)
+    write_model(model, tensors, **sizes)
+    told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64).out
+    assert f"python train.py {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
+
+    flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--train.eval-batches", 0)
+    still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0)
+    mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
+    done = commands.run("train.py", run / "config.toml", *flags, *still, *mesh)
+    assert done.code == 0, (done.out, done.err)
+    assert "resumed from step 0" in done.out
+    assert Tokenizer.load(run / "data" / "tokenizer") == tokenizer
+    imported = commands.perplexity(run, "--step", 0)
+    assert imported["step"] == 0 and imported["loss"] == pytest.approx(validation(run)[2], rel=1e-6)
+
+    figures = json.loads(convert(commands, "export-hf", run, tmp_path / "back", "--json").out)
+    assert figures == {"path": str(tmp_path / "back"), "step": 2, "parameters": sum(x.size for x in tensors.values())}
+    for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
+        np.testing.assert_allclose(tensor, tensors[name.removeprefix("transformer.")], rtol=0, atol=1e-9, err_msg=name)
+    ids = json.loads((tmp_path / "back" / "vocab.json").read_text())
+    assert ids == json.loads((model / "vocab.json").read_text())

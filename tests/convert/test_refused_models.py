@@ -1,0 +1,178 @@
+"""What is not a GPT-2 like ours is refused in one line that names file and field, and nothing is left behind."""
+
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hugging_face import random_tensors, write_model
+
+from megajax.cli import main
+from megajax.convert.importing import open_source
+from megajax.convert.tensor_files import WEIGHTS
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+
+
+def refusal(folder: Path, **overrides) -> str:
+    with pytest.raises(UserError) as error:
+        open_source(folder, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "valid"),
+    [
+        ("model_type", "llama", '"gpt2"'),
+        ("activation_function", "gelu", '"gelu_new"'),
+        ("layer_norm_epsilon", 1e-6, "1e-05"),
+        ("scale_attn_by_inverse_layer_idx", True, "false"),
+        ("scale_attn_weights", False, "true"),
+        ("reorder_and_upcast_attn", True, "false"),
+        ("tie_word_embeddings", False, "true"),
+        ("n_inner", 100, r"null, or 96"),
+        ("n_layer", 0, "1 or more"),
+        ("n_embd", "24", "whole number"),
+        ("n_head", 5, "multiple"),
+        ("attn_pdrop", 0.1, r"all the same, or --model\.dropout"),
+        ("resid_pdrop", 1.0, "less than 1"),
+    ],
+)
+def test_settings(field: str, value: object, valid: str, tmp_path: Path) -> None:
+    line = refusal(write_model(tmp_path, **{field: value}))
+    assert "config.json" in line and field in line and re.search(f"valid: .*{valid}", line), line
+
+
+def test_what_may_be_set_or_left_out(tmp_path: Path) -> None:
+    """Different rates of dropout with a flag, an MLP of the usual size, fields that older files lack."""
+    write_model(tmp_path, attn_pdrop=0.1, n_inner=96, without=["resid_pdrop"])
+    assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
+    assert "n_positions is null" in refusal(write_model(tmp_path, without=["n_positions"]))
+    assert "model_type is null" in refusal(write_model(tmp_path, without=["model_type"]))
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json: not JSON" in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "no config.json" in refusal(tmp_path)
+
+
+def test_tensors(tmp_path: Path) -> None:
+    """Missing, of another shape or type, too many, a head of its own."""
+    good = random_tensors()
+    gone = {name: tensor for name, tensor in good.items() if name != "h.1.mlp.c_fc.bias"}
+    turned = {"h.0.attn.c_attn.weight": good["h.0.attn.c_attn.weight"].T.copy()}
+    cases = [
+        (gone, r"transformer\.h\.1\.mlp\.c_fc\.bias missing"),
+        (good | turned, r"c_attn\.weight has shape \[72, 24\]; valid: \[24, 72\]"),
+        (good | {"ln_f.bias": good["ln_f.bias"].astype(np.int32)}, "ln_f.bias has dtype I32; valid: F32, F16, BF16"),
+        (good | {"h.2.ln_1.bias": good["ln_f.bias"]}, r"holds transformer\.h\.2\.ln_1\.bias"),
+        (good | {"lm_head.weight": 2 * good["wte.weight"]}, "lm_head.weight differs"),
+        ({"model.layers.0.input_layernorm.weight": good["ln_f.bias"]}, "and 27 more missing"),
+    ]
+    for tensors, words in cases:
+        assert re.search(words, refusal(write_model(tmp_path, tensors))), words
+
+
+def test_damaged_weights(tmp_path: Path) -> None:
+    """Truncated at several places, or other bytes altogether."""
+    file = write_model(tmp_path) / WEIGHTS
+    whole = file.read_bytes()
+    for damaged in (whole[:-5], whole[:1000], whole[:4], b"", whole[::-1]):
+        file.write_bytes(damaged)
+        assert f"{file}: damaged, or not a safetensors file" in refusal(tmp_path)
+
+
+class Alarm:
+    """Its pickle runs code when it is loaded."""
+
+    def __reduce__(self):
+        return (sys.exit, ("a pickle was loaded",))
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    """Neither under its own name nor under that of a safetensors file; beside safetensors it does not matter."""
+    write_model(tmp_path)
+    pickled = pickle.dumps(Alarm())
+    (tmp_path / "pytorch_model.bin").write_bytes(pickled)
+    open_source(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(pickled)
+    assert "not a safetensors file" in refusal(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    line = refusal(tmp_path)
+    assert re.search(r"pytorch_model\.bin: a pickle, which can run any code.*valid: model\.safetensors", line)
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert "no weights there" in refusal(tmp_path)
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    """One of more ids than the model, one that is not GPT-2's kind, half of one."""
+    tokenizer = Tokenizer.train(["some words of some text"], 280)
+    tokenizer.save(tmp_path)
+    write_model(tmp_path)
+    assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is 101", refusal(tmp_path))
+    write_model(tmp_path, random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}, vocab_size=300)
+    assert open_source(tmp_path).tokenizer == tokenizer
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    assert "add_prefix_space is true; valid: false" in refusal(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "merges.txt").unlink()
+    assert "vocab.json without merges.txt" in refusal(tmp_path)
+
+    content = json.loads(tokenizer.to_json())
+    prefixed = content["pre_tokenizer"] | {"add_prefix_space": True}
+    single = tmp_path / "tokenizer.json"
+    single.write_text(tokenizer.to_json())
+    assert open_source(tmp_path).tokenizer == tokenizer
+    for part, words in (
+        ({"model": {"type": "WordPiece"}}, 'model.type is "WordPiece"; valid: "BPE"'),
+        ({"pre_tokenizer": prefixed}, "pre_tokenizer.add_prefix_space is true"),
+        ({"normalizer": {"type": "NFC"}}, "normalizer is"),
+        ({"model": content["model"] | {"merges": [["a"]]}}, "merges must be pairs"),
+        ({"model": content["model"] | {"vocab": {}, "merges": []}}, "of the 256 bytes have no token"),
+        ({"model": content["model"] | {"vocab": None}}, "not a tokenizer"),
+    ):
+        single.write_text(json.dumps(content | part))
+        assert words in refusal(tmp_path)
+
+
+def command(monkeypatch, *arguments: object) -> str:
+    """The line of `megajax convert`, which must end as a user's mistake."""
+    monkeypatch.setattr(sys, "argv", ["megajax", "convert", *map(str, arguments)])
+    with pytest.raises(UserError) as error:
+        main()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_command_line(monkeypatch, tmp_path: Path) -> None:
+    """Paths that are missing, are files or hold something; nothing is written."""
+    model = write_model(tmp_path / "hf")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("kept")
+    new = tmp_path / "some" / "run"
+    assert "valid: import-hf, export-hf" in command(monkeypatch)
+    assert "valid: import-hf, export-hf" in command(monkeypatch, "import")
+    assert "RUN missing" in command(monkeypatch, "import-hf", model)
+    assert f"RUN {full} is not empty" in command(monkeypatch, "import-hf", model, full)
+    assert f"RUN {full / 'file'} is a file" in command(monkeypatch, "import-hf", model, full / "file")
+    assert "no such folder" in command(monkeypatch, "import-hf", tmp_path / "nowhere" / "at" / "all", new)
+    assert "is a file" in command(monkeypatch, "import-hf", model / WEIGHTS, new)
+    assert "no config.toml there" in command(monkeypatch, "export-hf", full, new)
+    assert f"PATH {full} is not empty" in command(monkeypatch, "export-hf", new, full)
+    (model / WEIGHTS).write_bytes(b"")
+    assert "damaged" in command(monkeypatch, "import-hf", model, new)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full", "hf"]
+    assert [entry.name for entry in full.iterdir()] == ["file"]
+
+
+def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
+    """One line, and nothing written."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    line = command(monkeypatch, "import-hf", "some-body/some-model", tmp_path / "run")
+    assert "some-body/some-model: no such folder, and the Hugging Face hub does not give it" in line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,54 @@
+"""A run directory at step 0: nothing is trained yet, so more may change than later."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config
+
+from megajax.config import Config, DataConfig, TokenizerConfig, to_toml
+from megajax.data.indexed import IndexedWriter
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.tasks import evaluate_perplexity
+from megajax.training.run_directory import claim
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What an import leaves behind, as far as it is looked at here."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "0").mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(tiny_config()))
+    return run
+
+
+def with_data(path: object, tokenizer: object = "") -> Config:
+    data, folder = DataConfig(path=str(path)), TokenizerConfig(path=str(tokenizer))
+    return dataclasses.replace(tiny_config(global_batch=24), seed=3, data=data, tokenizer=folder)
+
+
+def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
+    """The model is not, and after a step they are not either."""
+    Tokenizer.train(["text"], 280).save(run / "data" / "tokenizer")
+    claim(run, with_data("text.txt"))
+    with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
+        claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
+    (run / "checkpoints" / "5").mkdir()
+    with pytest.raises(UserError, match="holds a run with seed 0, not 3"):
+        claim(run, with_data("text.txt"))
+
+
+def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
+    """Without one none is trained on the corpus: its ids would mean nothing to the weights. Tokens are taken."""
+    with pytest.raises(UserError, match=r"--tokenizer\.path missing: .*valid: its folder, or a tokenized dataset"):
+        claim(run, with_data("text.txt"))
+    claim(run, with_data("text.txt", tokenizer="given"))
+    with IndexedWriter(tmp_path / "tokens", 101) as writer:
+        writer.add_document([1, 2, 3])
+    claim(run, with_data(tmp_path / "tokens"))
+
+
+def test_there_is_no_validation_split_yet(run: Path) -> None:
+    with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
+        evaluate_perplexity(run, step="latest", data="", overrides={})
