@@ -2,8 +2,12 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
@@ -51,6 +55,17 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def num_bytes(self, ids: npt.NDArray[np.integer]) -> int:
+        """UTF-8 bytes of the text that was encoded as these ids; `<|endoftext|>` has none."""
+        return int(self._byte_lengths[ids].sum())
+
+    @cached_property
+    def _byte_lengths(self) -> npt.NDArray[np.int64]:
+        lengths = np.zeros(self.size, np.int64)
+        for token, number in self._vocabulary.items():
+            lengths[number] = len(token) if token != END_OF_TEXT else 0  # the printable form has a character a byte
+        return lengths
 
     @classmethod
     def train(cls, documents: Iterable[str], vocab_size: int) -> "Tokenizer":
