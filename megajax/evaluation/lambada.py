@@ -19,8 +19,8 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
     Raises:
         UserError: it is not a JSONL file of passages, with the line's number; a passage has less than two words.
     """
-    if path and Path(path).suffix.lower() != ".jsonl":
-        raise UserError(f"--data {path}: valid: a .jsonl file of passages, such as lambada_test.jsonl")
+    if Path(path).suffix.lower() != ".jsonl":
+        raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
     contexts, words = [], []
     for number, text in enumerate(TextDocuments(path, flag="--data"), start=1):
         context, word = split_last_word(text)

@@ -46,8 +46,8 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
     Raises:
         UserError: it is not one file of plain text.
     """
-    if path and (Path(path).is_dir() or Path(path).suffix == ".jsonl"):
-        raise UserError(f"--data {path}: valid: one file of plain text, such as wiki.test.tokens")
+    if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
+        raise UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     text = next(iter(TextDocuments(path, cut=False, flag="--data")))
     return WikiText(len(text.strip().split(" ")), tokenizer.encode(detokenize(text)), path)
 

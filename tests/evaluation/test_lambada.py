@@ -46,7 +46,7 @@ def test_figures():
         ("bad.jsonl", '["a b"]\n', r"bad\.jsonl:1: "),
         ("bad.jsonl", '{"text": "a b"}\n{"text": "alone"}\n', r"--data .*bad\.jsonl: passage 2 is one word"),
         ("empty.jsonl", "", r"--data: .*empty\.jsonl contains no text"),
-        ("plain.txt", "a b", r"--data .*plain\.txt: valid: a \.jsonl file"),
+        ("plain.txt", "a b", r"--data .*plain\.txt'; valid: a \.jsonl file"),
     ],
 )
 def test_broken_files(tmp_path, name, content, problem):
@@ -60,5 +60,5 @@ def test_files_that_are_not_there(tmp_path):
     tokenizer = Tokenizer.train(["text"], 300)
     with pytest.raises(UserError, match=r"--data: .*no\.jsonl does not exist"):
         read_lambada(str(tmp_path / "no.jsonl"), tokenizer)
-    with pytest.raises(UserError, match="--data is not given"):
+    with pytest.raises(UserError, match=r"--data ''; valid: a \.jsonl file"):
         read_lambada("", tokenizer)

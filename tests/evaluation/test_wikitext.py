@@ -54,7 +54,7 @@ def test_the_paper_s_counts(test_data):
     ("name", "content", "problem"),
     [
         ("empty.txt", "", r"empty\.txt contains no text"),
-        ("lines.jsonl", "{}", r"lines\.jsonl: valid: one file of plain text"),
+        ("lines.jsonl", "{}", r"lines\.jsonl'; valid: one file of plain text"),
         ("", "", "valid: one file of plain text"),
     ],
 )
@@ -63,5 +63,5 @@ def test_what_is_no_such_file(tmp_path, name, content, problem):
     tokenizer = Tokenizer.train(["text"], 300)
     with pytest.raises(UserError, match=f"^--data.*{problem}"):
         read_wikitext(str(tmp_path / name), tokenizer)
-    with pytest.raises(UserError, match="--data is not given"):
+    with pytest.raises(UserError, match="--data ''; valid: one file of plain text"):
         read_wikitext("", tokenizer)
