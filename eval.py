@@ -7,27 +7,32 @@ from pathlib import Path
 
 from megajax.launch import run
 
-USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--flag value ...]"
+USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--overlap N] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
 
 
 def main() -> None:
     """Parse the command line, restore the checkpoint and run the task."""
     from megajax.errors import UserError
-    from megajax.evaluation.tasks import TASKS
-    from megajax.flags import Parser
+    from megajax.evaluation.tasks import OVERLAPPING, PAPER_OVERLAP, TASKS
+    from megajax.flags import Parser, add_flag
+    from megajax.options import Option
 
     parser = Parser("Evaluate a trained model.", USAGE)
     parser.add_argument("task", metavar="TASK", choices=sorted(TASKS), help=f"one of {', '.join(sorted(TASKS))}")
     parser.add_argument("--checkpoint", metavar="RUN", required=True, help="run directory of the training")
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
-    parser.add_argument("--data", default="", metavar="PATH", help="text to evaluate on [the run's validation split]")
+    data = "what to evaluate on [perplexity: the run's validation split]"
+    parser.add_argument("--data", default="", metavar="PATH", help=data)
+    overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
+    add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap), PAPER_OVERLAP)
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(sys.argv[1:])
-    run_dir = Path(args.checkpoint)
-    if not (run_dir / "config.toml").is_file():
-        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
-    result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=parser.overrides(args))
+    own = {"overlap": args.overlap} if "overlap" in args else {}
+    if own and args.task not in OVERLAPPING:
+        raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")
+    run_dir, overrides = Path(args.checkpoint), parser.overrides(args)
+    result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=overrides, **own)
     import jax
 
     if jax.process_index() == 0:

@@ -15,7 +15,7 @@ from megajax.convert.weights import to_tensors
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
 from megajax.errors import UserError
-from megajax.evaluation.tasks import restore_params
+from megajax.evaluation.trained import restore_params
 from megajax.mesh import make_mesh
 from megajax.training.run_directory import kept_config
 from megajax.training.step import Program

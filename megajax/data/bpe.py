@@ -2,8 +2,12 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megajax.data.files import write_atomically
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, read_text
@@ -51,6 +55,17 @@ class BytePairTokenizer(Tokenizer):
         """See `Tokenizer.load`."""
         vocabulary = _parse_vocabulary(vocabulary_file)
         return cls(vocabulary, _parse_merges(merges_file, vocabulary))
+
+    def num_bytes(self, ids: npt.NDArray[np.integer]) -> int:
+        """UTF-8 bytes of the text that was encoded as these ids; `<|endoftext|>` has none."""
+        return int(self._byte_lengths[ids].sum())
+
+    @cached_property
+    def _byte_lengths(self) -> npt.NDArray[np.int64]:
+        lengths = np.zeros(self.size, np.int64)
+        for token, number in self._vocabulary.items():
+            lengths[number] = len(token) if token != END_OF_TEXT else 0  # the printable form has a character a byte
+        return lengths
 
     def save(self, folder: str | Path) -> None:
         """Write `vocab.json` and `merges.txt`, each atomically."""

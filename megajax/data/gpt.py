@@ -7,6 +7,8 @@ whose attention starts anew with every document.
 
 import functools
 import threading
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,17 @@ IGNORED = -1
 
 Sample = dict[str, npt.NDArray[np.int32]]
 
+
+class Samples(Protocol):
+    """A finite sequence of samples to evaluate on."""
+
+    sequence_length: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Sample: ...
+
+
 _SPLIT, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3  # independent random streams of one seed
 
 
@@ -28,9 +41,10 @@ def train_and_validation(
     sequence_length: int,
     validation_fraction: float,
     seed: int,
+    overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the two splits, no document being in both.
+    """Samples of the two splits, no document being in both; `overlap` is that of `EvaluationSamples`.
 
     Raises:
         UserError: the fraction is not between 0 and 1, a split would have no document, or a split is too short.
@@ -46,7 +60,13 @@ def train_and_validation(
         )
     return (
         TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),
-        EvaluationSamples(documents, validation, sequence_length=sequence_length, with_positions=with_positions),
+        EvaluationSamples(
+            documents,
+            validation,
+            sequence_length=sequence_length,
+            overlap=overlap,
+            with_positions=with_positions,
+        ),
     )
 
 
@@ -139,10 +159,14 @@ class TrainSamples:
 class EvaluationSamples:
     """Samples that predict every token but the first exactly once, in natural order; the last one is padded.
 
+    They are windows of T tokens that advance by `overlap` targets. The first counts all its targets, every other one
+    the last `overlap`, which so are predicted from T - `overlap` earlier tokens at least.
+
     Args:
         documents: the corpus.
         numbers: the documents to evaluate on, int64; all if None.
         sequence_length: T.
+        overlap: 1 to T; 0: T, no token is in two windows.
         with_positions: samples have positions, too.
 
     Raises:
@@ -155,11 +179,15 @@ class EvaluationSamples:
         numbers: npt.NDArray[np.int64] | None = None,
         *,
         sequence_length: int,
+        overlap: int = 0,
         with_positions: bool = False,
     ) -> None:
+        assert 0 <= overlap <= sequence_length, (overlap, sequence_length)
         if numbers is None:
             numbers = np.arange(documents.num_documents)
         self.sequence_length, self._with_positions = sequence_length, with_positions
+        self.overlap = overlap or sequence_length
+        self._documents, self._numbers = documents, numbers
         self._stream = _TokenStream(documents, numbers)
         if len(self._stream) < 2:
             raise UserError(f"{documents.name} has {len(self._stream)} tokens; at least 2 are needed to predict one")
@@ -169,20 +197,29 @@ class EvaluationSamples:
         """Tokens that are predicted."""
         return len(self._stream) - 1
 
+    def documents(self) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens, document by document."""
+        return (self._documents.document(number) for number in self._numbers)
+
     def __len__(self) -> int:
-        return -(-self.num_targets // self.sequence_length)
+        return 1 + -(-max(0, self.num_targets - self.sequence_length) // self.overlap)
 
     def __getitem__(self, number: int) -> Sample:
-        start = number * self.sequence_length
+        start = number * self.overlap
         window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
-        padding = (0, self.sequence_length + 1 - len(window))
-        sample = {
-            "tokens": np.pad(window[:-1], padding),
-            "targets": np.pad(window[1:], padding, constant_values=IGNORED),
-        }
+        sample = padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if number else 0)
         if self._with_positions:
-            sample["positions"] = np.pad(self._stream.positions(start, start + len(window) - 1), padding)
+            positions = self._stream.positions(start, start + len(window) - 1)
+            sample["positions"] = np.pad(positions, (0, self.sequence_length - len(positions)))
         return sample
+
+
+def padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignored: int) -> Sample:
+    """The sample of up to T + 1 tokens, padded at its end; the first `num_ignored` targets are not counted."""
+    padding = (0, sequence_length + 1 - len(window))
+    targets = np.pad(window[1:], padding, constant_values=IGNORED)
+    targets[:num_ignored] = IGNORED
+    return {"tokens": np.pad(window[:-1], padding), "targets": targets}
 
 
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.gpt import IGNORED, EvaluationSamples, Sample, TrainSamples
+from megajax.data.gpt import IGNORED, Sample, Samples, TrainSamples
 
 Batch = dict[str, npt.NDArray[np.int32]]
 
@@ -39,7 +39,7 @@ def train_batches(
 
 
 def evaluation_batches(
-    samples: EvaluationSamples, *, rows: Sequence[int], global_batch: int, limit: int = 0, prefetch: int = 2
+    samples: Samples, *, rows: Sequence[int], global_batch: int, limit: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
     """All samples once, in order; rows beyond the last sample have the target -1 throughout.
 
@@ -62,7 +62,7 @@ def evaluation_batches(
     return _prefetched(load, 0, num_evaluation_batches(samples, global_batch=global_batch, limit=limit), prefetch)
 
 
-def num_evaluation_batches(samples: EvaluationSamples, *, global_batch: int, limit: int = 0) -> int:
+def num_evaluation_batches(samples: Samples, *, global_batch: int, limit: int = 0) -> int:
     """Batches that `evaluation_batches` yields."""
     count = -(-len(samples) // global_batch)
     return min(count, limit) if limit else count

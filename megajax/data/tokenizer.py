@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from megajax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,6 +44,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
+        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if nobody can tell."""
+        return None
 
     def to_json(self) -> str:
         """The text of `tokenizer.json`, the one file of the package `tokenizers`."""

@@ -4,45 +4,35 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.loader import evaluation_batches
+from megajax.data.gpt import Samples
+from megajax.evaluation.scoring import score_samples
 from megajax.training.step import Program
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Attributes: loss: mean cross-entropy per predicted token, in nats; tokens: how many were predicted."""
+    """Attributes: total_loss: cross-entropy of all predicted tokens, in nats; tokens: how many were predicted."""
 
-    loss: float
+    total_loss: float
     tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy per predicted token, in nats."""
+        return self.total_loss / max(self.tokens, 1)
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return self.per(self.tokens)
+
+    def per(self, units: int) -> float:
+        """Perplexity per word, or whatever the text has `units` of: exp(total loss / units)."""
+        mean = self.total_loss / max(units, 1)
+        return math.exp(mean) if mean < 700 else math.inf
 
 
-def perplexity(program: Program, params: Any, samples: EvaluationSamples, *, batches: int = 0) -> Perplexity:
-    """Evaluate `params` on `samples`, dropout off.
-
-    Args:
-        program: its global batch is the size of the batches.
-        params: weights on the program's mesh.
-        samples: what to predict.
-        batches: at most this many batches; 0: all.
-    """
-    rows = program.local_rows
-    loss, tokens = 0.0, 0
-    results = []
-    size = program.config.train.global_batch
-    for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
-        results.append(program.evaluate(params, program.put_batch(batch, rows)))
-        if len(results) > 1:  # the device computes one batch ahead of what is read
-            loss, tokens = _add(loss, tokens, results.pop(0))
-    for result in results:
-        loss, tokens = _add(loss, tokens, result)
-    return Perplexity(loss / max(tokens, 1), tokens)
-
-
-def _add(loss: float, tokens: int, result) -> tuple[float, int]:
-    return loss + float(result[0]), tokens + int(result[1])
+def perplexity(program: Program, params: Any, samples: Samples, *, batches: int = 0) -> Perplexity:
+    """Evaluate `params` on `samples`; the arguments are those of `score_samples`."""
+    losses = [scores.loss for scores in score_samples(program, params, samples, batches=batches)]
+    return Perplexity(math.fsum(float(loss.sum()) for loss in losses), sum(map(len, losses)))

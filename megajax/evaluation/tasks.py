@@ -1,106 +1,154 @@
 """The tasks of `eval.py`: each restores a run's checkpoint on the mesh asked for and returns its figures as a dict."""
 
-import dataclasses
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from megajax.config import Config, MeshConfig
+from megajax.config import Config
 from megajax.data.corpus import evaluation_tokens, has_corpus, open_corpus, prepared_prefix
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
-from megajax.errors import RunError, UserError
+from megajax.errors import UserError
+from megajax.evaluation.lambada import LastWords, read_lambada
 from megajax.evaluation.perplexity import perplexity
-from megajax.launch import start
-from megajax.mesh import make_mesh
-from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
-from megajax.training.run_directory import kept_config
-from megajax.training.step import Program
-from megajax.validation import validate_mesh
+from megajax.evaluation.scoring import compile_scores, score_continuations
+from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.evaluation.wikitext import read_wikitext
+
+PAPER_OVERLAP = 32
 
 
-def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def evaluate_perplexity(
+    run_dir: Path, *, step: str, data: str, overrides: dict[str, Any], overlap: int | None = None
+) -> dict[str, Any]:
     """Loss per token and perplexity on the run's validation split, or on any text file, folder or tokenized dataset.
+
+    `bits_per_byte` is the loss of all predicted tokens in bits, over the UTF-8 bytes of the text; None for a dataset
+    that was given tokenized.
+
+    Raises:
+        UserError: the run, the step, the data, the overlap or the mesh cannot be used.
+    """
+    config = evaluation_config(run_dir, overrides)
+    length = config.model.sequence_length
+    overlap = _checked(overlap, length, default=length)
+    if data:
+        samples, tokenizer = _text_samples(data, run_dir, config, overlap)
+    else:
+        samples, tokenizer = _validation_samples(run_dir, config, overlap)
+    trained = TrainedModel.restore(run_dir, config, step)
+    result = perplexity(trained.program, trained.params, samples)
+    figures = {"task": "perplexity", "step": trained.step, "loss": result.loss, "perplexity": result.perplexity}
+    bits_per_byte = None
+    if tokenizer:
+        sizes = [tokenizer.num_bytes(document) for document in samples.documents()]
+        num_bytes = sum(size for size in sizes if size is not None)
+        bits_per_byte = result.total_loss / math.log(2) / num_bytes if num_bytes else None
+    return figures | {"tokens": result.tokens, "bits_per_byte": bits_per_byte}
+
+
+def evaluate_wikitext103(
+    run_dir: Path, *, step: str, data: str, overrides: dict[str, Any], overlap: int | None = None
+) -> dict[str, Any]:
+    """The paper's perplexity per word of the original text, over windows that advance by `overlap` targets.
+
+    Figures: `T_o` words of the original, `T` subwords that are predicted, `loss` per word; `tokens_per_second` are
+    predicted subwords, compiling left out.
+
+    Raises:
+        UserError: the run, the step, the data, the overlap or the mesh cannot be used.
+    """
+    config = evaluation_config(run_dir, overrides)
+    length = config.model.sequence_length
+    overlap = _checked(overlap, length, default=min(PAPER_OVERLAP, length))
+    text = read_wikitext(data, run_tokenizer(run_dir, config))
+    samples = text.samples(length, overlap)
+    trained = TrainedModel.restore(run_dir, config, step)
+    compile_scores(trained.program, trained.params, length)
+    began = time.perf_counter()
+    result = perplexity(trained.program, trained.params, samples)
+    seconds = time.perf_counter() - began
+    return {
+        "task": "wikitext103",
+        "step": trained.step,
+        "perplexity": result.per(text.original_tokens),
+        "loss": result.total_loss / text.original_tokens,
+        "T_o": text.original_tokens,
+        "T": result.tokens,
+        "windows": len(samples),
+        "overlap": overlap,
+        "tokens_per_second": result.tokens / seconds,
+    }
+
+
+def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Accuracy and perplexity of the last words of passages; `several_subwords` words have more than one.
 
     Raises:
         UserError: the run, the step, the data or the mesh cannot be used.
     """
-    if not data and not has_corpus(run_dir / "data"):
+    config = evaluation_config(run_dir, overrides)
+    passages = read_lambada(data, run_tokenizer(run_dir, config))
+    trained = TrainedModel.restore(run_dir, config, step)
+    result = LastWords.of(score_continuations(trained.program, trained.params, passages))
+    return {
+        "task": "lambada",
+        "step": trained.step,
+        "accuracy": result.accuracy,
+        "perplexity": result.perplexity,
+        "passages": len(passages),
+        "several_subwords": sum(len(ids) - first > 1 for ids, first in passages),
+    }
+
+
+def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[EvaluationSamples, Tokenizer | None]:
+    """A text in the run's tokens with its tokenizer, or a dataset that is tokenized already."""
+    tokenizer: Tokenizer | None = None
+    if prefix := prepared_prefix(data, flag="--data"):
+        tokens: TokenDocuments = IndexedDataset(prefix)
+        tokens.check_vocabulary(config.model.vocab_size)
+    else:
+        tokenizer = run_tokenizer(run_dir, config)
+        tokens = evaluation_tokens(data, tokenizer)
+    length, resets = config.model.sequence_length, config.data.reset_attention
+    return EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets), tokenizer
+
+
+def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[EvaluationSamples, Tokenizer | None]:
+    """The run's validation split, with the tokenizer that its text was encoded with."""
+    if not has_corpus(run_dir / "data"):
         raise UserError(
             f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
             "tokenized dataset"
         )
-    config = _evaluation_config(run_dir, overrides)
-    length = config.model.sequence_length
-    if data:
-        documents = _documents(data, run_dir, config)
-        samples = EvaluationSamples(documents, sequence_length=length, with_positions=config.data.reset_attention)
-    else:
-        corpus = open_corpus(run_dir / "data", config.model.vocab_size)
-        _, samples = train_and_validation(
-            corpus.tokens,
-            sequence_length=length,
-            validation_fraction=config.data.validation_fraction,
-            seed=config.seed,
-            with_positions=config.data.reset_attention,
-        )
-    program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
-    params, number = restore_params(program, run_dir, step)
-    result = perplexity(program, params, samples)
-    return {
-        "task": "perplexity",
-        "step": number,
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "tokens": result.tokens,
-    }
+    corpus = open_corpus(run_dir / "data", config.model.vocab_size)
+    _, samples = train_and_validation(
+        corpus.tokens,
+        sequence_length=config.model.sequence_length,
+        validation_fraction=config.data.validation_fraction,
+        seed=config.seed,
+        overlap=overlap,
+        with_positions=config.data.reset_attention,
+    )
+    return samples, None if corpus.report.dataset else corpus.tokenizer
 
 
-def restore_params(program: Program, run_dir: Path, wanted: str) -> tuple[Any, int]:
-    """Weights of a run's checkpoint on the program's mesh, and its step; see `choose_step`.
-
-    Raises:
-        UserError: there is no such checkpoint.
-        RunError: it is damaged.
-    """
-    checkpoints = Checkpoints(run_dir, program.layout)
-    number = choose_step(run_dir, checkpoints.steps(), wanted)
-    try:
-        return checkpoints.restore(number).params, number
-    except DamagedCheckpoint as error:
-        raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
-    finally:
-        checkpoints.close()
+def _checked(overlap: int | None, length: int, default: int) -> int:
+    if overlap is None:
+        return default
+    if not 1 <= overlap <= length:
+        raise UserError(f"--overlap {overlap}; valid: 1 to {length}, the tokens of a sequence")
+    return overlap
 
 
-def _documents(data: str, run_dir: Path, config: Config) -> TokenDocuments:
-    """A text in the run's tokens, or a dataset that is tokenized already."""
-    if prefix := prepared_prefix(data, flag="--data"):
-        tokens = IndexedDataset(prefix)
-        tokens.check_vocabulary(config.model.vocab_size)
-        return tokens
-    tokenizer = run_dir / "data" / "tokenizer"
-    if not tokenizer.is_dir():
-        raise UserError(f"--data {data}: {run_dir} has no tokenizer for text; valid: a tokenized dataset")
-    return evaluation_tokens(data, Tokenizer.load(tokenizer))
-
-
-def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
-    """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
-
-    A batch fills the pipeline once.
-    """
-    config = kept_config(run_dir, overrides)
-    start(config)
-    if not any(key.startswith("mesh.") for key in overrides):
-        config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
-    validate_mesh(config, jax.device_count())
-    rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
-
-
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": evaluate_perplexity}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "lambada": evaluate_lambada,
+    "perplexity": evaluate_perplexity,
+    "wikitext103": evaluate_wikitext103,
+}
+OVERLAPPING = ("perplexity", "wikitext103")
+"""Tasks that take `overlap`."""

@@ -16,7 +16,7 @@ from megajax.models.transformer import Block, LayerNorm
 from megajax.parallel.layers import normal_param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.split import PAPER, Split
-from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits
+from megajax.parallel.vocabulary import IGNORED, cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropout of the layers
 
@@ -59,6 +59,15 @@ class GPT(nnx.Module):
     def loss(self, x_BTD: Array, targets_BT: Array) -> Array:
         """Sum of the cross-entropy over the tokens whose target is not `IGNORED`, a scalar."""
         return jnp.sum(cross_entropy(self.logits(x_BTD), targets_BT, self.split.vocabulary))
+
+    def scores(self, x_BTD: Array, targets_BT: Array) -> tuple[Array, Array]:
+        """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T].
+
+        Where the target is `IGNORED` they are 0 and `IGNORED`.
+        """
+        logits_BTV, axes = self.logits(x_BTD), self.split.vocabulary
+        hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
+        return cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
 
 
 def abstract_gpt(config: ModelConfig, split: Split = PAPER, backend: Backend = CPU) -> GPT:
@@ -107,6 +116,10 @@ class GPTFunctions:
     def loss(self, shared: dict, x_BTD: Array, targets_BT: Array) -> Array:
         """See `GPT.loss`."""
         return nnx.merge(self._shared_graph, nnx.State(shared)).loss(x_BTD, targets_BT)
+
+    def scores(self, shared: dict, x_BTD: Array, targets_BT: Array) -> tuple[Array, Array]:
+        """See `GPT.scores`."""
+        return nnx.merge(self._shared_graph, nnx.State(shared)).scores(x_BTD, targets_BT)
 
     def logits(self, shared: dict, x_BTD: Array) -> Array:
         """See `GPT.logits`."""

@@ -51,6 +51,16 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, axes: Axes = TENSOR) -> 
     return _forward(logits_BTV, targets_BT, axes)[0]
 
 
+def greedy_ids(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
+    """The id of the largest logit of every token, of several equal ones the lowest, int32 [B, T]."""
+    local_size = logits_BTV.shape[-1]
+    max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes)
+    column_V = axis_index(axes) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+    nowhere = jnp.iinfo(jnp.int32).max
+    first_BT = jnp.min(jnp.where(logits_BTV == max_BT[..., None], column_V[None, None, :], nowhere), axis=-1)
+    return -max_over(-first_BT, axes)
+
+
 def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):
     dtype = at_least_fp32(logits_BTV.dtype)
     max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes).astype(dtype)

@@ -120,13 +120,14 @@ class Ends:
         runs, batch = self._where(row, "leaves")
         return when(runs, lambda total: into_embedding(batch(), total), lambda total: total, total)
 
-    def finish(self, row: Row, y: Array, function: Callable[[Array, Microbatch], Array], outputs: Array) -> Array:
+    def finish(self, row: Row, y: Array, function: Callable[[Array, Microbatch], Tree], outputs: Tree) -> Tree:
         """Forward only: put `function(y, microbatch)` of the last virtual stage in its place in `outputs`."""
         runs, batch = self._where(row, "ends")
 
-        def put(outputs: Array) -> Array:
+        def put(outputs: Tree) -> Tree:
             result = function(self.whole(y, row["ends"]), batch())
-            return outputs.at[self._microbatch(row, "ends")].set(result)
+            microbatch = self._microbatch(row, "ends")
+            return jax.tree.map(lambda slots, new: slots.at[microbatch].set(new), outputs, result)
 
         return when(runs, put, lambda outputs: outputs, outputs)
 

@@ -97,17 +97,17 @@ class Pipeline:
         *_, ends, blocks = lax.scan(tick, carry, rows, schedule.num_ticks)[0]
         return ends["loss"], {"shared": ends["shared"], "blocks": blocks}
 
-    def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Array]) -> Array:
+    def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
         """Run the microbatches forward only.
 
-        Returns what `finish(y, microbatch)` makes of the last virtual stage's output, [microbatches, …]; zeros on other
-        stages, unless all run `finish` together.
+        Returns what `finish(y, microbatch)` makes of the last virtual stage's output, every leaf [microbatches, …];
+        zeros on other stages, unless all run `finish` together.
         """
         self._expect(schedule)
         rows, known = self._rows(schedule)
         idle_x = idle(self.x_type)
         result = jax.eval_shape(lambda: finish(self.ends.whole(idle_x, True), self.ends.take(0)))
-        outputs = zeros_like_type(result, (self.num_microbatches,))
+        outputs = jax.tree.map(lambda leaf: zeros_like_type(leaf, (self.num_microbatches,)), result)
 
         def tick(carry, row):
             row = row | known

@@ -1,4 +1,5 @@
-"""The compiled programs of a run: the train step, evaluation and next-token logits, each one `jit` of one `shard_map`.
+"""The compiled programs of a run: the train step, scores of targets and next-token logits, each one `jit` of one
+`shard_map`.
 
 All mesh axes are manual and their types are checked. Letters: B batch, T tokens, V vocabulary.
 """
@@ -21,7 +22,7 @@ from megajax.models.transformer import keep_dear
 from megajax.optim.adam import clip_by_norm, global_norm, make_optimizer, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, complete, sum_over, vary
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, complete, gather_shards, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.parallel.split import Split
 from megajax.parallel.vocabulary import IGNORED
@@ -73,9 +74,10 @@ class Program:
         return self._compile(self._train_step_with_gradients, (state_specs, BATCH_SPEC), out_specs, donate_argnums=0)
 
     @cached_property
-    def evaluate(self):
-        """(params, batch) -> sum of the loss over the batch's targets, and their number; dropout off."""
-        return self._compile(self._evaluate, (self.layout.specs.params, BATCH_SPEC), PartitionSpec())
+    def scores(self):
+        """(params, batch) -> loss of every target and whether it is the arg-max (see `GPT.scores`), each [B, T], whole
+        on every device; dropout off. Sequences may have any length that the model has positions for."""
+        return self._compile(self._scores, (self.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
     @cached_property
     def next_logits(self):
@@ -198,10 +200,15 @@ class Program:
         grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
         return complete(loss, PartitionSpec()), grads
 
-    def _evaluate(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
+    def _scores(self, params: Tree, batch: Batch) -> tuple[Array, Array]:
         pipeline = self._forward_pipeline(params, batch)
-        losses = pipeline.forward(self._forward_schedule, partial(pipeline.functions.loss, pipeline.ends.weights()))
-        return complete(jnp.sum(losses), PartitionSpec()), _count_targets(batch)
+
+        def finish(x_BTD: Array, microbatch: Batch) -> tuple[Array, Array]:
+            return self._whole_sequences.scores(pipeline.ends.weights(), x_BTD, microbatch["targets"])
+
+        scores = pipeline.forward(self._forward_schedule, finish)
+        scores = complete(scores, (PartitionSpec(None, DATA), PartitionSpec(None, DATA)))
+        return jax.tree.map(lambda x: gather_shards(x.reshape(-1, x.shape[-1]), 0, DATA, same=True), scores)
 
     def _next_logits(self, params: Tree, batch: Batch, position: Array) -> Array:
         pipeline = self._forward_pipeline(params, batch)

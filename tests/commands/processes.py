@@ -76,16 +76,21 @@ class Commands:
     preset: Path
     cache: Path
 
-    def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
-        """`python SCRIPT ARGUMENTS...` in the repository's root."""
-        environment = os.environ | {
+    def environment(self) -> dict[str, str]:
+        """What the commands are started with."""
+        return os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves what is left of the compile time
         }
+
+    def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+        """`python SCRIPT ARGUMENTS...` in the repository's root."""
         line = [sys.executable, script, *map(str, arguments)]
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            line, cwd=ROOT, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
 
     def run(self, script: str, *arguments: object) -> Finished:
         """Start a command and wait for its end."""
@@ -98,8 +103,12 @@ class Commands:
         return done
 
     def perplexity(self, run_dir: Path, *arguments: object) -> dict[str, Any]:
-        """What `eval.py perplexity` prints as its last line; must succeed."""
-        done = self.run("eval.py", "perplexity", "--checkpoint", run_dir, *arguments)
+        """The figures of `eval.py perplexity`; must succeed."""
+        return self.evaluate("perplexity", run_dir, *arguments)
+
+    def evaluate(self, task: str, run_dir: Path, *arguments: object) -> dict[str, Any]:
+        """What `eval.py TASK` prints as its last line; must succeed."""
+        done = self.run("eval.py", task, "--checkpoint", run_dir, *arguments)
         assert done.code == 0, (done.code, done.out, done.err)
         return json.loads(done.out.splitlines()[-1])
 

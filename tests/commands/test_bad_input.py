@@ -248,6 +248,9 @@ def test_run_directories_that_hold_no_run(commands: Commands, tmp_path: Path) ->
         ("--data DIR/latin1.txt", ["--data", r"latin1\.txt", "UTF-8"]),
         redundant("--data DIR/empty.txt", ["--data", r"empty\.txt", "no text"]),
         redundant("--train.steps 3", [r"--train\.steps"]),
+        ("--overlap 33", ["--overlap 33", "1 to 32"]),
+        redundant("--overlap 0", ["--overlap 0", "1 to 32"]),
+        redundant("--overlap x", ["--overlap", "'x'", "whole number"]),
     ],
 )
 def test_eval(commands: Commands, straight: Run, arguments: str, words: list[str], tmp_path: Path) -> None:
@@ -258,6 +261,27 @@ def test_eval(commands: Commands, straight: Run, arguments: str, words: list[str
     flags = arguments.replace("DIR", str(tmp_path)).split()
     assert_says(mistake(commands, "eval.py", "perplexity", "--checkpoint", straight.folder, *flags), *words)
     assert contents(straight.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "words"),
+    [
+        ("lambada", "--data DIR/bad.jsonl", [r"bad\.jsonl:2", '"text"']),
+        redundant("lambada", "--data DIR/bad.jsonl --overlap 2", ["--overlap", "lambada", "wikitext103"]),
+        redundant("lambada", "", ["--data"]),
+        redundant("wikitext103", "", ["--data"]),
+        redundant("wikitext103", "--data DIR/bad.jsonl", ["--data", r"bad\.jsonl", "plain text"]),
+        redundant("wikitext103", "--data DIR/empty.txt --overlap 33", ["--overlap 33", "1 to 32"]),
+    ],
+)
+def test_eval_tasks(
+    commands: Commands, straight: Run, task: str, arguments: str, words: list[str], tmp_path: Path
+) -> None:
+    """Data or flags that a task does not take."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a b"}\n{"words": "a b"}\n')
+    (tmp_path / "empty.txt").touch()
+    flags = arguments.replace("DIR", str(tmp_path)).split()
+    assert_says(mistake(commands, "eval.py", task, "--checkpoint", straight.folder, *flags), *words)
 
 
 def test_eval_of_what_is_not_there(commands: Commands, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`eval.py perplexity`: the numbers that training saw, on any mesh, for any checkpoint and any text."""
+"""`eval.py`: the numbers that training saw, on any mesh, for any checkpoint and any text; the tasks of the paper."""
 
 import json
 import math
@@ -24,6 +24,7 @@ def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:
     assert result["loss"] == close(validation(straight.folder)[20])
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert result["step"] == 20
+    assert 0 < result["bits_per_byte"] < 8
     assert contents(straight.folder) == before
 
 
@@ -52,7 +53,8 @@ def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Ru
 
 
 def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """`--data FILE`: every token but the first is predicted once, the end of the text included."""
+    """`--data FILE`: every token but the first is predicted once, the end of the text included. With `--overlap` from
+    more tokens before it."""
     text = "Some text.\n\nWith naïve words — and 𝒻ancy ones; " * 40
     (tmp_path / "some.txt").write_text(text, encoding="utf-8")
     result = commands.perplexity(straight.folder, "--data", tmp_path / "some.txt", "--step", "latest")
@@ -60,6 +62,44 @@ def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
     assert result["tokens"] == len(tokens)
     assert result["loss"] > validation(straight.folder)[20], "a text of another kind"
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    bits = result["loss"] * result["tokens"] / math.log(2)
+    assert result["bits_per_byte"] == pytest.approx(bits / len(text.encode()))
+
+
+def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Perplexity per word of the file, windows that advance by `--overlap`; on (1, 2, 1) with a split vocabulary the
+    same as on one device."""
+    text = " \n = The End = \n \n " + "It 's a well @-@ known end , said the others ' king . \n " * 20
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text(text, encoding="utf-8")
+    pipe = ("--mesh.pipe", 2, "--simulate-devices", 2, "--pipeline.vocabulary", "split", "--train.microbatch", 16)
+    result = commands.evaluate("wikitext103", straight.folder, "--data", file, "--overlap", 8, *pipe)
+    plain = "\n= The End =\n" + "\nIt's a well-known end, said the others' king." * 20 + "\n"
+    predicted = len(Tokenizer.load(straight.folder / "data" / "tokenizer").encode(plain)) - 1
+    assert (result["task"], result["step"], result["overlap"]) == ("wikitext103", 20, 8)
+    assert (result["T_o"], result["T"]) == (len(text.strip().split(" ")), predicted)
+    assert result["windows"] == 1 + -(-(predicted - 32) // 8)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["tokens_per_second"] > 0
+    (tmp_path / "plain.txt").write_text(plain)
+    subwords = commands.perplexity(straight.folder, "--data", tmp_path / "plain.txt", "--overlap", 8)
+    assert subwords["tokens"] == predicted + 1, "the end of the text"
+    assert result["loss"] * result["T_o"] == pytest.approx(subwords["loss"] * subwords["tokens"], rel=0.02)
+
+
+def test_lambada(commands: Commands, straight: Run, corpus: Path, tmp_path: Path) -> None:
+    """Words that the model has seen follow each other are easier than those that never do."""
+    words = corpus.read_text(encoding="utf-8").split()
+    results = []
+    for name, shift in (("seen", 0), ("shuffled", 17)):
+        passages = [" ".join([*words[at : at + 12], words[at + 12 + shift]]) for at in range(0, 2000, 20)]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+        results.append(commands.evaluate("lambada", straight.folder, "--data", file))
+    seen, shuffled = results
+    assert seen["passages"] == shuffled["passages"] == 100
+    assert seen["perplexity"] < shuffled["perplexity"]
+    assert 0 <= seen["accuracy"] <= 1 and 0 < seen["several_subwords"] <= 100
 
 
 def test_a_damaged_checkpoint(commands: Commands, straight: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megajax.config import MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizer import Tokenizer
-from megajax.evaluation.tasks import restore_params
+from megajax.evaluation.trained import restore_params
 from megajax.generate import sample
 from megajax.models.config import ModelConfig
 from megajax.parallel.vocabulary import IGNORED

@@ -204,6 +204,24 @@ def test_splits_share_no_token():
     assert len(trained) + validation.num_targets + 1 == pytest.approx(CORPUS.num_tokens, abs=LENGTH)
 
 
+@given(st.integers(2, 60), st.integers(1, 12), st.data())
+def test_overlapping_windows_predict_every_token_once_from_all_they_can(num_tokens, sequence_length, data):
+    """Every window after the first begins `overlap` tokens later and counts its last `overlap` targets, so that they
+    follow at least T - `overlap` others."""
+    overlap = data.draw(st.integers(1, sequence_length))
+    samples = EvaluationSamples(corpus([num_tokens]), sequence_length=sequence_length, overlap=overlap)
+    predicted = []
+    for number in range(len(samples)):
+        sample = samples[number]
+        assert sample["tokens"].shape == sample["targets"].shape == (sequence_length,)
+        positions = np.flatnonzero(sample["targets"] != IGNORED)
+        assert len(positions) and (number == 0 or positions[0] == sequence_length - overlap)
+        assert sample["tokens"][0] == number * overlap
+        assert (sample["targets"][positions] == sample["tokens"][0] + positions + 1).all()
+        predicted += sample["targets"][positions].tolist()
+    assert predicted == list(range(1, num_tokens))
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
 def test_unusable_fraction(fraction):
     with pytest.raises(UserError, match=r"--data\.validation-fraction .*between 0 and 1"):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +56,12 @@ def test_every_text_comes_back(text):
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), max_size=5))
 def test_batch_is_one_by_one(texts):
     assert SMALL.encode_batch(texts) == [SMALL.encode(text) for text in texts]
+
+
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), min_size=1, max_size=5))
+def test_bytes_of_ids_are_those_of_the_texts(texts):
+    ids = [token for text in SMALL.encode_batch(texts) for token in [*text, SMALL.end_of_text]]
+    assert SMALL.num_bytes(np.array(ids)) == len("".join(texts).encode())
 
 
 def test_trained_layout():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import make_mesh
 from megajax.parallel.split import PAPER, Split
-from megajax.parallel.vocabulary import IGNORED, cross_entropy, embedding_lookup, output_logits
+from megajax.parallel.vocabulary import IGNORED, cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 SIZES = [1, 2, 8]
 BATCH, LENGTH, HIDDEN = 2, 8, 6
@@ -155,3 +155,22 @@ def test_bf16_logits_have_fp32_statistics(size):
     hit_BTV = np.arange(8192) == targets_BT[..., None]
     expected_BTV = np.exp(wide_BTV - normalizer_BT[..., None]) - hit_BTV
     np.testing.assert_allclose(np.asarray(grad_BTV).astype(np.float64), expected_BTV, rtol=2**-8)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_greedy_ids_are_the_first_of_the_largest(size):
+    """Equal logits on one device and on several; all equal; the vocabulary's first and last; not a number."""
+
+    @region(size, (P(None, None, "tensor"),), P())
+    def greedy(logits_BTV):
+        return greedy_ids(logits_BTV)
+
+    logits_BTV = np.random.default_rng(4).normal(size=(2, 4, 64)).astype(np.float32)
+    logits_BTV[0, 0, [9, 10, 50]] = 7
+    logits_BTV[0, 1] = -3
+    logits_BTV[0, 2, 0] = logits_BTV[0, 3, 63] = 7
+    expected_BT = logits_BTV.argmax(-1)
+    logits_BTV[1, 0] = np.nan
+    found_BT = np.asarray(greedy(logits_BTV))
+    assert found_BT[1, 0] >= 64, "no id is the greatest"
+    np.testing.assert_array_equal(np.delete(found_BT, 4), np.delete(expected_BT, 4))

@@ -1,0 +1,41 @@
+"""Samples that score the ends of texts. T is the sequence length; samples are those of `megajax.data.gpt`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.gpt import Sample, padded_sample
+
+
+class ContinuationSamples:
+    """Samples that predict the ends of token sequences, each from what stands before it.
+
+    A sequence gives one sample, its last T tokens and their targets; one whose end has more than T tokens gives several
+    that together predict each of them once.
+
+    Args:
+        sequences: ids, and the position of the first one to predict, at least 1.
+        sequence_length: the most tokens a model takes. T is the least power of two that is enough, or this.
+    """
+
+    def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:
+        self.owners: list[int] = []
+        """For every sample the number of its sequence."""
+        self._windows: list[tuple[npt.NDArray[np.int32], int]] = []  # up to T + 1 tokens, how many are predicted
+        for owner, (ids, first) in enumerate(sequences):
+            assert first >= 1, "nothing to predict the first token from"
+            for start in range(first, len(ids), sequence_length):
+                stop = min(start + sequence_length, len(ids))
+                self.owners.append(owner)
+                window = np.array(ids[max(0, stop - 1 - sequence_length) : stop], np.int32)
+                self._windows.append((window, stop - start))
+        longest = max((len(window) for window, _ in self._windows), default=2) - 1
+        self.sequence_length = min(sequence_length, 1 << (longest - 1).bit_length())
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, number: int) -> Sample:
+        window, num_predicted = self._windows[number]
+        return padded_sample(window, self.sequence_length, len(window) - 1 - num_predicted)

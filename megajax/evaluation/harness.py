@@ -1,0 +1,120 @@
+"""A trained model in EleutherAI's `lm-eval` harness (the extra `eval`), under the name `megajax`.
+
+    import lm_eval
+    import megajax.evaluation.harness
+    lm_eval.simple_evaluate(model="megajax", model_args="checkpoint=runs/demo,mesh.tensor=2", tasks=["lambada_openai"])
+
+or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Of several processes every one makes the same calls.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lm_eval.models  # noqa: F401  # the harness looks for its own models only as long as none is registered
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from megajax.data.tokenizer import END_OF_TEXT
+from megajax.errors import UserError
+from megajax.evaluation.scoring import score_continuations
+from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.generate import sample
+from megajax.training.step import Program
+
+_TOKENS_AT_ONCE = 16  # generated before stop texts are looked for
+
+
+@register_model("megajax")
+class MegajaxLM(TemplateLM):
+    """A run's model. Texts are split in context and continuation, and long ones cut, as for the harness's own models.
+
+    Args:
+        checkpoint: run directory of a training.
+        step: a step, latest, or best.
+        batch_size: rows per device and microbatch; 0: those of the training.
+        config: values of the configuration by key, as in the flags of `eval.py`: `mesh.tensor`, `simulate_devices`.
+
+    Raises:
+        UserError: the run, the step or the mesh cannot be used.
+    """
+
+    def __init__(self, checkpoint: str, step: str | int = "latest", batch_size: int = 0, **config: Any) -> None:
+        super().__init__()
+        run_dir = Path(checkpoint)
+        if batch_size:
+            config["train.microbatch"] = batch_size
+        resolved = evaluation_config(run_dir, config)
+        self._text = run_tokenizer(run_dir, resolved)
+        self._trained = TrainedModel.restore(run_dir, resolved, str(step))
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of `<|endoftext|>`, which stands before a text without context."""
+        return self._text.end_of_text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of a text; none are ever added."""
+        return self._text.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        sequences = [(context + continuation, len(context)) for _, context, continuation in requests]
+        scores = score_continuations(self._trained.program, self._trained.params, sequences)
+        return [(score.log_probability, score.greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, each after `<|endoftext|>`."""
+        texts = [[self.eot_token_id, *self._text.encode(request.args[0])] for request in requests]
+        scores = score_continuations(self._trained.program, self._trained.params, [(ids, 1) for ids in texts])
+        return [score.log_probability for score in scores]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations of texts, each up to the first of its stop texts.
+
+        Raises:
+            UserError: a request asks for a way of sampling that there is not.
+        """
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, context: str, wanted: dict[str, Any]) -> str:
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(wanted))
+        stops = handle_stop_sequences(settings.pop("until", None), eos=END_OF_TEXT)
+        limit, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
+        settings.pop("do_sample", None)
+        if settings:
+            raise UserError(
+                f"generation with {', '.join(settings)}; valid: until, max_gen_toks, temperature and do_sample"
+            )
+        prompt, ids, text = self._text.encode(context) or [self.eot_token_id], list[int](), ""
+        while len(ids) < limit and not any(stop in text for stop in stops if stop):
+            num_tokens = min(_TOKENS_AT_ONCE, limit - len(ids))
+            new = self._continue(prompt + ids, num_tokens, temperature, number=len(ids))
+            ids += new
+            text = self._text.decode(ids)
+            if len(new) < num_tokens:  # the end of the text
+                break
+        return postprocess_generated_text(text, stops, None)
+
+    def _continue(self, ids: list[int], num_tokens: int, temperature: float, number: int) -> list[int]:
+        """The one place that samples; `number` tokens were sampled before."""
+        return sample(
+            self._sampler,
+            self._trained.params,
+            ids,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            seed=self._trained.program.config.seed + number,
+            end=self.eot_token_id,
+        )
+
+    @cached_property
+    def _sampler(self) -> Program:
+        config, mesh = self._trained.program.config, self._trained.program.mesh
+        one_row = dataclasses.replace(config.train, global_batch=config.mesh.data, microbatch=1)
+        return Program(dataclasses.replace(config, train=one_row), mesh)

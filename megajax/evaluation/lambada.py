@@ -1,0 +1,52 @@
+"""LAMBADA: the last word of a passage from what stands before it, every subword given those before (paper §5.3)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megajax.data.text import TextDocuments
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.scoring import Continuation
+
+
+def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+    """Ids of every passage, and where its last word begins: what `score_continuations` takes.
+
+    The last word is what follows the last white space, and is encoded with a space before it.
+
+    Raises:
+        UserError: it is not a JSONL file of passages, with the line's number; a passage has less than two words.
+    """
+    if Path(path).suffix.lower() != ".jsonl":
+        raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
+    contexts, words = [], []
+    for number, text in enumerate(TextDocuments(path, flag="--data"), start=1):
+        context, word = split_last_word(text)
+        if not context:
+            raise UserError(f"--data {path}: passage {number} is one word; valid: a last word and text before it")
+        contexts.append(context)
+        words.append(" " + word)
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
+    return [(context + word, len(context)) for context, word in pairs]
+
+
+def split_last_word(text: str) -> tuple[str, str]:
+    """What stands before the last word, without the white space between them; and the word."""
+    word = text.split()[-1]
+    return text.rstrip().removesuffix(word).rstrip(), word
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Attributes: accuracy: share of last words whose every subword is the most probable one; perplexity: per word."""
+
+    accuracy: float
+    perplexity: float
+
+    @classmethod
+    def of(cls, words: Sequence[Continuation]) -> "LastWords":
+        mean = -math.fsum(word.log_probability for word in words) / len(words)
+        accuracy = sum(word.greedy for word in words) / len(words)
+        return cls(accuracy, math.exp(mean) if mean < 700 else math.inf)

@@ -1,0 +1,94 @@
+"""What a model gives every target of some samples: the one function that all language-model evaluations stand on.
+
+Figures are the same on every mesh and for every size of batch, but for the rounding of one token's loss: per token they
+come from the devices, and are added up here in float64. All processes call these functions together and get the same.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.continuations import ContinuationSamples
+from megajax.data.gpt import IGNORED, Samples
+from megajax.data.loader import evaluation_batches
+from megajax.training.step import Program
+
+_AHEAD = 1  # batches that the devices compute while the host reads another
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """The counted targets of one sample, in order.
+
+    Attributes:
+        loss: cross-entropy of each, minus the log of its probability, in nats.
+        hit: whether each is the id that the model finds most probable.
+    """
+
+    loss: npt.NDArray[np.float64]
+    hit: npt.NDArray[np.bool_]
+
+
+def score_samples(program: Program, params: Any, samples: Samples, *, batches: int = 0) -> Iterator[SampleScores]:
+    """Scores of every sample in order, dropout off.
+
+    Args:
+        program: its global batch is the size of the batches; the last one is filled up.
+        params: weights on the program's mesh.
+        samples: what to predict; no longer than the model's sequences.
+        batches: at most this many batches; 0: all.
+    """
+    rows, size = program.local_rows, program.config.train.global_batch
+    number, running = 0, deque[tuple[Any, Any]]()
+
+    def read() -> Iterator[SampleScores]:
+        loss_BT, hit_BT = (np.asarray(scores) for scores in running.popleft())
+        for loss_T, hit_T in list(zip(loss_BT, hit_BT, strict=True))[: len(samples) - number]:
+            counted = hit_T != IGNORED
+            yield SampleScores(loss_T[counted].astype(np.float64), hit_T[counted] == 1)
+
+    for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
+        running.append(program.scores(params, program.put_batch(batch, rows)))
+        if len(running) > _AHEAD:
+            yield from read()
+            number += size
+    while running:
+        yield from read()
+        number += size
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model makes of the end of a token sequence.
+
+    Attributes:
+        log_probability: of all its tokens together, given what stands before them.
+        greedy: every one of them is the most probable id.
+    """
+
+    log_probability: float
+    greedy: bool
+
+
+def score_continuations(
+    program: Program, params: Any, sequences: Sequence[tuple[Sequence[int], int]]
+) -> list[Continuation]:
+    """Score the end of every token sequence; see `ContinuationSamples`."""
+    samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
+    losses, greedy = np.zeros(len(sequences)), np.ones(len(sequences), bool)
+    for owner, scores in zip(samples.owners, score_samples(program, params, samples), strict=True):
+        losses[owner] += scores.loss.sum()
+        greedy[owner] &= scores.hit.all()
+    return [Continuation(-loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
+
+
+def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
+    """Compile what `score_samples` runs on samples of this length, by scoring a batch without targets."""
+    rows = program.local_rows
+    tokens = np.zeros((len(rows), sequence_length), np.int32)
+    batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
+    np.asarray(program.scores(params, batch)[0])

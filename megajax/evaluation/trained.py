@@ -1,0 +1,92 @@
+"""A run's model on the mesh asked for."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.config import Config, MeshConfig
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import RunError, UserError
+from megajax.launch import start
+from megajax.mesh import make_mesh
+from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
+from megajax.training.run_directory import kept_config
+from megajax.training.step import Program
+from megajax.validation import validate_mesh
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A program with the weights of a checkpoint, and the step that they are of."""
+
+    program: Program
+    params: Any
+    step: int
+
+    @classmethod
+    def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
+        """The weights of a run's checkpoint on the configuration's mesh; see `choose_step`.
+
+        Raises:
+            UserError: there is no such checkpoint.
+            RunError: it is damaged.
+        """
+        program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+        return cls(program, *restore_params(program, run_dir, step))
+
+
+def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int]:
+    """Weights of a run's checkpoint on the program's mesh, and their step; see `choose_step`.
+
+    Raises:
+        UserError: there is no such checkpoint.
+        RunError: it is damaged.
+    """
+    checkpoints = Checkpoints(run_dir, program.layout)
+    number = choose_step(run_dir, checkpoints.steps(), step)
+    try:
+        return checkpoints.restore(number).params, number
+    except DamagedCheckpoint as error:
+        raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
+    finally:
+        checkpoints.close()
+
+
+def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
+    """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
+
+    A batch fills the pipeline once.
+
+    Raises:
+        UserError: there is no run, or it cannot be used so.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+    config = kept_config(run_dir, overrides)
+    start(config)
+    if not any(key.startswith("mesh.") for key in overrides):
+        config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
+    validate_mesh(config, jax.device_count())
+    rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
+
+
+def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
+    """The tokenizer that a run was trained with.
+
+    Raises:
+        UserError: it has none, or one with more ids than the model.
+    """
+    folder = run_dir / "data" / "tokenizer"
+    if not folder.is_dir():
+        raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.size > config.model.vocab_size:
+        raise UserError(
+            f"--checkpoint {run_dir}: the tokenizer in {folder} has {tokenizer.size} ids; "
+            f"valid: at most the model's {config.model.vocab_size}"
+        )
+    return tokenizer

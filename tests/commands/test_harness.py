@@ -1,0 +1,98 @@
+"""A run in EleutherAI's `lm-eval` harness: its figures are those of `eval.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, Commands, Run, finish
+
+pytestmark = pytest.mark.peer
+
+TASK = """\
+task: last_word
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text.split(' ')[:-1] | join(' ')}}}}"
+doc_to_target: "{{{{' ' + text.split(' ')[-1]}}}}"
+metric_list:
+  - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+
+SCRIPT = """\
+import json, sys
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from lm_eval.api.registry import get_model
+import megajax.evaluation.harness
+from megajax.launch import run
+
+def main():
+    run_dir, tasks = sys.argv[1:]
+    model_args = f"checkpoint={run_dir},step=20,simulate_devices=2,mesh.pipe=2"  # as simple_evaluate makes it by name
+    model = get_model("megajax").create_from_arg_string(model_args, {"batch_size": 4, "device": None})
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=["last_word"], bootstrap_iters=0,
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+    )
+    figures = found["results"]["last_word"]
+    ask = lambda kind, *args: Instance(request_type=kind, doc={}, arguments=args, idx=0)
+    text = "The end of it"
+    written = model.generate_until([ask("generate_until", "the end", {"until": ["zzz"], "max_gen_toks": 20})])[0]
+    stop = written[5:8]
+    stopped = model.generate_until([ask("generate_until", "the end", {"until": [stop], "max_gen_toks": 20})])[0]
+    print(json.dumps({
+        "perplexity": figures["perplexity,none"], "accuracy": figures["acc,none"],
+        "rolling": model.loglikelihood_rolling([ask("loglikelihood_rolling", text)])[0],
+        "after_nothing": model.loglikelihood([ask("loglikelihood", "", text)])[0][0],
+        "written": written, "stop": stop, "stopped": stopped,
+        "tokens": len(model.tok_encode(written)),
+        "greedy": model.loglikelihood([ask("loglikelihood", "the end", written)])[0][1],
+    }))
+    model.generate_until([ask("generate_until", "the end", {"top_k": 3})])
+
+run(main)
+"""
+
+
+def test_the_harness_sees_what_eval_sees(commands: Commands, straight: Run, corpus: Path, tmp_path: Path) -> None:
+    """A task of last words, by name and flags, on a pipe of two; whole texts; and generation, which stops at a text
+    and refuses what it cannot do."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    words = corpus.read_text(encoding="utf-8").split()
+    file = tmp_path / "passages.jsonl"
+    passages = [" ".join(words[at : at + 13]) for at in range(0, 1000, 20)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "last_word.yaml").write_text(TASK.format(file=file))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = harness(commands, tmp_path / "script.py", straight.folder, tmp_path / "tasks", cache=tmp_path)
+    assert done.code == 2 and "top_k; valid: until" in done.err.splitlines()[-1], (done.out, done.err)
+    found = json.loads(done.out.splitlines()[-1])
+    expected = commands.evaluate("lambada", straight.folder, "--data", file)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    assert found["accuracy"] == expected["accuracy"]
+    assert found["rolling"] == pytest.approx(found["after_nothing"], rel=1e-6)
+    assert found["rolling"] < 0
+    assert found["greedy"] or found["tokens"] != 20, "unless the text has another tokenization"
+    assert found["stopped"] == found["written"].split(found["stop"])[0]
+
+
+def harness(commands: Commands, *line: object, cache: Path):
+    """Run a script with nothing from the network."""
+    environment = commands.environment() | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, line)],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return finish(process)

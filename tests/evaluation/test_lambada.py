@@ -1,0 +1,64 @@
+"""Which words of LAMBADA are predicted, and what broken passages say."""
+
+import json
+import math
+
+import pytest
+
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.lambada import LastWords, read_lambada, split_last_word
+from megajax.evaluation.scoring import Continuation
+
+
+def test_the_real_passages(test_data):
+    """5,153 passages; 1,140 last words of several subwords; the ids are those of the passage as a whole."""
+    tokenizer = Tokenizer.load(test_data / "gpt2-bpe")
+    file = test_data / "lambada" / "lambada_test.jsonl"
+    passages = read_lambada(str(file), tokenizer)
+    assert len(passages) == 5153
+    assert sum(len(ids) - first > 1 for ids, first in passages) == 1140
+    texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+    for text, (ids, first) in zip(texts, passages, strict=True):
+        assert tokenizer.decode(ids[first:]) == " " + text.split()[-1]
+        assert ids == tokenizer.encode(" ".join(split_last_word(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "word"),
+    [("a b  c", "a b", "c"), ("a b\n\nc. \n", "a b", "c."), ("c b c", "c b", "c"), ("alone ", "", "alone")],
+)
+def test_the_last_word(text, context, word):
+    assert split_last_word(text) == (context, word)
+
+
+def test_figures():
+    """A word counts as right as a whole; the perplexity is per word."""
+    words = [Continuation(-1.0, True), Continuation(-2.0, False), Continuation(-6.0, False)]
+    assert LastWords.of(words) == LastWords(pytest.approx(1 / 3), pytest.approx(math.exp(3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("bad.jsonl", '{"text": "a b"}\n{"text": "a', r"bad\.jsonl:2: not JSON"),
+        ("bad.jsonl", '{"text": "a b"}\n\n{"txt": "a b"}\n', r'bad\.jsonl:3: no text under the key "text"'),
+        ("bad.jsonl", '["a b"]\n', r"bad\.jsonl:1: "),
+        ("bad.jsonl", '{"text": "a b"}\n{"text": "alone"}\n', r"--data .*bad\.jsonl: passage 2 is one word"),
+        ("empty.jsonl", "", r"--data: .*empty\.jsonl contains no text"),
+        ("plain.txt", "a b", r"--data .*plain\.txt'; valid: a \.jsonl file"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, problem):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=problem) as caught:
+        read_lambada(str(tmp_path / name), Tokenizer.train(["text"], 300))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_there(tmp_path):
+    tokenizer = Tokenizer.train(["text"], 300)
+    with pytest.raises(UserError, match=r"--data: .*no\.jsonl does not exist"):
+        read_lambada(str(tmp_path / "no.jsonl"), tokenizer)
+    with pytest.raises(UserError, match=r"--data ''; valid: a \.jsonl file"):
+        read_lambada("", tokenizer)

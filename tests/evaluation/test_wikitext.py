@@ -1,0 +1,67 @@
+"""WikiText-103's text as it was written, rule by rule, and the paper's two counts."""
+
+import pytest
+
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.wikitext import detokenize, read_wikitext
+
+
+@pytest.mark.parametrize(
+    ("spaced", "plain"),
+    [
+        ("the players ' union", "the players' union"),
+        ("well @-@ known", "well-known"),
+        ("1 @,@ 000", "1,000"),
+        ("3 @.@ 14", "3.14"),
+        ("so : this", "so: this"),
+        ("this ; that", "this; that"),
+        ("done . Next", "done. Next"),
+        ("stop ! Now", "stop! Now"),
+        ("why ? Because", "why? Because"),
+        ("one , two", "one, two"),
+        ("a ( round one ) b", "a (round one) b"),
+        ("a [ square one ] b", "a [square one] b"),
+        ("a { curly one } b", "a {curly one} b"),
+        ('he said " so what " then', 'he said "so what" then'),
+        ("he said ' no more ' then", "he said 'no more' then"),
+        ("= = = = Deep = = = =", "==== Deep ===="),
+        ("= = = Deep = = =", "=== Deep ==="),
+        ("= = Flat = =", "== Flat =="),
+        ("at 40 ° C", "at 40°C"),
+        ("over \n the line", "over\nthe line"),
+        ("at 60 N 5 E", "at 60 1 5 E"),
+        ("the dog 's bone", "the dog's bone"),
+        ("( a ) ( b ) , ( ) <unk>", "(a) (b), () <unk>"),
+        ('as it was: "so", (he\'s) 1,000 @-@', 'as it was: "so", (he\'s) 1,000 @-@'),
+    ],
+)
+def test_every_rule(spaced, plain):
+    assert detokenize(spaced) == plain
+
+
+def test_the_paper_s_counts(test_data):
+    """245,566 words, and 270,329 subwords that are predicted from those before them; windows by hand."""
+    tokenizer = Tokenizer.load(test_data / "gpt2-bpe")
+    text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
+    samples = text.samples(sequence_length=1024, overlap=32)
+    assert text.original_tokens == 245_566
+    assert (len(text.ids), samples.num_targets) == (270_330, 270_329)
+    assert len(samples) == 1 + -(-(270_329 - 1024) // 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("empty.txt", "", r"empty\.txt contains no text"),
+        ("lines.jsonl", "{}", r"lines\.jsonl'; valid: one file of plain text"),
+        ("", "", "valid: one file of plain text"),
+    ],
+)
+def test_what_is_no_such_file(tmp_path, name, content, problem):
+    (tmp_path / name).write_text(content) if name else None
+    tokenizer = Tokenizer.train(["text"], 300)
+    with pytest.raises(UserError, match=f"^--data.*{problem}"):
+        read_wikitext(str(tmp_path / name), tokenizer)
+    with pytest.raises(UserError, match="--data ''; valid: one file of plain text"):
+        read_wikitext("", tokenizer)
