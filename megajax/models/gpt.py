@@ -5,12 +5,15 @@ The pieces are called one by one by whoever runs the layers (`embed`, then the b
 the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from megajax.backend import CPU, Backend
+from megajax.models.attention import Attend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import Block, LayerNorm
 from megajax.parallel.layers import normal_param
@@ -45,6 +48,11 @@ class GPT(nnx.Module):
         positions_TD = self.split.own(self.positions[...][: tokens_BT.shape[1]])
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.split) + positions_TD[None]
         return dropout.fold(EMBEDDING_SITE)(x_BTD, self.split.tokens(x_BTD))
+
+    def embed_at(self, tokens_BT: Array, position_BT: Array) -> Array:
+        """Token plus position embedding of tokens that stand anywhere, without dropout, shape [B, T, D]."""
+        positions_BTD = jnp.take(self.positions[...], position_BT, axis=0, mode="clip")
+        return embedding_lookup(self.table[...], tokens_BT, self.split) + positions_BTD
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, [B, T, V / devices that the vocabulary is split over]."""
@@ -92,9 +100,17 @@ class GPTFunctions:
         """See `GPT.embed`."""
         return nnx.merge(self._shared_graph, nnx.State(shared)).embed(tokens_BT, dropout)
 
+    def embed_at(self, shared: dict, tokens_BT: Array, position_BT: Array) -> Array:
+        """See `GPT.embed_at`."""
+        return nnx.merge(self._shared_graph, nnx.State(shared)).embed_at(tokens_BT, position_BT)
+
     def block(self, weights: dict, layer: Array, x_BTD: Array, dropout: Dropout) -> Array:
         """Layer number `layer`, whose `weights` have no leading dim."""
         return nnx.merge(self._blocks_graph, nnx.State(weights))(x_BTD, dropout.fold(layer))
+
+    def attending_block(self, weights: dict, x_BTD: Array, attend: Attend) -> tuple[Array, Any]:
+        """A layer without dropout around any form of attention (`Block.run`)."""
+        return nnx.merge(self._blocks_graph, nnx.State(weights)).run(x_BTD, Dropout.off(), attend)
 
     def loss(self, shared: dict, x_BTD: Array, targets_BT: Array) -> Array:
         """See `GPT.loss`."""
