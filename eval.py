@@ -13,7 +13,7 @@ CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices"
 
 def main() -> None:
     """Parse the command line, restore the checkpoint and run the task."""
-    from megajax.errors import UserError
+    from megajax.evaluation.restore import check_run
     from megajax.evaluation.tasks import TASKS
     from megajax.flags import Parser
 
@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(sys.argv[1:])
     run_dir = Path(args.checkpoint)
-    if not (run_dir / "config.toml").is_file():
-        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+    check_run(run_dir)
     result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=parser.overrides(args))
     import jax
 

@@ -112,7 +112,14 @@ def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"schedule": schedule}
+def generate(argv: Sequence[str]) -> None:
+    """Continue texts by a trained model."""
+    from megajax.generation.command import generate
+
+    generate(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"schedule": schedule, "generate": generate}
 
 
 def main() -> None:

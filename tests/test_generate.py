@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 import pytest
+from megajax.generate import sample
 from tiny import tiny_config, tiny_program
 
-from megajax.generate import sample
 from megajax.parallel.vocabulary import IGNORED
 
 PROMPT = [5, 17, 99]

@@ -1,27 +1,20 @@
 """The tasks of `eval.py`: each restores a run's checkpoint on the mesh asked for and returns its figures as a dict."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from megajax.config import Config, MeshConfig
+from megajax.config import Config
 from megajax.data.corpus import evaluation_tokens, open_corpus, prepared_prefix
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
-from megajax.errors import RunError, UserError
+from megajax.errors import UserError
 from megajax.evaluation.perplexity import perplexity
-from megajax.launch import start
+from megajax.evaluation.restore import restore_params, restored_config
 from megajax.mesh import make_mesh
-from megajax.precision import MAIN_DTYPE
-from megajax.presets import load_preset, resolve
-from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
 from megajax.training.step import Program
-from megajax.validation import validate_mesh
 
 
 def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +23,7 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
     Raises:
         UserError: the run, the step, the data or the mesh cannot be used.
     """
-    config = _evaluation_config(run_dir, overrides)
+    config = restored_config(run_dir, overrides)
     length = config.model.sequence_length
     if data:
         samples = EvaluationSamples(_documents(data, run_dir, config), sequence_length=length)
@@ -54,23 +47,6 @@ def evaluate_perplexity(run_dir: Path, *, step: str, data: str, overrides: dict[
     }
 
 
-def restore_params(program: Program, run_dir: Path, wanted: str) -> tuple[Any, int]:
-    """Weights of a run's checkpoint on the program's mesh, and its step; see `choose_step`.
-
-    Raises:
-        UserError: there is no such checkpoint.
-        RunError: it is damaged.
-    """
-    checkpoints = Checkpoints(run_dir, program.layout)
-    number = choose_step(run_dir, checkpoints.steps(), wanted)
-    try:
-        return checkpoints.restore(number).params, number
-    except DamagedCheckpoint as error:
-        raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
-    finally:
-        checkpoints.close()
-
-
 def _documents(data: str, run_dir: Path, config: Config) -> TokenDocuments:
     """A text in the run's tokens, or a dataset that is tokenized already."""
     if prefix := prepared_prefix(data, flag="--data"):
@@ -82,27 +58,5 @@ def _documents(data: str, run_dir: Path, config: Config) -> TokenDocuments:
         raise UserError(f"--data {data}: {run_dir} has no tokenizer for text; valid: a tokenized dataset")
     return evaluation_tokens(data, Tokenizer.load(tokenizer))
 
-
-def _evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
-    """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
-
-    A batch fills the pipeline once.
-    """
-    preset = {
-        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
-    }
-    config = resolve(preset, overrides)
-    earlier = preset["precision"]
-    if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
-        raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
-    start(config)
-    if not any(key.startswith("mesh.") for key in overrides):
-        config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
-    validate_mesh(config, jax.device_count())
-    rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
-
-
-_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": evaluate_perplexity}

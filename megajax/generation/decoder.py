@@ -9,7 +9,7 @@ over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D mode
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ State = dict[str, Any]
 
 TOKENS_AT_ONCE = 8
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
-ROWS, CACHE = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
+ROWS, CACHE = PartitionSpec(DATA), PartitionSpec(DATA, TENSOR)
 STATE_SPECS = {
     "caches": CACHE,  # of every layer
     "token": ROWS,  # the last that was chosen
@@ -42,6 +42,22 @@ STATE_SPECS = {
     "step": PartitionSpec(),  # tokens chosen so far
     "first_slot": PartitionSpec(),  # where the first of them stands in the caches
 }
+
+
+Stop = Literal["end", "length", "context"]
+
+
+class Piece(NamedTuple):
+    """Some more ids of one continuation.
+
+    Attributes:
+        number: of the prompt, from 0.
+        stopped_by: why these are the last: the end id, the number of tokens that was asked for, or the context's end.
+    """
+
+    number: int
+    ids: list[int]
+    stopped_by: Stop | None
 
 
 class Decoder:
@@ -73,28 +89,34 @@ class Decoder:
         layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_layers)]
         return {"shared": params["shared"], "layers": layers}
 
-    def limit(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """Tokens that a prompt gets at most: the last one may be the first beyond the context."""
-        return min(max_tokens, self._config.sequence_length - len(prompt) + 1)
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int
-    ) -> Iterator[dict[int, list[int]]]:
-        """Continue every prompt, `batch` of them at a time; yields new ids as they come, by the prompt's number.
+    def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
+        """Continue every prompt, `batch` of them at a time; yields new ids as they come.
 
         A prompt has one id at least, and at most as many as the context.
         """
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
         rows = _round_up(min(batch, len(prompts)), self._mesh.shape[DATA])
+        # A prompt's last token may be the first beyond the context.
+        limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
+        missing = list(limits)
         for start in range(0, len(prompts), batch):
             some = slice(start, min(start + batch, len(prompts)))
-            limits = [self.limit(prompt, max_tokens) for prompt in prompts[some]]
-            counts = np.zeros(len(limits), np.int32)
-            for tokens_BN in self._dispatches(self._inputs(prompts[some], limits, bits[some], rows), max(limits)):
-                new = tokens_BN[: len(limits)] != IGNORED
-                yield {start + row: tokens_BN[row, new[row]].tolist() for row in range(len(limits)) if new[row].any()}
-                counts += new.sum(axis=1, dtype=np.int32)
-                if (~new[:, -1] | (counts == limits)).all():
+            running = list(range(some.start, some.stop))
+            for tokens_BN in self._dispatches(
+                self._inputs(prompts[some], limits[some], bits[some], rows), limits[some]
+            ):
+                for number in list(running):
+                    ids = [token for token in tokens_BN[number - start].tolist() if token != IGNORED]
+                    missing[number] -= len(ids)
+                    stopped_by: Stop | None = None
+                    if missing[number] == 0:
+                        stopped_by = "length" if limits[number] == max_tokens else "context"
+                    elif len(ids) < tokens_BN.shape[1]:
+                        stopped_by = "end"
+                    if stopped_by:
+                        running.remove(number)
+                    yield Piece(number, ids, stopped_by)
+                if not running:
                     break
 
     def _inputs(self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int) -> State:
@@ -116,11 +138,11 @@ class Decoder:
 
         return jax.tree.map(put, {"tokens": tokens, "length": length, "limit": limit, "bits": padded_bits})
 
-    def _dispatches(self, inputs: State, limit: int) -> Iterator[np.ndarray]:
+    def _dispatches(self, inputs: State, limits: Sequence[int]) -> Iterator[np.ndarray]:
         """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
-        num_slots = inputs["tokens"].shape[1] + _round_up(limit - 1, TOKENS_AT_ONCE)
+        num_slots = inputs["tokens"].shape[1] + _round_up(max(limits) - 1, TOKENS_AT_ONCE)
         state, tokens_BN = self._run(("read", num_slots), self._read_program, inputs)
-        for _ in range(1, limit, TOKENS_AT_ONCE):
+        for _ in range(1, max(limits), TOKENS_AT_ONCE):
             state, following_BN = self._run(("follow", num_slots), self._follow_program, state)
             yield np.asarray(tokens_BN)
             tokens_BN = following_BN
@@ -194,7 +216,7 @@ class Decoder:
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
         x_B1D = self._model.embed_at(weights["shared"], state["token"][:, None], position_B[:, None])
-        num_slots = state["caches"][0].key_BSHK.shape[1]
+        num_slots = state["caches"][0].key_BHSK.shape[2]
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot)
         caches = []
         for layer, cache in zip(weights["layers"], state["caches"], strict=True):

@@ -18,21 +18,24 @@ from megajax.precision import at_least_fp32
 
 
 class Cache(NamedTuple):
-    """One layer's keys and values, of this device's rows and heads."""
+    """One layer's keys and values, of this device's rows and heads.
 
-    key_BSHK: Array
-    value_BSHK: Array
+    Heads come before slots, as the products want it: with slots first, they would transpose the whole cache for a token.
+    """
+
+    key_BHSK: Array
+    value_BHSK: Array
 
     @classmethod
     def of(cls, qkv_BTCHK: Array, num_slots: int) -> "Cache":
         """The keys and values of T tokens in the first of `num_slots` slots."""
-        free = [(0, 0), (0, num_slots - qkv_BTCHK.shape[1]), (0, 0), (0, 0)]
-        return cls(jnp.pad(qkv_BTCHK[:, :, 1], free), jnp.pad(qkv_BTCHK[:, :, 2], free))
+        free = [(0, 0), (0, 0), (0, num_slots - qkv_BTCHK.shape[1]), (0, 0)]
+        return cls(*(jnp.pad(qkv_BTCHK[:, :, c].swapaxes(1, 2), free) for c in (1, 2)))
 
     def put(self, qkv_BTCHK: Array, slot: Array) -> "Cache":
         """With the keys and values of T tokens from `slot` on."""
-        parts = ((self.key_BSHK, qkv_BTCHK[:, :, 1]), (self.value_BSHK, qkv_BTCHK[:, :, 2]))
-        return Cache(*(lax.dynamic_update_slice_in_dim(old, new, slot, axis=1) for old, new in parts))
+        new_BHTK = (qkv_BTCHK[:, :, c].swapaxes(1, 2) for c in (1, 2))
+        return Cache(*(lax.dynamic_update_slice_in_dim(old, new, slot, axis=2) for old, new in zip(self, new_BHTK)))
 
 
 def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array) -> Array:
@@ -57,14 +60,14 @@ def following(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
     def follow(qkv_BTCHK: Array) -> tuple[Array, Cache]:
         filled = cache.put(qkv_BTCHK, slot)
         product = partial(jnp.einsum, preferred_element_type=at_least_fp32(qkv_BTCHK.dtype))
-        q_BTHK = qkv_BTCHK[:, :, 0] * jnp.asarray(qkv_BTCHK.shape[-1] ** -0.5, qkv_BTCHK.dtype)
-        scores_BHTS = product("BTHK,BSHK->BHTS", q_BTHK, filled.key_BSHK)
+        q_BHTK = qkv_BTCHK[:, :, 0].swapaxes(1, 2) * jnp.asarray(qkv_BTCHK.shape[-1] ** -0.5, qkv_BTCHK.dtype)
+        scores_BHTS = product("BHTK,BHSK->BHTS", q_BHTK, filled.key_BHSK)
         lowest = jnp.asarray(-jnp.inf, scores_BHTS.dtype)
         scores_BHTS = jnp.where(visible_BS[:, None, None], scores_BHTS, lowest)
         weights_BHTS = jnp.exp(scores_BHTS - jnp.max(scores_BHTS, axis=-1, keepdims=True))
         total_BHT1 = jnp.sum(weights_BHTS, axis=-1, keepdims=True)
         weights_BHTS = (weights_BHTS / total_BHT1).astype(qkv_BTCHK.dtype)
-        heads_BTHK = product("BHTS,BSHK->BTHK", weights_BHTS, filled.value_BSHK)
-        return heads_BTHK.astype(qkv_BTCHK.dtype), filled
+        heads_BHTK = product("BHTS,BHSK->BHTK", weights_BHTS, filled.value_BHSK)
+        return heads_BHTK.swapaxes(1, 2).astype(qkv_BTCHK.dtype), filled
 
     return follow
