@@ -1,11 +1,12 @@
-"""Tokens per second of greedy generation, beside Hugging Face transformers' GPT-2 with the same weights in the same run.
+"""Tokens per second of greedy generation, beside those of `transformers` with the same weights in the same run.
 
     python benchmarks/generation.py [PRESET] [train.py's flags] [--batch N] [--prompt-tokens N] [--new-tokens N]
         [--threads N] [--rounds N] [--json]
 
-PRESET is benchmarks/gpt-4x512.toml unless given; weights and prompts are random. Without `--batch` batches of 1 and of 8
-prompts are measured. Every side is a process of its own; they generate in turn, A B A B, and `ratio` is the median over
-the rounds of the peer's time by ours: prompts are read and all tokens generated in it, to the last one on the host.
+PRESET is benchmarks/gpt-4x512.toml unless given; weights and prompts are random. Without `--batch`, batches of 1 and of
+8 prompts are measured. Every side is a process of its own; they generate in turn, A B A B, and `ratio` is the median
+over the rounds of the peer's time by ours: from the prompts to the last token, reading the prompts included. The peer
+is Hugging Face's GPT-2 as its `generate` runs it.
 """
 
 import argparse

@@ -102,9 +102,8 @@ class Decoder:
         for start in range(0, len(prompts), batch):
             some = slice(start, min(start + batch, len(prompts)))
             running = list(range(some.start, some.stop))
-            for tokens_BN in self._dispatches(
-                self._inputs(prompts[some], limits[some], bits[some], rows), limits[some]
-            ):
+            inputs = self._inputs(prompts[some], limits[some], bits[some], rows)
+            for tokens_BN in self._dispatches(inputs, max(limits[some])):
                 for number in list(running):
                     ids = [token for token in tokens_BN[number - start].tolist() if token != IGNORED]
                     missing[number] -= len(ids)
@@ -138,11 +137,11 @@ class Decoder:
 
         return jax.tree.map(put, {"tokens": tokens, "length": length, "limit": limit, "bits": padded_bits})
 
-    def _dispatches(self, inputs: State, limits: Sequence[int]) -> Iterator[np.ndarray]:
+    def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
         """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
-        num_slots = inputs["tokens"].shape[1] + _round_up(max(limits) - 1, TOKENS_AT_ONCE)
+        num_slots = inputs["tokens"].shape[1] + _round_up(most - 1, TOKENS_AT_ONCE)
         state, tokens_BN = self._run(("read", num_slots), self._read_program, inputs)
-        for _ in range(1, max(limits), TOKENS_AT_ONCE):
+        for _ in range(1, most, TOKENS_AT_ONCE):
             state, following_BN = self._run(("follow", num_slots), self._follow_program, state)
             yield np.asarray(tokens_BN)
             tokens_BN = following_BN

@@ -59,7 +59,7 @@ class TextStream:
 
 
 class Screen:
-    """Several texts that grow at once, written one after the other: the first that is not finished is shown as it grows.
+    """Several texts that grow at once, written one after the other: the first unfinished one is shown as it grows.
 
     Args:
         starts: how each text starts.

@@ -1,14 +1,14 @@
 """The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
 that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
 
-from functools import partial
-
 import jax
 import numpy as np
 
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.parallel.vocabulary import IGNORED
 from megajax.training.step import Program
+
+_choose = jax.jit(choose, static_argnames="sampling")
 
 
 def sample(
@@ -26,7 +26,6 @@ def sample(
 
     model = program.config.model
     ids, bits = list(prompt), prompt_bits([prompt], sampling.seed)
-    choose_one = jax.jit(partial(choose, sampling=sampling))
     rows = program.local_rows
     for _ in range(num_tokens):
         window = ids[-model.sequence_length :]
@@ -35,7 +34,7 @@ def sample(
         batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
         logits = program.next_logits(params, batch, np.int32(len(window) - 1))
         first = np.asarray(multihost_utils.process_allgather(logits, tiled=True))[:1, : model.vocab_size]
-        chosen = int(choose_one(first, bits, np.array([len(ids)], np.int32))[0])
+        chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
         if chosen == end:
             break
         ids.append(chosen)

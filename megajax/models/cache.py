@@ -20,7 +20,7 @@ from megajax.precision import at_least_fp32
 class Cache(NamedTuple):
     """One layer's keys and values, of this device's rows and heads.
 
-    Heads come before slots, as the products want it: with slots first, they would transpose the whole cache for a token.
+    Heads come before slots, as products take them: with slots first, the whole cache would be transposed for a token.
     """
 
     key_BHSK: Array
@@ -34,8 +34,8 @@ class Cache(NamedTuple):
 
     def put(self, qkv_BTCHK: Array, slot: Array) -> "Cache":
         """With the keys and values of T tokens from `slot` on."""
-        new_BHTK = (qkv_BTCHK[:, :, c].swapaxes(1, 2) for c in (1, 2))
-        return Cache(*(lax.dynamic_update_slice_in_dim(old, new, slot, axis=2) for old, new in zip(self, new_BHTK)))
+        parts = (self.key_BHSK, qkv_BTCHK[:, :, 1]), (self.value_BHSK, qkv_BTCHK[:, :, 2])
+        return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
 
 
 def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array) -> Array:
