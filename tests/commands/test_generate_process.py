@@ -1,5 +1,6 @@
 """`megajax generate` as a process: text on standard output, notes and mistakes on standard error, exit codes."""
 
+import pytest
 from processes import Commands, Run, contents
 
 
@@ -15,6 +16,7 @@ def test_the_text_alone_is_standard_output(commands: Commands, straight: Run) ->
     assert contents(straight.folder) == before
 
 
+@pytest.mark.full
 def test_a_mistake_ends_with_two(commands: Commands, straight: Run) -> None:
     done = commands.run("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "a" * 1000)
     assert done.code == 2 and done.out == ""
