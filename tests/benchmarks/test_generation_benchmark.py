@@ -10,8 +10,6 @@ import pytest
 GENERATION = Path(__file__).parents[2] / "benchmarks" / "generation.py"
 SIZES = {"num-layers": 2, "hidden-size": 48, "num-heads": 4, "sequence-length": 32, "vocab-size": 99}
 SMALL = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
-    "--model.num-layers 2 --model.hidden-size 48 --model.num-heads 4 --model.sequence-length 32 --model.vocab-size 99"
-)
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:
