@@ -119,6 +119,13 @@ def convert(argv: Sequence[str]) -> None:
     convert(argv)
 
 
+def generate(argv: Sequence[str]) -> None:
+    """Continue texts by a trained model."""
+    from megajax.generation.command import generate
+
+    generate(argv)
+
+
 def prepare(argv: Sequence[str]) -> None:
     """Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it."""
     from megajax.preparation.command import main
@@ -126,7 +133,12 @@ def prepare(argv: Sequence[str]) -> None:
     main(argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"convert": convert, "prepare": prepare, "schedule": schedule}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "convert": convert,
+    "generate": generate,
+    "prepare": prepare,
+    "schedule": schedule,
+}
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
-from megajax.generate import sample
+from megajax.generation.choice import Sampling
+from megajax.generation.window import sample
 from megajax.training.step import Program
 
 _TOKENS_AT_ONCE = 16  # generated before stop texts are looked for
@@ -108,8 +109,7 @@ class MegajaxLM(TemplateLM):
             self._trained.params,
             ids,
             num_tokens=num_tokens,
-            temperature=temperature,
-            seed=self._trained.program.config.seed + number,
+            sampling=Sampling(temperature, seed=self._trained.program.config.seed + number),
             end=self.eot_token_id,
         )
 

@@ -55,6 +55,12 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
         checkpoints.close()
 
 
+def check_run(run_dir: Path) -> None:
+    """Raises `UserError` where `--checkpoint` is not the directory of a run."""
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+
+
 def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
 
@@ -63,8 +69,7 @@ def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
     Raises:
         UserError: there is no run, or it cannot be used so.
     """
-    if not (run_dir / "config.toml").is_file():
-        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+    check_run(run_dir)
     config = kept_config(run_dir, overrides)
     start(config)
     if not any(key.startswith("mesh.") for key in overrides):

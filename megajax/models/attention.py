@@ -3,6 +3,9 @@
 Letters: B batch, T query positions, S key positions, D model, C the three of query, key, value, H heads, K head size.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +20,7 @@ from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.split import Split
 
+Attend = Callable[[Array], tuple[Array, Any]]  # qkv_BTCHK of this device's heads -> heads_BTHK, and what it remembers
 FUSED_FORWARD = "dot_product_attention_fwd"  # starts the names of cuDNN's operations in a jaxpr
 
 
@@ -33,9 +37,10 @@ class Attention(nnx.Module):
             key / "output", split, (heads, head_size), ("heads", "head_size"), hidden, config.residual_init_std, backend
         )
 
-    def __call__(self, x_BTD: Array, dropout: Dropout, positions_BT: Array | None = None) -> Array:
-        qkv_BTCHK = checkpoint_name(self.qkv(x_BTD), "attention_qkv")
-        return self.output(attend(qkv_BTCHK, dropout, self.backend, positions_BT))
+    def __call__(self, x_BTD: Array, attend: Attend) -> tuple[Array, Any]:
+        """`attend` between the projections; also returns what it remembers (`models/cache.py`)."""
+        heads_BTHK, memory = attend(checkpoint_name(self.qkv(x_BTD), "attention_qkv"))
+        return self.output(heads_BTHK), memory
 
 
 def attend(qkv_BTCHK: Array, dropout: Dropout, backend: Backend, positions_BT: Array | None = None) -> Array:

@@ -5,12 +5,15 @@ The pieces are called one by one by whoever runs the layers (`embed`, then the b
 the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from megajax.backend import CPU, Backend
+from megajax.models.attention import Attend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import Block, LayerNorm
 from megajax.parallel.layers import normal_param
@@ -112,6 +115,10 @@ class GPTFunctions:
     ) -> Array:
         """Layer number `layer`, whose `weights` have no leading dim."""
         return nnx.merge(self._blocks_graph, nnx.State(weights))(x_BTD, dropout.fold(layer), positions_BT)
+
+    def attending_block(self, weights: dict, x_BTD: Array, attend: Attend) -> tuple[Array, Any]:
+        """A layer without dropout around any form of attention (`Block.run`)."""
+        return nnx.merge(self._blocks_graph, nnx.State(weights)).run(x_BTD, Dropout.off(), attend)
 
     def loss(self, shared: dict, x_BTD: Array, targets_BT: Array) -> Array:
         """See `GPT.loss`."""

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import CPU, Backend
-from megajax.models.attention import FUSED_FORWARD, Attention
+from megajax.models.attention import FUSED_FORWARD, Attend, Attention, attend
 from megajax.models.config import ModelConfig
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, constant_param
 from megajax.parallel.random import Dropout, NamedKey
@@ -85,7 +85,7 @@ class Block(nnx.Module):
     """One pre-LayerNorm transformer layer."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, split: Split, backend: Backend = CPU):
-        self.split = split
+        self.split, self.backend = split, backend
         self.attention_norm = LayerNorm(config.hidden_size)
         self.attention = Attention(config, key / "attention", split, backend)
         self.mlp_norm = LayerNorm(config.hidden_size)
@@ -96,9 +96,18 @@ class Block(nnx.Module):
 
         `positions_BT` of all tokens, where given, keep documents apart (see `blocked_attention`).
         """
+        of_weights = dropout.fold(ATTENTION_WEIGHTS)
+
+        def attend_to_all(qkv_BTCHK: Array) -> tuple[Array, None]:
+            return attend(qkv_BTCHK, of_weights, self.backend, positions_BT), None
+
+        return self.run(x_BTD, dropout, attend_to_all)[0]
+
+    def run(self, x_BTD: Array, dropout: Dropout, attend: Attend) -> tuple[Array, Any]:
+        """The layer around any form of attention; also returns what that remembers."""
         token_T = self.split.tokens(x_BTD)
-        y_BTD = self.attention(self.attention_norm(x_BTD), dropout.fold(ATTENTION_WEIGHTS), positions_BT)
+        y_BTD, memory = self.attention(self.attention_norm(x_BTD), attend)
         y_BTD = checkpoint_name(y_BTD, "attention_output")
         x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)
         y_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + dropout.fold(MLP_OUTPUT)(y_BTD, token_T)
+        return x_BTD + dropout.fold(MLP_OUTPUT)(y_BTD, token_T), memory

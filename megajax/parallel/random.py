@@ -100,6 +100,11 @@ class Dropout:
         """Dropout for the samples `sample_B`, their rows in the global batch of `step`."""
         return cls(rate, RandomBits.from_seed(seed).fold(step).fold(sample_B))
 
+    @classmethod
+    def off(cls) -> "Dropout":
+        """None at all."""
+        return cls(0.0, RandomBits.from_seed(0))
+
     def fold(self, index: int | Array) -> "Dropout":
         """Dropout of another layer or site."""
         return Dropout(self.rate, self.bits_B.fold(index))

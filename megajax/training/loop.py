@@ -20,7 +20,8 @@ from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validati
 from megajax.data.loader import train_batches
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexity
-from megajax.generate import sample
+from megajax.generation.choice import Sampling
+from megajax.generation.window import sample
 from megajax.launch import start
 from megajax.mesh import make_mesh
 from megajax.training.checkpoint import Checkpoints
@@ -236,8 +237,7 @@ class _Run:
             self.state.params,
             prompt,
             num_tokens=config.tokens,
-            temperature=config.temperature,
-            seed=self.config.seed,
+            sampling=Sampling(config.temperature, seed=self.config.seed),
             end=tokenizer.end_of_text,
         )
         return config.prompt + tokenizer.decode(ids)

@@ -85,6 +85,20 @@ def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
 
 
 @pytest.mark.full
+def test_generate_as_two_processes(commands: Commands, straight: Run) -> None:
+    """Both run to the end, rows and heads split over them; process 0 alone prints, what one device prints."""
+    prompts = ("--prompt", "the end", "--prompt", "A", "--prompt", "nor", "--max-tokens", 20)
+    line = ("-m", "megajax", "generate", "--checkpoint", straight.folder, *prompts)
+    alone = commands.run(*line)
+    assert alone.code == 0 and alone.out.startswith("--- 1 of 3\nthe end") and "tokens/s" in alone.err, alone
+    for mesh in (("--mesh.data", 2, "--mesh.tensor", 2), ("--mesh.tensor", 4)):
+        first, second = two_processes(commands, *line, *mesh, "--simulate-devices", 2)
+        assert first.code == second.code == 0, (first, second)
+        assert re.sub(r"\[Gloo\][^\n]*\n", "", first.out) == alone.out
+        assert second.err == "" and "the end" not in second.out
+
+
+@pytest.mark.full
 def test_the_number_of_processes_may_change_on_resume(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Steps 1-5 as one process, 6-12 as two, the rest as one on one device."""
     run = tmp_path / "run"

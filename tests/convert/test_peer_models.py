@@ -13,7 +13,8 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizer import Tokenizer
 from megajax.evaluation.trained import restore_params
-from megajax.generate import sample
+from megajax.generation.choice import Sampling
+from megajax.generation.window import sample
 from megajax.models.config import ModelConfig
 from megajax.parallel.vocabulary import IGNORED
 from megajax.training.checkpoint import Checkpoints
@@ -76,7 +77,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
     generated = peer.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=64
     )
-    ours = sample(program, state.params, prompt, num_tokens=64, temperature=0.0, seed=0, end=tokenizer.end_of_text)
+    ours = sample(program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), end=tokenizer.end_of_text)
     continuation = generated[0, len(prompt) :].tolist()
     assert len(ours) == 64 and len(set(ours)) > 4
     assert continuation == ours

@@ -1,4 +1,4 @@
-"""Sampling gives the same text on every mesh, and continues with what the model finds probable."""
+"""Sampling by the whole window gives the same text on every mesh, and continues with what the model finds probable."""
 
 import functools
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.generate import sample
+from megajax.generation.choice import Sampling
+from megajax.generation.window import sample
 from megajax.parallel.vocabulary import IGNORED
 
 PROMPT = [5, 17, 99]
@@ -18,9 +19,8 @@ def model(mesh: tuple[int, int, int]):
     return program, program.layout.init().params
 
 
-def draw(mesh, **options) -> list[int]:
-    settings = {"num_tokens": 20, "temperature": 1.0, "seed": 3} | options
-    return sample(*model(mesh), settings.pop("prompt", PROMPT), **settings)
+def draw(mesh, *, temperature: float = 1.0, seed: int = 3, end: int | None = None) -> list[int]:
+    return sample(*model(mesh), PROMPT, num_tokens=20, sampling=Sampling(temperature, seed=seed), end=end)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 1)])

@@ -1,0 +1,80 @@
+"""The choice of the next token: the one place that knows of temperature, top-k, top-p and the noise.
+
+A token is drawn by adding Gumbel noise to the logits and taking the highest. The noise hashes the seed, the prompt's
+text, the token's position and the column of the vocabulary, so that a continuation depends on neither the mesh nor the
+other prompts, nor on their order. Letters: B batch, V vocabulary, N the most probable tokens.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from megajax.parallel.random import RandomBits
+from megajax.precision import at_least_fp32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: logits are divided by it; 0: always the most probable token.
+        top_k: only among the k most probable tokens; 0: all.
+        top_p: only among the most probable tokens that together have at least this probability, after `top_k`.
+        seed: of the noise.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
+    """The state of the noise for every prompt, [number of prompts]; of equal prompts, the first has its own, the second
+    another, ..."""
+    texts = [np.asarray(prompt, np.int32).tobytes() for prompt in prompts]
+    seen: Counter[bytes] = Counter()
+    repeats = []
+    for text in texts:
+        repeats.append(seen[text])
+        seen[text] += 1
+    hashes = np.array([zlib.crc32(text) for text in texts], np.uint32)
+    return RandomBits.from_seed(seed).fold(jnp.asarray(hashes)).fold(jnp.asarray(np.array(repeats, np.uint32)))
+
+
+def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
+    """Ids of the tokens at the positions `position_B`, int32 [B], from all logits without the padding's."""
+    logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
+    if sampling.temperature > 0:
+        logits_BV = _likely(logits_BV / jnp.asarray(sampling.temperature, logits_BV.dtype), sampling)
+        logits_BV = logits_BV + gumbel_noise(bits_B.fold(position_B), logits_BV.shape[1]).astype(logits_BV.dtype)
+    return lax.argmax(logits_BV, 1, jnp.int32)
+
+
+def gumbel_noise(bits_B: RandomBits, size: int) -> Array:
+    """Noise whose highest of logits plus noise is distributed as the softmax of the logits, fp32 [B, size]."""
+    bits_BV = bits_B[:, None].last(jnp.arange(size, dtype=jnp.int32)[None])
+    uniform_BV = (bits_BV.astype(jnp.float32) + 0.5) * 2.0**-32  # fine near 0, where the highest noise comes from
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform_BV, 1 - 2.0**-24)))
+
+
+def _likely(logits_BV: Array, sampling: Sampling) -> Array:
+    """The logits with -inf for tokens that may not be chosen. Tokens as probable as the last that may, may too."""
+    size = logits_BV.shape[1]
+    num_likely = min(sampling.top_k or size, size)
+    if num_likely == size and sampling.top_p == 1:
+        return logits_BV
+    likely_BN = lax.top_k(logits_BV, num_likely)[0]  # in descending order
+    lowest_B1 = likely_BN[:, -1:]
+    if sampling.top_p < 1:
+        weights_BN = jnp.exp(likely_BN - likely_BN[:, :1])
+        before_BN = jnp.cumsum(weights_BN, axis=1) - weights_BN  # of the tokens that are more probable
+        kept_BN = before_BN < sampling.top_p * jnp.sum(weights_BN, axis=1, keepdims=True)
+        lowest_B1 = jnp.min(jnp.where(kept_BN, likely_BN, jnp.inf), axis=1, keepdims=True)
+    return jnp.where(logits_BV >= lowest_B1, logits_BV, jnp.asarray(-jnp.inf, logits_BV.dtype))

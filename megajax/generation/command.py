@@ -1,0 +1,134 @@
+"""`megajax generate`: continue prompts by a run's checkpoint."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.errors import UserError
+from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.flags import Parser, add_flag
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.generation.text import Screen, read_prompts
+from megajax.options import Option
+
+CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
+OPTIONS = (
+    Option("max_tokens", int, 64, "tokens that a prompt gets at most"),
+    Option("temperature", float, 0.8, "0: always the most probable token; higher is more random"),
+    Option("top_k", int, 0, "choose among the k most probable tokens; 0: all"),
+    Option("top_p", float, 1.0, "choose among the most probable tokens that together have this probability"),
+    Option("seed", int, 0, "of the random choice"),
+    Option("batch", int, 8, "prompts that are continued at once"),
+)
+VALID = {
+    "max_tokens": (lambda x: x >= 1, "1 or more"),
+    "temperature": (lambda x: x >= 0, "0 or more"),
+    "top_k": (lambda x: x >= 0, "0 or more"),
+    "top_p": (lambda x: 0 < x <= 1, "more than 0 and at most 1"),
+    "seed": (lambda x: 0 <= x < 2**31, f"0 to {2**31 - 1}"),
+    "batch": (lambda x: x >= 1, "1 or more"),
+}
+
+
+def generate(argv: Sequence[str]) -> None:
+    """Parse the command line, restore the checkpoint and write the continuations as they come."""
+    parser = Parser(
+        "Continue texts by a trained model.",
+        "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
+    )
+    add_flag(parser, Option("checkpoint", str, MISSING, "run directory of the training"), MISSING, required=True)
+    parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
+    parser.add_argument("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")
+    for option in OPTIONS:
+        add_flag(parser, option, option.default)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_config_flags(*CONFIG_FLAGS)
+    args = parser.parse_args(argv)
+    values = {option.key: getattr(args, option.key, option.default) for option in OPTIONS}
+    for option in OPTIONS:
+        inside, valid = VALID[option.key]
+        if not inside(values[option.key]):
+            raise UserError(f"{option.flag} {values[option.key]}; valid: {valid}")
+    overrides = parser.overrides(args)
+    if overrides.get("mesh.pipe", 1) != 1:
+        raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
+    prompts = read_prompts(args.prompt, args.prompt_file)
+    report = continue_texts(Path(args.checkpoint), args.step, prompts, values, overrides, show=not args.json)
+    if jax.process_index() == 0:
+        if args.json:
+            print(json.dumps(report))
+        else:
+            for number, found in enumerate(report["continuations"], start=1):
+                if found["stopped_by"] == "context":
+                    _note(f"prompt {number} was continued to the end of the context only, by {found['tokens']} tokens")
+            _note(f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s")
+
+
+def continue_texts(
+    run_dir: Path, step: str, prompts: list[str], values: dict[str, Any], overrides: dict[str, Any], *, show: bool
+) -> dict[str, Any]:
+    """Continue `prompts` by a checkpoint; the report of `--json`.
+
+    Args:
+        values: of `OPTIONS`, by key.
+        overrides: of the run's configuration, by key.
+        show: also write the texts on standard output as they come.
+
+    Raises:
+        UserError: the run, the step, the prompts or the mesh cannot be used.
+    """
+    config = evaluation_config(run_dir, overrides | {"optimizer.zero": 1, "sequence_parallel": False})
+    tokenizer = run_tokenizer(run_dir, config)
+    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
+    length = config.model.sequence_length
+    for number, prompt in enumerate(ids, start=1):
+        if len(prompt) > length:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens; valid: at most {length}, the context of {run_dir}"
+            )
+    trained = TrainedModel.restore(run_dir, config, step)
+    sampling = Sampling(values["temperature"], values["top_k"], values["top_p"], values["seed"])
+    decoder = Decoder(trained.program, trained.params, sampling, tokenizer.end_of_text)
+    found_step = trained.step
+    del trained  # the decoder has its own form of the weights
+    screen = Screen(tokenizer, prompts) if show and jax.process_index() == 0 else None
+    new: list[list[int]] = [[] for _ in prompts]
+    stops: list[str | None] = [None] * len(prompts)
+    began = time.perf_counter()
+    for number, more, stopped_by in decoder.stream(ids, max_tokens=values["max_tokens"], batch=values["batch"]):
+        new[number] += more
+        stops[number] = stopped_by
+        if screen:
+            screen.add(number, more, finished=stopped_by is not None)
+    seconds = time.perf_counter() - began - decoder.compile_seconds
+    continuations = [
+        {
+            "prompt": text,
+            "text": tokenizer.decode(continuation),
+            "prompt_tokens": len(prompt),
+            "tokens": len(continuation),
+            "stopped_by": stopped_by,
+        }
+        for text, prompt, continuation, stopped_by in zip(prompts, ids, new, stops, strict=True)
+    ]
+    tokens = sum(map(len, new))
+    return {
+        "step": found_step,
+        "continuations": continuations,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _note(text: str) -> None:
+    """Beside the texts, which alone are standard output."""
+    print(text, file=sys.stderr)

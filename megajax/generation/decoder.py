@@ -1,0 +1,249 @@
+"""Generation with a cache on a (data, tensor) mesh: whole prompts are read at once, then one token of every row at a
+time.
+
+Two compiled programs for each shape of a batch: one reads the prompts and chooses the first tokens, one chooses up to
+`TOKENS_AT_ONCE` more without the host in between. Rows are split over `data`; heads of the caches, and the vocabulary,
+over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D model, V vocabulary, N tokens of a dispatch.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.generation.choice import Sampling, choose, prompt_bits
+from megajax.models.cache import following, reading, visible_slots
+from megajax.models.gpt import GPTFunctions
+from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, vary
+from megajax.parallel.random import Dropout, RandomBits
+from megajax.parallel.split import PAPER
+from megajax.parallel.vocabulary import IGNORED
+from megajax.training.step import Program
+
+Tree = Any
+State = dict[str, Any]
+
+TOKENS_AT_ONCE = 8
+SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
+ROWS, CACHE = PartitionSpec(DATA), PartitionSpec(DATA, TENSOR)
+STATE_SPECS = {
+    "caches": CACHE,  # of every layer
+    "token": ROWS,  # the last that was chosen
+    "length": ROWS,  # of the prompt
+    "limit": ROWS,  # tokens that may be chosen
+    "stopped": ROWS,  # no more are chosen
+    "bits": ROWS,  # state of the noise
+    "step": PartitionSpec(),  # tokens chosen so far
+    "first_slot": PartitionSpec(),  # where the first of them stands in the caches
+}
+
+
+Stop = Literal["end", "length", "context"]
+
+
+class Piece(NamedTuple):
+    """Some more ids of one continuation.
+
+    Attributes:
+        number: of the prompt, from 0.
+        stopped_by: why these are the last: the end id, the number of tokens that was asked for, or the context's end.
+    """
+
+    number: int
+    ids: list[int]
+    stopped_by: Stop | None
+
+
+class Decoder:
+    """A model that continues prompts, on the mesh of a program without a pipe.
+
+    All processes make one and call its methods together, and all get the same ids.
+
+    Attributes:
+        compile_seconds: spent in compiling so far.
+    """
+
+    def __init__(self, program: Program, params: Tree, sampling: Sampling, end: int | None):
+        """`params` are the program's; `end` is the id before which a continuation ends, None: there is none."""
+        self._config, self._mesh = program.config.model, program.mesh
+        assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
+        self._sampling, self._end, self._backend = sampling, end, program.backend
+        self._model = GPTFunctions(self._config, PAPER, program.backend)
+        specs = program.layout.specs.params
+        layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
+        self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}
+        # Arrays of their own: of a stack, every layer's weights would be copied for every token.
+        shardings = _map_specs(lambda spec: NamedSharding(self._mesh, spec), self._specs)
+        self._weights = jax.jit(self._unstacked, out_shardings=shardings)(params)
+        self._programs: dict[tuple, Callable] = {}
+        self.compile_seconds = 0.0
+
+    def _unstacked(self, params: Tree) -> Tree:
+        stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
+        layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_layers)]
+        return {"shared": params["shared"], "layers": layers}
+
+    def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
+        """Continue every prompt, `batch` of them at a time; yields new ids as they come.
+
+        A prompt has one id at least, and at most as many as the context.
+        """
+        bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
+        rows = _round_up(min(batch, len(prompts)), self._mesh.shape[DATA])
+        # A prompt's last token may be the first beyond the context.
+        limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
+        missing = list(limits)
+        for start in range(0, len(prompts), batch):
+            some = slice(start, min(start + batch, len(prompts)))
+            running = list(range(some.start, some.stop))
+            inputs = self._inputs(prompts[some], limits[some], bits[some], rows)
+            for tokens_BN in self._dispatches(inputs, max(limits[some])):
+                for number in list(running):
+                    ids = [token for token in tokens_BN[number - start].tolist() if token != IGNORED]
+                    missing[number] -= len(ids)
+                    stopped_by: Stop | None = None
+                    if missing[number] == 0:
+                        stopped_by = "length" if limits[number] == max_tokens else "context"
+                    elif len(ids) < tokens_BN.shape[1]:
+                        stopped_by = "end"
+                    if stopped_by:
+                        running.remove(number)
+                    yield Piece(number, ids, stopped_by)
+                if not running:
+                    break
+
+    def _inputs(self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int) -> State:
+        """A batch's prompts in arrays over the mesh; the rows without a prompt stop at once."""
+        width = SHORTEST
+        while width < max(map(len, prompts)):
+            width *= 2
+        tokens = np.zeros((rows, min(width, self._config.sequence_length)), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        free = rows - len(prompts)
+        length = np.array([*map(len, prompts), *[1] * free], np.int32)
+        limit = np.array([*limits, *[0] * free], np.int32)
+        padded_bits = jax.tree.map(lambda word: np.pad(word, (0, free)), bits)
+
+        def put(array: np.ndarray) -> Array:
+            sharding = NamedSharding(self._mesh, ROWS)
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+        return jax.tree.map(put, {"tokens": tokens, "length": length, "limit": limit, "bits": padded_bits})
+
+    def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
+        """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
+        num_slots = inputs["tokens"].shape[1] + _round_up(most - 1, TOKENS_AT_ONCE)
+        state, tokens_BN = self._run(("read", num_slots), self._read_program, inputs)
+        for _ in range(1, most, TOKENS_AT_ONCE):
+            state, following_BN = self._run(("follow", num_slots), self._follow_program, state)
+            yield np.asarray(tokens_BN)
+            tokens_BN = following_BN
+        yield np.asarray(tokens_BN)
+
+    def _run(self, name: tuple, program: Callable, argument: State) -> tuple[State, Array]:
+        """Run a program, compiled before if it was not yet for such an argument."""
+        key = *name, *(leaf.shape for leaf in jax.tree.leaves(argument))
+        if key not in self._programs:
+            began = time.perf_counter()
+            self._programs[key] = program(name[1]).lower(self._weights, argument).compile()
+            self.compile_seconds += time.perf_counter() - began
+        return self._programs[key](self._weights, argument)
+
+    def _read_program(self, num_slots: int) -> Callable:
+        return self._compile(partial(self._read, num_slots), ROWS)
+
+    def _follow_program(self, _: int) -> Callable:
+        return self._compile(self._follow, STATE_SPECS, donate_argnums=1)
+
+    def _compile(self, function: Callable, specs: Tree, **options: Any) -> Callable:
+        out_specs = STATE_SPECS, PartitionSpec()
+        region = jax.shard_map(
+            function, mesh=self._mesh, in_specs=(self._specs, specs), out_specs=out_specs, check_vma=True
+        )
+        return jax.jit(region, **options)
+
+    # Inside the region from here on: arrays are this device's shards.
+
+    def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
+        tokens_BT, length_B = inputs["tokens"], inputs["length"]
+        position_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+        x_BTD = self._model.embed(weights["shared"], tokens_BT, Dropout.off(), position_T[None])
+        caches = []
+        for layer in weights["layers"]:
+            x_BTD, cache = self._model.attending_block(layer, x_BTD, reading(num_slots, self._backend))
+            caches.append(cache)
+        state = {
+            "caches": caches,
+            "length": length_B,
+            "limit": inputs["limit"],
+            "stopped": inputs["limit"] == 0,
+            "bits": inputs["bits"],
+            "step": jnp.zeros((), jnp.int32),
+            "first_slot": jnp.full((), tokens_BT.shape[1], jnp.int32),
+        }
+        x_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
+        state, tokens_B = self._choose(weights, x_B1D, state)
+        return state, gather_shards(tokens_B[:, None], 0, same=True)
+
+    def _follow(self, weights: Tree, state: State) -> tuple[State, Array]:
+        """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
+
+        def goes_on(carry: tuple[Array, Array, Array, State]) -> Array:
+            number, num_running, _, _ = carry
+            return (number < TOKENS_AT_ONCE) & (num_running > 0)
+
+        def go_on(carry: tuple[Array, Array, Array, State]) -> tuple[Array, Array, Array, State]:
+            number, _, tokens_BN, state = carry
+            state, token_B = self._choose(weights, *self._next(weights, state))
+            tokens_BN = lax.dynamic_update_slice_in_dim(tokens_BN, token_B[:, None], number, axis=1)
+            return number + 1, _running(state), tokens_BN, state
+
+        nothing_BN = jnp.full((state["token"].shape[0], TOKENS_AT_ONCE), IGNORED, jnp.int32)
+        carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, (DATA,)), state
+        _, _, tokens_BN, state = lax.while_loop(goes_on, go_on, carry)
+        return state, gather_shards(tokens_BN, 0, same=True)
+
+    def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
+        """Put the last tokens of all rows through the layers, [B, 1, D]."""
+        before = state["step"] - 1
+        slot, position_B = state["first_slot"] + before, state["length"] + before
+        x_B1D = self._model.embed(weights["shared"], state["token"][:, None], Dropout.off(), position_B[:, None])
+        num_slots = state["caches"][0].key_BHSK.shape[2]
+        visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot)
+        caches = []
+        for layer, cache in zip(weights["layers"], state["caches"], strict=True):
+            x_B1D, cache = self._model.attending_block(layer, x_B1D, following(cache, slot, visible_BS))
+            caches.append(cache)
+        return x_B1D, state | {"caches": caches}
+
+    def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:
+        """The state with the next token of every row; the tokens, `IGNORED` in rows that have stopped."""
+        logits_B1V = self._model.logits(weights["shared"], x_B1D)
+        logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, same=True)[:, : self._config.vocab_size]
+        token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling)
+        stopped_B = state["stopped"]
+        if self._end is not None:
+            stopped_B |= token_B == self._end
+        step = state["step"] + 1
+        new = {"token": token_B, "step": step, "stopped": stopped_B | (step >= state["limit"])}
+        return state | new, jnp.where(stopped_B, IGNORED, token_B)
+
+
+def _running(state: State) -> Array:
+    """How many rows of the batch have not stopped."""
+    return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), (DATA,))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _map_specs(function: Callable, specs: Tree) -> Tree:
+    return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -1,0 +1,41 @@
+"""The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
+that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
+
+import jax
+import numpy as np
+
+from megajax.generation.choice import Sampling, choose, prompt_bits
+from megajax.parallel.vocabulary import IGNORED
+from megajax.training.step import Program
+
+_choose = jax.jit(choose, static_argnames="sampling")
+
+
+def sample(
+    program: Program, params, prompt: list[int], *, num_tokens: int, sampling: Sampling, end: int | None = None
+) -> list[int]:
+    """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before the id `end`.
+
+    All processes call this together and get the same ids.
+
+    Args:
+        program: a program whose global batch all rows of the prompt are copied to.
+        params: weights on the program's mesh.
+    """
+    from jax.experimental import multihost_utils
+
+    model = program.config.model
+    ids, bits = list(prompt), prompt_bits([prompt], sampling.seed)
+    rows = program.local_rows
+    for _ in range(num_tokens):
+        window = ids[-model.sequence_length :]
+        tokens = np.zeros((len(rows), model.sequence_length), np.int32)
+        tokens[:, : len(window)] = window
+        batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
+        logits = program.next_logits(params, batch, np.int32(len(window) - 1))
+        first = np.asarray(multihost_utils.process_allgather(logits, tiled=True))[:1, : model.vocab_size]
+        chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
+        if chosen == end:
+            break
+        ids.append(chosen)
+    return ids[len(prompt) :]

@@ -1,0 +1,111 @@
+"""Continuations from a cache are those of the whole window, on every mesh, however prompts are batched and ordered."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
+from megajax.generation.window import sample
+
+SEQUENCE = 16
+PROMPTS = [np.random.default_rng(length).integers(0, 101, length).tolist() for length in (3, 1, 11, 16, 6)]
+DRAWN = Sampling(1.0, top_k=30, top_p=0.95, seed=3)
+GREEDY = Sampling(0.0)
+Texts = dict[int, tuple[list[int], str]]
+
+
+@functools.cache
+def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32"):
+    sizes = {"num_layers": 2, "sequence_length": SEQUENCE, "init_std": 0.3, "precision": precision}
+    program = tiny_program(tiny_config(mesh, global_batch=2, **sizes))
+    return program, program.layout.init().params
+
+
+@functools.cache
+def decoder(mesh: tuple[int, int, int] = (1, 1, 1), sampling: Sampling = DRAWN, end: int | None = None) -> Decoder:
+    return Decoder(*model(mesh), sampling, end)
+
+
+def texts(of: Decoder, prompts: list[list[int]] = PROMPTS, max_tokens: int = 9, batch: int = 4) -> Texts:
+    """Ids of every prompt and why they end; nothing comes after the end."""
+    found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    stops: dict[int, str] = {}
+    for piece in of.stream(prompts, max_tokens=max_tokens, batch=batch):
+        assert piece.number not in stops and len(piece.ids) <= TOKENS_AT_ONCE
+        found[piece.number] += piece.ids
+        if piece.stopped_by:
+            stops[piece.number] = piece.stopped_by
+    return {number: (ids, stops[number]) for number, ids in found.items()}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_the_ids_are_those_of_the_whole_window(sampling):
+    """For prompts of one token up to the whole context, after which one token more fits."""
+    found = texts(decoder(sampling=sampling))
+    ends = [(9, "length"), (9, "length"), (6, "context"), (1, "context"), (9, "length")]
+    assert [(len(ids), stop) for ids, stop in found.values()] == ends
+    assert len({tuple(ids) for ids, _ in found.values()}) == 5
+    for number, prompt in enumerate(PROMPTS):
+        ids = found[number][0]
+        assert ids == sample(*model(), prompt, num_tokens=len(ids), sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sampling"),
+    [
+        ((1, 1, 2), GREEDY),
+        ((2, 1, 2), DRAWN),
+        pytest.param((1, 1, 2), DRAWN, marks=pytest.mark.full),
+        pytest.param((2, 1, 2), GREEDY, marks=pytest.mark.full),
+        pytest.param((4, 1, 1), GREEDY, marks=pytest.mark.full),
+        pytest.param((1, 1, 8), DRAWN, marks=pytest.mark.full),
+    ],
+)
+def test_every_mesh_gives_the_same_ids(mesh, sampling):
+    assert texts(decoder(mesh, sampling), batch=3) == texts(decoder(sampling=sampling))
+
+
+def test_neither_batch_nor_order_nor_length_matters():
+    """One by one, in the other order, with fewer tokens wanted; of equal prompts each has its own draw."""
+    expected = texts(decoder())
+    assert texts(decoder(), batch=1) == expected
+    turned = texts(decoder(), PROMPTS[::-1])
+    assert [turned[4 - number] for number in expected] == list(expected.values())
+    shorter = texts(decoder(), max_tokens=3)
+    assert [ids for ids, _ in shorter.values()] == [ids[:3] for ids, _ in expected.values()]
+    twice = texts(decoder(), [PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[2]])
+    assert twice[0] == expected[0] and twice[1] == expected[1] and twice[0] != twice[2]
+
+
+def test_it_stops_before_the_end_token():
+    """In its row only, at once or later."""
+    expected = texts(decoder(sampling=GREEDY))
+    first, others = expected[0][0], [number for number in expected if number]
+    before = first[: first.index(first[3])]
+    found = texts(decoder(sampling=GREEDY, end=first[3]), [*PROMPTS[1:], PROMPTS[0], PROMPTS[0] + before])
+    assert found[4] == (before, "end") and found[5] == ([], "end")
+    for place, number in enumerate(others):
+        assert found[place] == expected[number] or first[3] in expected[number][0]
+
+
+@pytest.mark.full
+def test_fp64_chooses_as_fp32():
+    with jax.enable_x64(True):
+        found = texts(Decoder(*model((1, 1, 1), "fp64"), GREEDY, None))
+    assert found == texts(decoder(sampling=GREEDY))
+
+
+@pytest.mark.full
+def test_bf16_chooses_from_the_window_s_logits():
+    """The cache holds what attention would read anyway, so that only the order of sums differs."""
+    program, params = model((1, 1, 1), "bf16")
+    found = texts(Decoder(program, params, GREEDY, None))
+    same = [
+        ids[:2] == sample(program, params, PROMPTS[number], num_tokens=min(2, len(ids)), sampling=GREEDY)
+        for number, (ids, _) in found.items()
+    ]
+    assert sum(same) >= 4
