@@ -5,24 +5,20 @@ the share w has given more than w·n - 1 and less than w·n + 1 samples. Its own
 """
 
 import array
+import bisect
 import heapq
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+
+from megajax.data.gpt import EvaluationSamples, Sample, TrainSamples
 
 _BLOCK = 4096  # samples whose sources are worked out in one go
-
-
-class Samples(Protocol):
-    """An endless sequence of samples."""
-
-    sequence_length: int
-
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
 
 
 class Blend:
@@ -97,12 +93,36 @@ class BlendedSamples:
         weights: one for each.
     """
 
-    def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
-        self._sources = sources
+    def __init__(self, sources: Sequence[TrainSamples], weights: Sequence[float]) -> None:
+        self.sources = sources
         self.blend = Blend(weights)
         self.sequence_length = sources[0].sequence_length
         assert len(sources) == len(weights) and {source.sequence_length for source in sources} == {self.sequence_length}
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> Sample:
         source, own = self.blend.place(number)
-        return self._sources[source][own]
+        return self.sources[source][own]
+
+
+class JoinedSamples:
+    """The samples of several corpora to evaluate on, one corpus after the other.
+
+    Args:
+        parts: at least one, all with the same sequence length.
+    """
+
+    def __init__(self, parts: Sequence[EvaluationSamples]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self.sequence_length = parts[0].sequence_length
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Sample:
+        part = bisect.bisect_right(self._ends, number)
+        return self._parts[part][number - (self._ends[part - 1] if part else 0)]
+
+    def documents(self) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens, document by document."""
+        return itertools.chain.from_iterable(part.documents() for part in self._parts)

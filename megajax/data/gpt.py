@@ -22,6 +22,12 @@ IGNORED = -1
 Sample = dict[str, npt.NDArray[np.int32]]
 
 
+class EndlessSamples(Protocol):
+    """A sequence of samples to train on."""
+
+    def __getitem__(self, number: int) -> Sample: ...
+
+
 class Samples(Protocol):
     """A finite sequence of samples to evaluate on."""
 
@@ -54,7 +60,7 @@ def train_and_validation(
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
     if num_train < sequence_length + 1 or num_validation < 2:
         raise UserError(
-            f"--data.path: {documents.name} is too short: it has {num_train} tokens for training, at least "
+            f"{documents.name} is too short: it has {num_train} tokens for training, at least "
             f"{sequence_length + 1} are needed (one sequence and its last target), and {num_validation} for "
             "validation, at least 2 are needed"
         )
@@ -89,7 +95,7 @@ def split_documents(
     order = order[lengths[order] > 0]
     if len(order) < 2:
         raise UserError(
-            f"--data.path: {documents.name} has {len(order)} documents; training and validation need at "
+            f"{documents.name} has {len(order)} documents; training and validation need at "
             "least 2 (a single text file is cut in pieces when it is named itself, not its folder)"
         )
     budget = validation_fraction * documents.num_tokens

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.gpt import IGNORED, Sample, Samples, TrainSamples
+from megajax.data.gpt import IGNORED, EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
 
@@ -17,7 +17,7 @@ _MAX_THREADS = 4
 
 
 def train_batches(
-    samples: TrainSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
+    samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
     """Endless batches for the steps `start_step`, `start_step + 1`, …
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.corpus import evaluation_tokens, has_corpus, open_corpus, prepared_prefix
-from megajax.data.gpt import EvaluationSamples, train_and_validation
+from megajax.data.blend import JoinedSamples
+from megajax.data.corpus import evaluation_tokens, prepared_prefix
+from megajax.data.gpt import EvaluationSamples
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
@@ -18,6 +19,7 @@ from megajax.evaluation.perplexity import perplexity
 from megajax.evaluation.scoring import compile_scores, score_continuations
 from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.evaluation.wikitext import read_wikitext
+from megajax.training.run_data import has_data, open_data
 
 PAPER_OVERLAP = 32
 
@@ -36,10 +38,9 @@ def evaluate_perplexity(
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
     overlap = _checked(overlap, length, default=length)
-    if data:
-        samples, tokenizer = _text_samples(data, run_dir, config, overlap)
-    else:
-        samples, tokenizer = _validation_samples(run_dir, config, overlap)
+    samples, tokenizer = (
+        _text_samples(data, run_dir, config, overlap) if data else _validation_samples(run_dir, config, overlap)
+    )
     trained = TrainedModel.restore(run_dir, config, step)
     result = perplexity(trained.program, trained.params, samples)
     figures = {"task": "perplexity", "step": trained.step, "loss": result.loss, "perplexity": result.perplexity}
@@ -118,23 +119,18 @@ def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tup
     return EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets), tokenizer
 
 
-def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[EvaluationSamples, Tokenizer | None]:
+def _validation_samples(
+    run_dir: Path, config: Config, overlap: int
+) -> tuple[EvaluationSamples | JoinedSamples, Tokenizer | None]:
     """The run's validation split, with the tokenizer that its text was encoded with."""
-    if not has_corpus(run_dir / "data"):
+    if not has_data(config, run_dir / "data"):
         raise UserError(
             f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
             "tokenized dataset"
         )
-    corpus = open_corpus(run_dir / "data", config.model.vocab_size)
-    _, samples = train_and_validation(
-        corpus.tokens,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        overlap=overlap,
-        with_positions=config.data.reset_attention,
-    )
-    return samples, None if corpus.report.dataset else corpus.tokenizer
+    data = open_data(config, run_dir / "data", overlap)
+    given_tokenized = any(corpus.report.dataset for corpus in data.corpora)
+    return data.validation, None if given_tokenized else data.tokenizer
 
 
 def _checked(overlap: int | None, length: int, default: int) -> int:

@@ -1,18 +1,20 @@
 """What a run prints before it starts: model, mesh, state, optimizer, data."""
 
+from collections.abc import Iterator
+
 import jax
 
 from megajax.config import Config
-from megajax.data.corpus import Corpus
-from megajax.data.gpt import TrainSamples
+from megajax.data.blend import BlendedSamples
 from megajax.launch import gpu_flags
 from megajax.models.gpt import count_parameters
 from megajax.optim.adam import parameter_groups
 from megajax.training.memory import state_bytes
+from megajax.training.run_data import RunData
 from megajax.training.step import Program
 
 
-def describe(program: Program, corpus: Corpus, samples: TrainSamples) -> str:
+def describe(program: Program, data: RunData) -> str:
     """The run in a few lines."""
     config = program.config
     lines = [
@@ -21,7 +23,7 @@ def describe(program: Program, corpus: Corpus, samples: TrainSamples) -> str:
         _mesh(config),
         _state(program),
         _optimizer(program),
-        _data(config, corpus, samples),
+        *_data(config, data),
     ]
     if jax.devices()[0].platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
@@ -53,10 +55,16 @@ def _optimizer(program: Program) -> str:
     )
 
 
-def _data(config: Config, corpus: Corpus, samples: TrainSamples) -> str:
-    report = corpus.report
-    skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
-    return (
-        f"data: {report.tokens:,} tokens in {report.documents:,} documents of {report.source}{skipped}; "
-        f"an epoch is {samples.epoch_size / config.train.global_batch:,.4g} steps"
-    )
+def _data(config: Config, data: RunData) -> Iterator[str]:
+    """A line for every corpus; `epoch` are the steps after which all its samples were seen once."""
+    blended = isinstance(data.train, BlendedSamples)
+    parts = data.train.sources if isinstance(data.train, BlendedSamples) else [data.train]
+    shares = data.train.blend.shares if isinstance(data.train, BlendedSamples) else [1.0]
+    for corpus, samples, share in zip(data.corpora, parts, shares, strict=True):
+        report = corpus.report
+        skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
+        yield (
+            f"data{f' ({share:.4g} of the samples)' if blended else ''}: {report.tokens:,} tokens in "
+            f"{report.documents:,} documents of {report.source}{skipped}; "
+            f"an epoch is {samples.epoch_size / share / config.train.global_batch:,.4g} steps"
+        )

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,9 +13,8 @@ import jax
 import numpy as np
 
 from megajax.config import Config, DistributedConfig, to_toml
-from megajax.data.corpus import Corpus, open_corpus, prepare
 from megajax.data.files import write_atomically
-from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
+from megajax.data.gpt import Samples
 from megajax.data.loader import train_batches
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexity
@@ -27,6 +25,7 @@ from megajax.mesh import make_mesh
 from megajax.training.checkpoint import Checkpoints
 from megajax.training.describe import describe
 from megajax.training.metrics import RunLog
+from megajax.training.run_data import RunData, open_data, prepare_data
 from megajax.training.run_directory import claim
 from megajax.training.state import TrainState
 from megajax.training.step import Program
@@ -40,28 +39,20 @@ def train(config: Config) -> None:
         UserError: the configuration, the corpus or the run directory cannot be used.
         RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
     """
-    if not config.data.path:
+    if not config.data.path and not config.data.sources:
         raise UserError(
-            "--data.path missing; valid: a text or JSONL file, a folder, a prepared prefix, or python-stdlib"
+            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
+            "or --data.sources"
         )
     start(config)
     validate(config, jax.device_count())
     run_dir = Path(config.run_dir)
     on_first_process(lambda: claim(run_dir, config))
-    split = partial(
-        train_and_validation,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        with_positions=config.data.reset_attention,
-    )
-    folder, vocab_size = run_dir / "data", config.model.vocab_size
-    on_first_process(lambda: prepare(config.data.path, config.tokenizer.path, vocab_size, folder, check=split))
-    corpus = open_corpus(folder, vocab_size)
-    train_samples, validation_samples = split(corpus.tokens)
+    on_first_process(lambda: prepare_data(config, run_dir / "data"))
+    data = open_data(config, run_dir / "data")
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
-    _say(describe(program, corpus, train_samples))
-    run = _Run(config, run_dir, program, corpus, train_samples, validation_samples)
+    _say(describe(program, data))
+    run = _Run(config, run_dir, program, data)
     if run.first < config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
@@ -76,22 +67,14 @@ class _Pending:
     step: int
     metrics: dict[str, jax.Array]
     dispatched: float
+    data_seconds: float
 
 
 class _Run:
     """One call of `train`: the state of the loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        program: Program,
-        corpus: Corpus,
-        train_samples: TrainSamples,
-        validation_samples: EvaluationSamples,
-    ):
-        self.config, self.run_dir, self.program, self.corpus = config, run_dir, program, corpus
-        self.train_samples, self.validation_samples = train_samples, validation_samples
+    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData):
+        self.config, self.run_dir, self.program, self.data = config, run_dir, program, data
         self.checkpoints = Checkpoints(run_dir, program.layout, keep=config.checkpoint.keep)
         self.state, self.saved = self._restore()  # after `saved` steps: the newest good checkpoint, None without one
         self.first = self.saved or 0
@@ -106,6 +89,7 @@ class _Run:
         )
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validation: Perplexity | None = None
+        self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
         try:
@@ -129,12 +113,15 @@ class _Run:
         config = self.config
         rows = self.program.local_rows
         batches = train_batches(
-            self.train_samples, rows=rows, global_batch=config.train.global_batch, start_step=self.first
+            self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
         )
         pending: _Pending | None = None
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
-            batch = self.program.put_batch(next(batches), rows)
+            asked = time.perf_counter()
+            loaded = next(batches)
+            data_seconds = time.perf_counter() - asked
+            batch = self.program.put_batch(loaded, rows)
             if step_function is None:
                 began = time.perf_counter()
                 step_function = self.program.train_step.lower(self.state, batch).compile()
@@ -144,7 +131,7 @@ class _Run:
             self.state, metrics = step_function(self.state, batch)
             if pending:
                 self._read(pending)
-            pending = _Pending(step, metrics, dispatched)
+            pending = _Pending(step, metrics, dispatched, data_seconds)
             if self._due(step, config.train.eval_every) or self._due(step, config.checkpoint.every):
                 self._read(pending)
                 pending = None
@@ -164,7 +151,10 @@ class _Run:
         tokens = self.config.train.global_batch * self.config.model.sequence_length
         self.skipped += was_skipped
         self.skipped_in_row = self.skipped_in_row + 1 if was_skipped else 0
-        self.log.training(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, seconds=seconds)
+        self.seconds += seconds
+        self.data_seconds += pending.data_seconds
+        times = {"seconds": seconds, "data_seconds": pending.data_seconds}
+        self.log.training(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, **times)
         if was_skipped:
             self._report_skip(pending.step, metrics)
 
@@ -190,8 +180,10 @@ class _Run:
 
     def _validate_and_save(self, step: int) -> None:
         if self._due(step, self.config.train.eval_every):
-            self.validation = self._evaluate(self.config.train.eval_batches)
-            self.log.validation(step, self.validation.loss)
+            batches = self.config.train.eval_batches
+            self.validation = self._evaluate(batches)
+            named = {name: self._evaluate(batches, samples).loss for name, samples in self.data.named.items()}
+            self.log.validation(step, self.validation.loss, named)
             loss = self.validation.loss
         else:  # a checkpoint holds the weights after the step, whose loss nobody has seen yet
             loss = self._evaluate(1).loss
@@ -202,8 +194,9 @@ class _Run:
             self.saved = step
         self.ready = time.perf_counter()
 
-    def _evaluate(self, batches: int) -> Perplexity:
-        return perplexity(self.program, self.state.params, self.validation_samples, batches=batches)
+    def _evaluate(self, batches: int, samples: Samples | None = None) -> Perplexity:
+        """Of the validation split, or of other samples."""
+        return perplexity(self.program, self.state.params, samples or self.data.validation, batches=batches)
 
     def _summary(self) -> None:
         steps = self.config.train.steps
@@ -218,6 +211,8 @@ class _Run:
             f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
             f"after {max(self.first, steps)} steps"
         )
+        if self.seconds:
+            _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
         text = self._sample()
         if text:
             _say(f"a sample:\n{text}")
@@ -227,7 +222,7 @@ class _Run:
                 _say(f"  {self.run_dir / name}  {what}")
 
     def _sample(self) -> str:
-        tokenizer, config = self.corpus.tokenizer, self.config.sample
+        tokenizer, config = self.data.tokenizer, self.config.sample
         if tokenizer is None or config.tokens == 0:
             return ""
         prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, TextIO
@@ -92,23 +93,29 @@ class RunLog:
         skipped_steps: int,
         tokens: int,
         seconds: float,
+        data_seconds: float,
     ) -> None:
         """Record a finished step: loss in nats per token, norm before clipping, steps of the run that were skipped so
-        far, tokens of this step on all devices."""
+        far, tokens of this step on all devices, seconds that the host waited for its batch (the devices have the step
+        before to do meanwhile)."""
         if not self._write:
             return
         numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
         numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
-        self._record({"step": int(step), **numbers, **speed})
+        self._record({"step": int(step), **numbers, **speed, "data_seconds": float(data_seconds)})
         self._progress.step(step, numbers["loss"], tokens, seconds)
 
-    def validation(self, step: int, loss: SupportsFloat) -> None:
-        """Record the validation loss after `step` steps, in nats per token, and draw loss.png anew."""
+    def validation(self, step: int, loss: SupportsFloat, named: Mapping[str, float] | None = None) -> None:
+        """Record the validation loss after `step` steps, in nats per token, and those of named validation sets; draw
+        loss.png anew."""
         if not self._write:
             return
-        self._record({"step": int(step), "validation_loss": float(loss)})
+        others = {f"validation_loss/{name}": float(value) for name, value in (named or {}).items()}
+        self._record({"step": int(step), "validation_loss": float(loss), **others})
         self._progress.validation(step, float(loss))
+        for name, value in (named or {}).items():
+            self._progress.validation(step, value, name)
         self.plot()
 
     def print(self, text: str) -> None:
@@ -147,8 +154,8 @@ class RunLog:
         self._file.flush()
         self._remember(record)
         for name, value in record.items():
-            if name not in ("step", "tokens", "seconds") and math.isfinite(value):
-                tag = {"loss": "loss/training", "validation_loss": "loss/validation"}.get(name, name)
+            if name not in ("step", "tokens", "seconds", "data_seconds") and math.isfinite(value):
+                tag = {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation"))
                 self._events.add_scalar(tag, value, record["step"])
 
 

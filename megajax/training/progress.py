@@ -37,10 +37,11 @@ class TrainingProgress:
         elif step % self._log_every == 0 or step == self._total:
             self.print(f"{self._count(step)}  {text}")
 
-    def validation(self, step: int, loss: float) -> None:
-        """The validation loss after `step` steps, in nats per token."""
+    def validation(self, step: int, loss: float, name: str = "") -> None:
+        """The validation loss after `step` steps, in nats per token; `name` is that of a named set."""
         perplexity = math.exp(min(loss, 700.0))
-        self.print(f"{self._count(step)}  validation loss {loss:.4f}  perplexity {perplexity:.2f}")
+        of = f" of {name}" if name else ""
+        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  perplexity {perplexity:.2f}")
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

@@ -60,6 +60,10 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             raise UserError(
                 f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: the same, or another --run-dir"
             )
+    weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
+    if trained and weights[0] != weights[1]:
+        before, now = (f"data.sources of the weights {each}" if each else "one data.path" for each in weights)
+        raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
     if MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
         raise UserError(
             f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
@@ -68,12 +72,16 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
         trained
         or config.tokenizer.path
         or is_tokenizer_folder(run_dir / "data" / "tokenizer")
-        or prepared_prefix(config.data.path)
+        or all(prepared_prefix(path) for path in _paths(config))
     ):
         raise UserError(
             f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer, and text needs "
             "theirs; valid: its folder, or a tokenized dataset as --data.path"
         )
+
+
+def _paths(config: Config) -> list[str]:
+    return [source.path for source in config.data.sources] or [config.data.path]
 
 
 def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:

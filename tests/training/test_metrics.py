@@ -15,7 +15,7 @@ from megajax.training.metrics import RunLog, read_metrics
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress, time_text
 
-MORE = {"loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5}
+MORE = {"data_seconds": 0.001, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5}
 
 
 def log_steps(log: RunLog, first: int, last: int) -> None:
@@ -62,6 +62,7 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
         "tokens": 512,
         "seconds": 0.5,
         "tokens_per_second": 1024.0,
+        "data_seconds": 0.001,
     }
     assert last == {"step": 20, "validation_loss": 2.5}
     events = tensorboard_points(tmp_path)

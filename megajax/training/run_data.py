@@ -1,0 +1,120 @@
+"""The data of a run: what it trains on, one corpus or several blended, and what it is validated on."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megajax.config import Config
+from megajax.data.blend import BlendedSamples, JoinedSamples
+from megajax.data.corpus import Corpus, has_corpus, open_corpus, prepare, prepared_prefix, tokenizer_folder
+from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
+from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokens import TokenDocuments
+from megajax.errors import UserError
+
+NAMED = "validation-"  # starts the folders of named validation sets
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Samples and where they come from.
+
+    Attributes:
+        corpora: one, or one for each source.
+        tokenizer: None if all was given tokenized and without one.
+        train: an endless sequence.
+        validation: of what is kept of all corpora for validation.
+        named: of each named validation set.
+    """
+
+    corpora: list[Corpus]
+    tokenizer: Tokenizer | None
+    train: TrainSamples | BlendedSamples
+    validation: EvaluationSamples | JoinedSamples
+    named: dict[str, EvaluationSamples]
+
+
+def prepare_data(config: Config, folder: Path) -> None:
+    """Make the corpora of a run in its folder, or find them made. One process calls this, then all may `open_data`.
+
+    Of one corpus the files lie in `folder` itself, of several each in a folder of its own; the tokenizer, which is the
+    same for all, in `folder/tokenizer` in both cases.
+
+    Raises:
+        UserError: a source or the tokenizer cannot be used, or the folder holds other corpora.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    split = partial(_split, config)
+    if data.path:
+        prepare(data.path, config.tokenizer.path, vocab_size, folder, check=split)
+    others = {f"{NAMED}{entry.name}": entry.path for entry in data.validation}
+    if not data.sources and not others:
+        return
+    sources = {f"source-{number}": source.path for number, source in enumerate(data.sources)}
+    tokenizer = _shared_tokenizer(config, folder, [*sources.values(), *others.values()])
+    for name, path in (sources | others).items():
+        if tokenizer and not has_corpus(folder / name):
+            tokenizer.save(folder / name / "tokenizer")
+        check = split if name in sources else partial(EvaluationSamples, sequence_length=config.model.sequence_length)
+        prepare(path, "", vocab_size, folder / name, check=check)
+    if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
+        tokenizer.save(folder / "tokenizer")
+
+
+def open_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
+    """Open what `prepare_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`.
+
+    Raises:
+        UserError: a file is missing, damaged or was changed.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
+    corpora = [open_corpus(folder / name, vocab_size) for name in names]
+    splits = [_split(config, corpus.tokens, overlap) for corpus in corpora]
+    train: TrainSamples | BlendedSamples = splits[0][0]
+    validation: EvaluationSamples | JoinedSamples = splits[0][1]
+    if data.sources:
+        train = BlendedSamples([samples for samples, _ in splits], [source.weight for source in data.sources])
+        validation = JoinedSamples([samples for _, samples in splits])
+    named: dict[str, EvaluationSamples] = {}
+    for entry in data.validation:
+        tokens = open_corpus(folder / f"{NAMED}{entry.name}", vocab_size).tokens
+        length, resets = config.model.sequence_length, data.reset_attention
+        named[entry.name] = EvaluationSamples(tokens, sequence_length=length, with_positions=resets)
+    return RunData(corpora, corpora[0].tokenizer, train, validation, named)
+
+
+def has_data(config: Config, folder: Path) -> bool:
+    """Whether `prepare_data` was here."""
+    return has_corpus(folder / "source-0" if config.data.sources else folder)
+
+
+def _split(config: Config, tokens: TokenDocuments, overlap: int = 0) -> tuple[TrainSamples, EvaluationSamples]:
+    return train_and_validation(
+        tokens,
+        sequence_length=config.model.sequence_length,
+        validation_fraction=config.data.validation_fraction,
+        seed=config.seed,
+        overlap=overlap,
+        with_positions=config.data.reset_attention,
+    )
+
+
+def _shared_tokenizer(config: Config, folder: Path, paths: list[str]) -> Tokenizer | None:
+    """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets.
+
+    Raises:
+        UserError: there is none for a text, or a dataset has another one.
+    """
+    prefixes = [prefix for path in paths if (prefix := prepared_prefix(path, flag="--data.sources"))]
+    places = [folder / "tokenizer", *([Path(config.tokenizer.path)] if config.tokenizer.path else [])]
+    places += [tokenizer_folder(prefix) for prefix in prefixes]
+    found = {place: Tokenizer.load(place) for place in places if is_tokenizer_folder(place)}
+    for place, tokenizer in found.items():
+        first = next(iter(found))
+        if tokenizer != found[first]:
+            raise UserError(f"{place} is not the tokenizer in {first}; valid: corpora of one tokenizer")
+    if not found and len(prefixes) < len(paths):
+        text = next(path for path in paths if not prepared_prefix(path))
+        raise UserError(f"{text} is text, for which all corpora need one tokenizer; valid: --tokenizer.path with it")
+    return next(iter(found.values()), None)
