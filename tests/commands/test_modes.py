@@ -8,7 +8,7 @@ from processes import Commands, Run, assert_close_losses, curve, validation
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_recomputed_unrolled_layers_on_two_stages(
     commands: Commands, straight: Run, schedule: str, tmp_path: Path
 ) -> None:
@@ -22,7 +22,7 @@ def test_recomputed_unrolled_layers_on_two_stages(
     ("precision", "flags"),
     [
         ("bf16", "--pipeline.schedule gpipe --train.remat layer"),
-        ("fp64", "--model.dropout 0 --model.scan-layers false"),
+        pytest.param("fp64", "--model.dropout 0 --model.scan-layers false", marks=pytest.mark.full),
     ],
 )
 def test_precisions_and_forms(commands: Commands, straight: Run, precision: str, flags: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
     "flags",
     [
         "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4",
-        "--pipeline.vocabulary split --train.remat stage",
+        pytest.param("--pipeline.vocabulary split --train.remat stage", marks=pytest.mark.full),
     ],
 )
 def test_profile(commands: Commands, flags: str, tmp_path: Path) -> None:
