@@ -230,9 +230,7 @@ def test_unusable_fraction(fraction):
 
 @pytest.mark.parametrize("lengths", [[], [100], [0, 100, 0]])
 def test_too_few_documents(lengths):
-    with pytest.raises(
-        UserError, match=rf"--data\.path: corpus\.bin has {min(len(lengths), 1)} documents; .* at least 2"
-    ):
+    with pytest.raises(UserError, match=rf"corpus\.bin has {min(len(lengths), 1)} documents; .* at least 2"):
         split_documents(corpus(lengths), validation_fraction=0.1, seed=0)
 
 

@@ -3,7 +3,6 @@
 import fcntl
 import gzip
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -167,11 +166,12 @@ def test_a_full_disk_loses_nothing(tmp_path, capsys):
     file = jsonl(tmp_path / "a.jsonl", *TEXTS)
     expected = tmp_path / "expected"
     run(capsys, file, "--output", expected)
-    command = [sys.executable, "-m", "megajax", "prepare", file, "--output", str(tmp_path / "a"), "--vocab-size", "300"]
+    flags = ["prepare", file, "--output", str(tmp_path / "a"), "--vocab-size", "300", "--workers", "1"]
     sizes = np.unique([2000, 8000, Path(f"{expected}.bin").stat().st_size - 1])
     for size in sizes.tolist():  # no file may be larger
-        limit = lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # noqa: E731
-        ended = subprocess.run([*command, "--workers", "1"], preexec_fn=limit, capture_output=True, text=True)
+        limited = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+        limited += "; runpy.run_module('megajax', run_name='__main__')"
+        ended = subprocess.run([sys.executable, "-c", limited, *flags], capture_output=True, text=True)
         assert ended.returncode == 2
         assert (
             ended.stderr.splitlines()[-1].startswith("error: ") and "cannot be written: File too large" in ended.stderr
