@@ -8,8 +8,8 @@ or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Of several processes ev
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
 from megajax.generation.window import sample
 from megajax.training.step import Program
 
@@ -93,25 +94,36 @@ class MegajaxLM(TemplateLM):
                 f"generation with {', '.join(settings)}; valid: until, max_gen_toks, temperature and do_sample"
             )
         prompt, ids, text = self._text.encode(context) or [self.eot_token_id], list[int](), ""
-        while len(ids) < limit and not any(stop in text for stop in stops if stop):
-            num_tokens = min(_TOKENS_AT_ONCE, limit - len(ids))
-            new = self._continue(prompt + ids, num_tokens, temperature, number=len(ids))
+        for new in self._continued(prompt, limit, Sampling(temperature, seed=self._trained.program.config.seed)):
             ids += new
             text = self._text.decode(ids)
-            if len(new) < num_tokens:  # the end of the text
+            if any(stop in text for stop in stops if stop):
                 break
         return postprocess_generated_text(text, stops, None)
 
-    def _continue(self, ids: list[int], num_tokens: int, temperature: float, number: int) -> list[int]:
-        """The one place that samples; `number` tokens were sampled before."""
-        return sample(
-            self._sampler,
-            self._trained.params,
-            ids,
-            num_tokens=num_tokens,
-            sampling=Sampling(temperature, seed=self._trained.program.config.seed + number),
-            end=self.eot_token_id,
-        )
+    def _continued(self, prompt: list[int], limit: int, sampling: Sampling) -> Iterator[list[int]]:
+        """Up to `limit` new ids, some at a time: with a cache, or on a pipe by whole windows."""
+        config = self._trained.program.config
+        length = config.model.sequence_length
+        if config.mesh.pipe == 1 and config.optimizer.zero != 3 and limit < length:
+            recent = prompt[limit - length :]  # so that all fits in the context
+            for piece in self._decoder(sampling).stream([recent], max_tokens=limit, batch=1):
+                yield piece.ids
+            return
+        done = 0
+        while done < limit:
+            wanted = min(_TOKENS_AT_ONCE, limit - done)
+            new = sample(
+                self._sampler, self._trained.params, prompt, num_tokens=wanted, sampling=sampling, end=self.eot_token_id
+            )
+            yield new
+            if len(new) < wanted:  # the end of the text
+                return
+            prompt, done = prompt + new, done + wanted
+
+    @lru_cache(maxsize=1)  # noqa: B019  # one model lives as long as its caller
+    def _decoder(self, sampling: Sampling) -> Decoder:
+        return Decoder(self._trained.program, self._trained.params, sampling, self.eot_token_id)
 
     @cached_property
     def _sampler(self) -> Program:
