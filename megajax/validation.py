@@ -98,7 +98,7 @@ def _check_data(data: DataConfig) -> None:
         if not entry.path or not _NAME.fullmatch(entry.name) or names.count(entry.name) > 1:
             raise UserError(
                 f"--data.validation: name {entry.name!r}, path {entry.path!r}; "
-                "valid: a path and a name of its own, of letters, digits, - and _"
+                "valid: a path and a name of its own, of a-z, A-Z, 0-9, - and _"
             )
 
 

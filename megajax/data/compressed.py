@@ -11,6 +11,7 @@ from typing import IO, Any
 SUFFIXES = (".gz", ".zst")
 
 _BLOCK_BYTES = 1 << 20
+_ZSTD_BYTES = 1 << 14  # read at a time: their content, which is held at once, may be thousands of times as much
 
 
 class Damaged(Exception):
@@ -43,14 +44,14 @@ class _Zstd(io.RawIOBase):
     """The content of frames of Zstandard, one after the other. Unlike the package's own reader it notices a cut."""
 
     def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._pending, self._frame = raw, b"", self._new_frame()
+        self._raw, self._pending, self._frame = raw, memoryview(b""), self._new_frame()
         self._inside = False  # a frame that has begun and not ended
 
     @staticmethod
     def _new_frame() -> Any:
         import zstandard
 
-        return zstandard.ZstdDecompressor().decompressobj()
+        return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
 
     def readable(self) -> bool:
         return True
@@ -63,14 +64,14 @@ class _Zstd(io.RawIOBase):
                 block, self._frame, self._inside = self._frame.unused_data, self._new_frame(), False
             else:
                 block = b""
-            block = block or self._raw.read(_BLOCK_BYTES)
+            block = block or self._raw.read(_ZSTD_BYTES)
             if not block:
                 if self._inside:
                     raise EOFError("the last frame has no end")
                 return 0
             self._inside = True
             try:
-                self._pending = self._frame.decompress(block)
+                self._pending = memoryview(self._frame.decompress(block))
             except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from None
         count = min(len(buffer), len(self._pending))

@@ -54,6 +54,7 @@ def prepare(
     vocab_size: int,
     output_dir: str | Path,
     check: Callable[[TokenDocuments], object] = lambda tokens: None,
+    flag: str = "--data.path",
 ) -> Corpus:
     """Makes the corpus of a run, or finds it made. One process calls this, then all may `open_corpus`.
 
@@ -69,6 +70,7 @@ def prepare(
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the tokens are not what the caller needs; the corpus is then not kept.
+        flag: the flag that named the path, for error messages.
 
     Raises:
         UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
@@ -76,14 +78,14 @@ def prepare(
     """
     folder = Path(output_dir)
     if has_corpus(folder):
-        _check_same_source(folder, path, tokenizer_path)
+        _check_same_source(folder, path, tokenizer_path, flag)
         return open_corpus(folder, vocab_size)
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder) as new:
-        if prefix := prepared_prefix(path):
+        if prefix := prepared_prefix(path, flag=flag):
             _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new)
         else:
-            _tokenize(TextDocuments(path), tokenizer, tokenizer_path, vocab_size, new)
+            _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new)
         check(open_corpus(new, vocab_size).tokens)
     return open_corpus(folder, vocab_size)
 
@@ -258,13 +260,13 @@ def _read_report(folder: Path) -> CorpusReport:
         raise UserError(f"{file}: not the report of a corpus; delete {folder} to make the corpus again") from None
 
 
-def _check_same_source(folder: Path, path: str, tokenizer_path: str) -> None:
+def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
     report = _read_report(folder)
     source = _absolute(path)
     if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name it too
         source = str(prepared_prefix(source) or source)
     for flag, made_from, given in (
-        ("--data.path", report.source, source),
+        (path_flag, report.source, source),
         ("--tokenizer.path", report.tokenizer_source, _absolute(tokenizer_path)),
     ):
         if made_from != given:

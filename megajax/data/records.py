@@ -25,10 +25,6 @@ DOCUMENT_CHARACTERS = 4096
 TEXT_KEY = "text"
 """Key of the text in a line of JSONL, and column of a Parquet file."""
 
-VALID_PATHS = (
-    "give UTF-8 text as a file, a .jsonl or .parquet file or a folder of them (.gz and .zst too), a prepared PREFIX "
-    f"(of PREFIX.bin and PREFIX.idx), or the word {STANDARD_LIBRARY}"
-)
 _NOT_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _BLOCK_BYTES = 1 << 20
@@ -86,14 +82,15 @@ class TextFiles:
     """The files of one or more text sources, and their records in a fixed order.
 
     - A folder: all files below it, except hidden ones, in the order of their paths. Each file is one document.
-    - A `.jsonl` file, named or in a folder: one document per line, `{"text": …}`. A `.parquet` file: one per row.
+    - A `.jsonl` file, named or in a folder, and a named `.json` file: one document per line, `{"text": …}`.
+    - A `.parquet` file: one document per row.
     - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
     - Any other file is plain text. Where it contains `<|endoftext|>`, that separates its documents. Otherwise it is cut
       in several documents, so that a split by document is possible: each ends at the first blank line after 4096
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
       at a line end or a space. Nothing is lost: the pieces joined are the file.
 
-    `.gz` and `.zst` after any of these names: the file is compressed.
+    `.gz` and `.zst` after the name of text or JSONL: the file is compressed.
 
     Args:
         paths: files, folders, `python-stdlib`.
@@ -136,7 +133,7 @@ class TextFiles:
                 unreadable(self._flag, error, file)
 
     def _file_records(self, index: int, file: Path, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
-        kind = _kind(file)
+        kind = "lines" if file.suffix.lower() == ".json" and not self._whole[index] else _kind(file)
         if kind == "parquet":
             for number, (text, position) in enumerate(_rows(file, key, self._flag), start=1):
                 yield Record(index, number, "text", text), position
@@ -162,6 +159,13 @@ class TextFiles:
                     yield Record(index, number, "text", text), raw.tell()
 
 
+def valid_paths(flag: str) -> str:
+    """What a flag of text takes, in words."""
+    prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
+    files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
+    return f"give UTF-8 text as a file, {files}, {prepared}or the word {STANDARD_LIBRARY}"
+
+
 def unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
     """Raise an error of reading `path` as a `UserError`."""
     raise UserError(f"{flag}: cannot read {error.filename or path}: {error.strerror or error}") from None
@@ -170,7 +174,7 @@ def unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
 def _find(path: str, flag: str) -> tuple[list[Path], bool]:
     """Files of one path, and whether it names a file itself."""
     if not path:
-        raise UserError(f"{flag} is not given; {VALID_PATHS}")
+        raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         return [file for file in _files(root, skip=_NOT_LIBRARY_CODE) if file.suffix == ".py"], False
@@ -179,7 +183,7 @@ def _find(path: str, flag: str) -> tuple[list[Path], bool]:
         return _files(root), False
     if root.is_file():
         return [root], True
-    problem = "is neither a file nor a folder" if root.exists() else f"does not exist; {VALID_PATHS}"
+    problem = "is neither a file nor a folder" if root.exists() else f"does not exist; {valid_paths(flag)}"
     raise UserError(f"{flag}: {path} {problem}")
 
 
@@ -229,6 +233,8 @@ def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
                 done += len(batch)
                 for value in batch.column(0).to_pylist():
                     yield value or "", file.stat().st_size * done // table.metadata.num_rows
+    except UnicodeDecodeError as error:
+        raise compressed.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.data.records import VALID_PATHS, NoText, NotUtf8, TextFiles, text_of
+from megajax.data.records import TEXT_KEY, NoText, NotUtf8, TextFiles, text_of, valid_paths
 from megajax.errors import UserError
 
 
@@ -28,38 +28,43 @@ class TextDocuments:
         path: a file, a folder, or `python-stdlib`.
         cut: False to keep a single text file whole, as one document.
         flag: the flag that named the path, for error messages.
+        key: of the text in JSONL, and column of a Parquet file.
 
     Raises:
         UserError: the path is missing or neither file nor folder. While iterating: a file cannot be read; a named text
             file is not UTF-8; a line of JSONL is broken; there is no text at all.
     """
 
-    def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path") -> None:
+    def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:
         self.path = str(path)
         self.report = TextReport()
         """Counts of the latest iteration."""
         self._files = TextFiles([path], flag)
-        self._cut = cut
+        self._cut, self._key = cut, key
         self._flag = flag
         self.size = sum(self._files.sizes)
         """Bytes of all files."""
 
     def __iter__(self) -> Iterator[str]:
+        return (text for _, text in self.placed())
+
+    def placed(self) -> Iterator[tuple[str, str]]:
+        """Where each document stands, as FILE:NUMBER of the line, row or piece; and the document."""
         self.report = report = TextReport(files=len(self._files.files))
-        for record, _ in self._files.records(cut=self._cut):
+        for record, _ in self._files.records(cut=self._cut, key=self._key):
+            where = f"{self._files.files[record.file]}:{record.number}"
             try:
-                text = text_of(record)
+                text = text_of(record, self._key)
             except NotUtf8:
                 report.files -= 1
                 report.skipped_files += 1
                 continue
             except NoText as problem:
-                where = f"{self._files.files[record.file]}:{record.number}"
-                raise UserError(f'{where}: {problem}; each line must be {{"text": …}} in UTF-8') from None
+                raise UserError(f'{where}: {problem}; each line must be {{"{self._key}": …}} in UTF-8') from None
             if text and not text.isspace():
                 report.documents += 1
                 report.num_bytes += len(text.encode())
-                yield text
+                yield where, text
         if not report.documents:
             skipped = f" ({report.skipped_files} files are not UTF-8)" if report.skipped_files else ""
-            raise UserError(f"{self._flag}: {self.path} contains no text{skipped}; {VALID_PATHS}")
+            raise UserError(f"{self._flag}: {self.path} contains no text{skipped}; {valid_paths(self._flag)}")

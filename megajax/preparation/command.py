@@ -10,7 +10,8 @@ from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.prepare import Task, prepare
+from megajax.preparation.plan import Task
+from megajax.preparation.prepare import prepare
 from megajax.preparation.progress import Show
 from megajax.preparation.report import print_table
 

@@ -1,9 +1,11 @@
 """Test sets found again in a corpus, by word 8-grams (paper §5.2).
 
-A gram is eight words in a row of a test document, in lower case and without punctuation. G different grams.
+A gram is eight words in a row of a test document, in lower case, without punctuation and with letters of one form
+(NFKC). In scripts without spaces every character counts as a word. G different grams.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
@@ -14,7 +16,12 @@ import numpy.typing as npt
 GRAM = 8
 """Words of a gram."""
 
-_WORD = re.compile(r"\w+")
+_NO_SPACES = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+"""Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
+
+_WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+")
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(GRAM)], np.uint64)
 
 
@@ -24,14 +31,21 @@ class TestSets:
     Attributes:
         grams: ids of each gram's words, int32 [G, 8].
         members: for each test set the numbers of its grams, int64, ascending.
+        too_short: for each test set, how many of its documents have no gram.
     """
 
     __test__ = False  # no test of ours
 
-    def __init__(self, words: list[str], grams: npt.NDArray[np.int32], members: list[npt.NDArray[np.int64]]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        grams: npt.NDArray[np.int32],
+        members: list[npt.NDArray[np.int64]],
+        too_short: list[int],
+    ) -> None:
         self._words = words
         self._ids = {word: number for number, word in enumerate(words)}
-        self.grams, self.members = grams, members
+        self.grams, self.members, self.too_short = grams, members, too_short
         hashes = _hashes(grams.reshape(-1))[::GRAM] if len(grams) else np.empty(0, np.uint64)
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
@@ -41,19 +55,21 @@ class TestSets:
         """From the documents of each test set."""
         ids: dict[str, int] = {}
         numbers: dict[tuple[int, ...], int] = {}
-        members = []
+        members, too_short = [], []
         for documents in test_sets:
-            found = set()
+            found, short = set(), 0
             for text in documents:
-                words = [ids.setdefault(word, len(ids)) for word in _WORD.findall(text.lower())]
+                words = [ids.setdefault(word, len(ids)) for word in _words(text)]
+                short += len(words) < GRAM
                 for start in range(len(words) - GRAM + 1):
                     found.add(numbers.setdefault(tuple(words[start : start + GRAM]), len(numbers)))
             members.append(np.array(sorted(found), np.int64))
-        return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members)
+            too_short.append(short)
+        return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members, too_short)
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
         """Numbers of the grams that a text has, ascending."""
-        words = np.array([self._ids.get(word, -1) for word in _WORD.findall(text.lower())], np.int32)
+        words = np.array([self._ids.get(word, -1) for word in _words(text)], np.int32)
         if len(words) < GRAM or not len(self._hashes):
             return np.empty(0, np.int64)
         hashes = _hashes(words)
@@ -68,7 +84,8 @@ class TestSets:
         sizes = np.array([len(numbers) for numbers in self.members], np.int64)
         words = np.frombuffer("\n".join(self._words).encode(), np.uint8)
         members = np.concatenate([np.empty(0, np.int64), *self.members])
-        np.savez(file, words=words, grams=self.grams, sizes=sizes, members=members)
+        short = np.array(self.too_short, np.int64)
+        np.savez(file, words=words, grams=self.grams, sizes=sizes, members=members, too_short=short)
 
     @classmethod
     def load(cls, file: Path) -> "TestSets":
@@ -77,7 +94,12 @@ class TestSets:
             words = data["words"].tobytes().decode().split("\n")
             ends = np.cumsum(data["sizes"])
             parts = zip(ends - data["sizes"], ends, strict=True)
-            return cls(words, data["grams"], [data["members"][begin:end] for begin, end in parts])
+            members = [data["members"][begin:end] for begin, end in parts]
+            return cls(words, data["grams"], members, data["too_short"].tolist())
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).lower())
 
 
 def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:

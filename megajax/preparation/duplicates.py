@@ -1,10 +1,11 @@
 """Which documents are copies of earlier ones, over all shards, in bounded memory (paper §5.2).
 
-N documents over all shards, numbered in the order of the input. A document is dropped only for a document that stays:
-of a chain of gradual changes nothing goes that is not similar to something kept.
+N documents over all shards, numbered in the order of the input. First identical texts are dropped, then similar ones,
+each only for a document that stays: of a chain of gradual changes nothing goes that is not similar to something kept.
 
 The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7) for each document,
-304 in all. One band at a time is sorted, and of that at most `_ENTRIES` documents at a time (24 bytes each).
+304 in all. One band at a time is sorted, and of that at most `_ENTRIES` documents at a time (some 60 bytes each). The
+pairs to compare lie there, too, 8 bytes each: few where documents differ, at most 33 for a document and band.
 """
 
 import collections
@@ -24,6 +25,7 @@ from megajax.preparation.workers import Workers
 _ENTRIES = 1 << 25  # documents sorted at a time
 _NEIGHBOURS = 32  # in a bucket, a document is compared with so many before it, and with the first
 _PART = 1 << 18  # documents whose candidates lie in one file
+_PAIRS_BYTES = 1 << 27  # of a file of candidates before it is looked through for repetitions
 _PAIRS = 4096  # candidates that a worker compares at a time
 _CACHED_GRAMS = 1 << 20  # of documents compared last that a worker keeps
 
@@ -43,7 +45,7 @@ class Copies:
         return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
-class Corpus:
+class Shards:
     """All shards as one sequence of N documents.
 
     Args:
@@ -78,7 +80,7 @@ def index_bytes(options: PrepareOptions) -> int:
     return 8 * bands + (16 if options.duplicates != "keep" else 0)
 
 
-def drop_exact(corpus: Corpus) -> Copies:
+def drop_exact(corpus: Shards) -> Copies:
     """Drop documents whose text stands earlier in the corpus."""
     documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
@@ -92,12 +94,13 @@ def drop_exact(corpus: Corpus) -> Copies:
     return Copies(copies, np.concatenate(originals)[order], np.ones(len(copies)))
 
 
-def drop_near(corpus: Corpus, threshold: float, workers: Workers) -> Copies:
+def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
     """Drop documents whose grams are those of an earlier, kept document by more than `threshold`."""
     work, total = corpus.work, len(corpus)
     if not (work / "pairs.done").exists():
         _write_candidates(corpus, bands_for(threshold)[0])
-    copies, candidates = [], 0
+    copies = [np.empty((0, 3))]
+    candidates = 0
     for part in range(-(-total // _PART)):
         if not work.has("similar", part):
             pairs = _read_candidates(work, part, total)
@@ -108,11 +111,13 @@ def drop_near(corpus: Corpus, threshold: float, workers: Workers) -> Copies:
             work.save("similar", part, arrays)
         pairs, similarity, compared = work.load("similar", part, "pairs", "similarity", "candidates")
         candidates += int(compared)
-        for (document, original), value in zip(pairs.tolist(), similarity.tolist(), strict=True):
+        dropped = []
+        for number, (document, original) in enumerate(pairs.tolist()):
             if corpus.rule[document] == KEPT and corpus.rule[original] == KEPT:
                 corpus.rule[document] = NEAR
-                copies.append((document, original, value))
-    documents, originals, values = np.array(copies).reshape(-1, 3).T
+                dropped.append(number)
+        copies.append(np.column_stack([pairs[dropped], similarity[dropped]]))
+    documents, originals, values = np.concatenate(copies).T
     return Copies(documents.astype(np.int64), originals.astype(np.int64), values, candidates)
 
 
@@ -143,11 +148,12 @@ class _GramSets:
         return found
 
 
-def _write_candidates(corpus: Corpus, num_bands: int) -> None:
+def _write_candidates(corpus: Shards, num_bands: int) -> None:
     """Write the pairs that share a bucket, as document * N + earlier document, one file for `_PART` documents."""
     work, total = corpus.work, len(corpus)
     for part in range(-(-total // _PART)):
         _candidates_file(work, part).unlink(missing_ok=True)
+    limits: dict[int, int] = {}
     for band in range(num_bands):
 
         def hashes(shard: int, band: int = band) -> npt.NDArray[np.uint64]:
@@ -159,8 +165,20 @@ def _write_candidates(corpus: Corpus, num_bands: int) -> None:
                 inside = pairs[pairs // total // _PART == part]
                 with work.open(_candidates_file(work, part), "ab") as file:
                     file.write(inside.tobytes())
+                    full = file.tell() > limits.get(part, _PAIRS_BYTES)
+                if full:  # of pairs that share several bands
+                    limits[part] = 2 * _compact(work, part)
     with work.writing(work / "pairs.done"):
         pass
+
+
+def _compact(work: WorkFolder, part: int) -> int:
+    """Write every pair once; returns the bytes, at least `_PAIRS_BYTES` / 2."""
+    file = _candidates_file(work, part)
+    pairs = np.unique(np.fromfile(file, np.int64))
+    with work.writing(file) as handle:
+        handle.write(pairs.tobytes())
+    return max(pairs.nbytes, _PAIRS_BYTES // 2)
 
 
 def _read_candidates(work: WorkFolder, part: int, total: int) -> npt.NDArray[np.int64]:
@@ -188,7 +206,7 @@ def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total
 
 
 def _sorted_entries(
-    corpus: Corpus, keys: Callable[[int], npt.NDArray[np.uint64]]
+    corpus: Shards, keys: Callable[[int], npt.NDArray[np.uint64]]
 ) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
     """The keys of the kept documents, sorted, [n, k], and beside each its document; a part of all hashes at a time.
 

@@ -27,6 +27,7 @@ class PrepareOptions:
         Literal["remove", "report"],
         "documents with an 8-gram of a test set: drop them, or only report the overlap",
     ] = "remove"
+    test_key: Annotated[str, "key of the text in test sets in JSONL"] = "text"
     max_broken: Annotated[int, "broken lines of JSONL that are passed over; one more is an error"] = 100
 
 
@@ -42,6 +43,6 @@ def check(given: PrepareOptions) -> None:
         value = getattr(given, key)
         if not least <= value <= most:
             raise UserError(f"{options(PrepareOptions)[key].flag} {value}; valid: {valid}")
-    for key in "text_key", "tokenizer":
+    for key in "text_key", "test_key", "tokenizer":
         if not getattr(given, key):
             raise UserError(f"{options(PrepareOptions)[key].flag} is empty")

@@ -1,12 +1,7 @@
 """From raw text to a tokenized dataset: the stages one after the other, each going on where it was interrupted."""
 
-import contextlib
-import fcntl
-import hashlib
 import json
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +9,33 @@ import numpy as np
 
 from megajax.data.corpus import TRAINING_BYTES, evenly, tokenizer_folder
 from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.indexed import IndexedWriter, dataset_files
-from megajax.data.records import VALID_PATHS, Record, TextFiles
+from megajax.data.indexed import IndexedWriter
+from megajax.data.records import Record, TextFiles, valid_paths
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.preparation import duplicates
+from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Corpus
-from megajax.preparation.options import PrepareOptions, check
+from megajax.preparation.duplicates import Copies, Shards
+from megajax.preparation.options import check
+from megajax.preparation.plan import (
+    SHARD_BYTES,
+    TRAINED,
+    Task,
+    claimed,
+    finished,
+    make_plan,
+    remove,
+    report_file,
+)
 from megajax.preparation.progress import Clock, Show
 from megajax.preparation.report import report, throughput
 from megajax.preparation.shards import KEPT, WorkFolder
 from megajax.preparation.stages import analyse_shard, clean_shard
 from megajax.preparation.workers import Workers
 
-SHARD_BYTES = 1 << 20, 16 << 20
-"""Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work."""
-
-TRAINED = ("bpe", "wordpiece")
-"""Values of `--tokenizer` that train one."""
-
 _SHARD_RECORDS = 1 << 16
-_FORMAT = 1  # of the work folder; a later version of this code may write another
-
-
-@dataclass(frozen=True)
-class Task:
-    """What to prepare, and where to.
-
-    Attributes:
-        inputs: files, folders, or the word python-stdlib.
-        output: PREFIX of the dataset.
-        test_sets: files or folders of test sets that must not be in the corpus.
-    """
-
-    inputs: Sequence[str]
-    output: str
-    options: PrepareOptions
-    test_sets: Sequence[str] = ()
 
 
 def prepare(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
@@ -76,16 +59,17 @@ def prepare(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[st
     """
     check(task.options)
     files = TextFiles(task.inputs, "INPUT")
-    plan = _plan(task, files)
+    for path in task.inputs:
+        if Path(path).is_dir() and Path(path).resolve() in Path(task.output).resolve().parents:
+            raise UserError(f"--output {task.output} is in the folder {path} that is read; valid: a place outside")
+    plan = make_plan(task, files)
     work = WorkFolder(Path(f"{task.output}.work"), task.output)
-    if overwrite:
-        _discard(task.output, work)
-    elif found := _finished(task.output, plan):
+    if not overwrite and (found := finished(task.output, plan)):
         return found
-    with _claimed(work, plan) as resumed:
+    with claimed(work, plan, overwrite) as resumed:
         found = _run(task, files, work, workers, resumed, show) | {"plan": plan}
-        write_atomically(_report_file(task.output), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        shutil.rmtree(work.folder, ignore_errors=True)
+        write_atomically(report_file(task.output), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        remove(work.folder)
     return found
 
 
@@ -100,7 +84,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             test_sets = _test_sets(task, work)
         with clock.measuring("analysis"):
             _analyse(task, work, num_shards, pool, show)
-        corpus = Corpus(work, num_shards)
+        corpus = Shards(work, num_shards)
         exact = near = Copies.none()
         with clock.measuring("duplicates"):
             show.stage("looking for duplicates")
@@ -129,7 +113,7 @@ def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: 
 
     def pieces() -> Iterator[tuple[Any, ...]]:
         nonlocal num_shards
-        for records, position in _shards(files, task.options.text_key):
+        for records, position in _shards(files, task.options.text_key, work):
             show.done(int(before[records[-1].file]) + position)
             if not work.has("clean", num_shards):
                 yield work, num_shards, records, task.options
@@ -140,14 +124,27 @@ def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: 
     broken.check()
     documents = sum(len(work.load("clean", shard, "rule")[0]) for shard in range(num_shards))
     if not documents:
-        raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{broken.first()}; {VALID_PATHS}")
+        valid = "another --text-key" if broken.first() else valid_paths("INPUT")
+        remove(work.folder)
+        raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{broken.first()}; {valid}")
     with work.writing(work / "clean.json") as file:
         file.write(str(num_shards).encode())
     return num_shards
 
 
-def _shards(files: TextFiles, key: str) -> Iterator[tuple[list[Record], int]]:
-    """The records of each shard, and how many bytes of the last one's file were read."""
+def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list[Record], int]]:
+    """The records of each shard, and how many bytes of the last one's file were read.
+
+    Input that cannot be read ends the preparation: once it is put right, it is another input.
+    """
+    try:
+        yield from _cut(files, key)
+    except UserError:
+        remove(work.folder)
+        raise
+
+
+def _cut(files: TextFiles, key: str) -> Iterator[tuple[list[Record], int]]:
     least, most = SHARD_BYTES
     wanted = min(max(sum(files.sizes) // 64, least), most)
     records: list[Record] = []
@@ -208,9 +205,14 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
 def _test_sets(task: Task, work: WorkFolder) -> TestSets:
     file = work / "test-sets.npz"
     if not file.exists():
-        texts = [TextDocuments(path, cut=False, flag="--decontaminate") for path in task.test_sets]
+        options = task.options
+
+        def cleaned(path: str) -> Iterator[str]:  # as the corpus, else a repaired text is not found
+            for text in TextDocuments(path, cut=False, flag="--decontaminate", key=options.test_key):
+                yield clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
+
         with work.writing(file) as handle:
-            TestSets.collect(texts).save(handle)
+            TestSets.collect(map(cleaned, task.test_sets)).save(handle)
     return TestSets.load(file)
 
 
@@ -222,7 +224,7 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
         show.done(num_shards - len(missing) + done)
 
 
-def _write(output: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> None:
     with folder_atomically(tokenizer_folder(output)) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:
@@ -231,80 +233,3 @@ def _write(output: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
             for document in np.flatnonzero(corpus.kept(shard)).tolist():
                 begin = ends[document - 1] if document else 0
                 writer.add_document(np.append(tokens[begin : ends[document]], tokenizer.end_of_text))
-
-
-def _plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """What the result depends on; an interrupted preparation goes on only with the same."""
-
-    def described(paths: Sequence[Path]) -> list[list[Any]]:
-        return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in paths]
-
-    given = task.options.tokenizer
-    tokenizer = given
-    if given not in TRAINED:
-        Tokenizer.load(given, flag="--tokenizer")  # its errors come before any work
-        content = b"".join(file.read_bytes() for file in sorted(Path(given).iterdir()) if file.is_file())
-        tokenizer = hashlib.sha256(content).hexdigest()
-    return {
-        "format": [_FORMAT, *SHARD_BYTES],
-        "inputs": described(files.files),
-        "test_sets": described(TextFiles(task.test_sets, "--decontaminate").files),
-        "options": asdict(task.options) | {"tokenizer": tokenizer},
-    }
-
-
-def _discard(output: str, work: WorkFolder) -> None:
-    """Forget what is done. An older dataset stays until the new one takes its place."""
-    shutil.rmtree(work.folder, ignore_errors=True)
-    _report_file(output).unlink(missing_ok=True)
-
-
-def _finished(output: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a preparation that is done."""
-    there = [file for file in (*dataset_files(output), _report_file(output)) if file.exists()]
-    if not there or Path(f"{output}.work").exists():
-        return None
-    try:
-        found = json.loads(_report_file(output).read_bytes())
-        if found["plan"] == plan and len(there) == 3:
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UserError(
-        f"--output {output}: {there[0]} exists and was made from other input or with other options; "
-        "valid: another PREFIX, or --overwrite"
-    )
-
-
-@contextlib.contextmanager
-def _claimed(work: WorkFolder, plan: dict[str, Any]) -> Iterator[bool]:
-    """The work folder for this process alone, made if missing; whether it goes on with an interrupted preparation.
-
-    Raises:
-        UserError: another process has it, it holds another preparation, or it cannot be written.
-    """
-    output = f"--output {work.output}"
-    try:
-        work.folder.mkdir(parents=True, exist_ok=True)
-        lock = (work / "lock").open("a")
-    except OSError as error:
-        raise UserError(f"{output}: {work.folder} cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{output}: another process is preparing it; valid: wait, or another PREFIX") from None
-        resumed = (work / "plan.json").exists()
-        if not resumed:
-            with work.writing(work / "plan.json") as file:
-                file.write(json.dumps(plan).encode())
-        elif json.loads((work / "plan.json").read_bytes()) != plan:
-            raise UserError(
-                f"{output}: {work.folder} holds an interrupted preparation of other input or with other options; "
-                "valid: the same again, or --overwrite"
-            )
-        yield resumed
-
-
-def _report_file(output: str) -> Path:
-    return Path(f"{output}.report.json")

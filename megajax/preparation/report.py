@@ -1,7 +1,7 @@
 """What a preparation did, in figures and in a table."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -9,12 +9,10 @@ from rich.console import Console
 from megajax.data.records import TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Corpus, index_bytes
+from megajax.preparation.duplicates import Copies, Shards, index_bytes
+from megajax.preparation.plan import Task
 from megajax.preparation.progress import Clock
 from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES
-
-if TYPE_CHECKING:
-    from megajax.preparation.prepare import Task
 
 _EXAMPLES = 3
 _PLACE = 40  # characters of a place in the table
@@ -22,8 +20,8 @@ _SNIPPET = 80  # characters of an example
 
 
 def report(
-    task: "Task",
-    corpus: Corpus,
+    task: Task,
+    corpus: Shards,
     files: TextFiles,
     tokenizer: Tokenizer,
     test_sets: TestSets,
@@ -70,7 +68,7 @@ def report(
     }
 
 
-def throughput(corpus: Corpus, found: dict[str, Any], clock: Clock) -> dict[str, float]:
+def throughput(corpus: Shards, found: dict[str, Any], clock: Clock) -> dict[str, float]:
     """Megabytes of text a second: of each task on one core, and of the preparation if nothing was done before it."""
     work, shards = corpus.work, range(corpus.num_shards)
     cleaning = sum(float(work.load("clean", shard, "seconds")[0]) for shard in shards)
@@ -100,6 +98,10 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             f"{test_set['path']}: {test_set['overlap']:.2%} of its {test_set['grams']:,} 8-grams stand in the text, "
             f"{test_set['overlap_kept']:.2%} in what is kept"
         )
+        if test_set["too_short"]:
+            lines.append(
+                f"  {test_set['too_short']:,} of its documents are shorter than 8 words and were not looked for"
+            )
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
     lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
@@ -119,7 +121,7 @@ def _short(place: str) -> str:
 class _Places:
     """Where documents come from."""
 
-    def __init__(self, corpus: Corpus, files: TextFiles) -> None:
+    def __init__(self, corpus: Shards, files: TextFiles) -> None:
         self._corpus, self._files = corpus, files
 
     def name(self, document: int) -> str:
@@ -134,7 +136,7 @@ class _Places:
         return {"place": self.name(document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
 
 
-def _overlaps(task: "Task", corpus: Corpus, test_sets: TestSets) -> Iterator[dict[str, Any]]:
+def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
     """The share of each test set's different 8-grams that stand in the text (paper §5.2), and in what is kept of it.
 
     The text is what the other rules leave of it, but for duplicates, whose grams their originals have.
@@ -144,11 +146,12 @@ def _overlaps(task: "Task", corpus: Corpus, test_sets: TestSets) -> Iterator[dic
         (hits,) = corpus.work.load("tokens", shard, "hits")
         everywhere[hits[:, 1]] = True
         kept[hits[corpus.kept(shard)[hits[:, 0]], 1]] = True
-    for path, grams in zip(task.test_sets, test_sets.members, strict=True):
+    for path, grams, too_short in zip(task.test_sets, test_sets.members, test_sets.too_short, strict=True):
         total = max(1, len(grams))
         yield {
             "path": path,
             "grams": len(grams),
+            "too_short": too_short,
             "overlap": int(everywhere[grams].sum()) / total,
             "overlap_kept": int(kept[grams].sum()) / total,
         }

@@ -5,6 +5,7 @@ those that are there.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ class WorkFolder:
 
     def text(self, shard: int, document: int) -> str:
         """One cleaned text."""
-        (starts,) = self.load("clean", shard, "starts")
+        starts = _starts(self._file("clean", shard, "npz"))
         with self._file("clean", shard, "text").open("rb") as file:
             file.seek(int(starts[document]))
             return file.read(int(starts[document + 1] - starts[document])).decode()
@@ -120,8 +121,15 @@ class WorkFolder:
             with file.open(mode) as handle:
                 yield handle
         except OSError as error:
-            problem = f"{file} cannot be written: {error.strerror}; the same command goes on from here"
+            name = file.name.removesuffix(".partial").removesuffix(f".{os.getpid()}")
+            problem = f"{file.with_name(name)} cannot be written: {error.strerror}; the same command goes on from here"
             raise UserError(f"--output {self.output}: {problem}") from None
 
     def _file(self, stage: str, shard: int, suffix: str) -> Path:
         return self.folder / f"{stage}-{shard:06}.{suffix}"
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(file: Path) -> npt.NDArray[np.int64]:
+    with np.load(file) as arrays:
+        return arrays["starts"]

@@ -182,7 +182,7 @@ class _Run:
         if self._due(step, self.config.train.eval_every):
             batches = self.config.train.eval_batches
             self.validation = self._evaluate(batches)
-            named = {name: self._evaluate(batches, samples).loss for name, samples in self.data.named.items()}
+            named = {name: self._evaluate(batches, samples).loss for name, samples in self.data.validation_sets.items()}
             self.log.validation(step, self.validation.loss, named)
             loss = self.validation.loss
         else:  # a checkpoint holds the weights after the step, whose loss nobody has seen yet

@@ -12,7 +12,7 @@ from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
-NAMED = "validation-"  # starts the folders of named validation sets
+_VALIDATION = "validation-"  # starts the folders of named validation sets
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class RunData:
         tokenizer: None if all was given tokenized and without one.
         train: an endless sequence.
         validation: of what is kept of all corpora for validation.
-        named: of each named validation set.
+        validation_sets: of each named one.
     """
 
     corpora: list[Corpus]
     tokenizer: Tokenizer | None
     train: TrainSamples | BlendedSamples
     validation: EvaluationSamples | JoinedSamples
-    named: dict[str, EvaluationSamples]
+    validation_sets: dict[str, EvaluationSamples]
 
 
 def prepare_data(config: Config, folder: Path) -> None:
@@ -47,16 +47,16 @@ def prepare_data(config: Config, folder: Path) -> None:
     split = partial(_split, config)
     if data.path:
         prepare(data.path, config.tokenizer.path, vocab_size, folder, check=split)
-    others = {f"{NAMED}{entry.name}": entry.path for entry in data.validation}
+    others = {f"{_VALIDATION}{entry.name}": entry.path for entry in data.validation}
     if not data.sources and not others:
         return
     sources = {f"source-{number}": source.path for number, source in enumerate(data.sources)}
-    tokenizer = _shared_tokenizer(config, folder, [*sources.values(), *others.values()])
+    tokenizer = _shared_tokenizer(config, folder, list(sources.values()), list(others.values()))
     for name, path in (sources | others).items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
         check = split if name in sources else partial(EvaluationSamples, sequence_length=config.model.sequence_length)
-        prepare(path, "", vocab_size, folder / name, check=check)
+        prepare(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
 
@@ -76,12 +76,12 @@ def open_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     if data.sources:
         train = BlendedSamples([samples for samples, _ in splits], [source.weight for source in data.sources])
         validation = JoinedSamples([samples for _, samples in splits])
-    named: dict[str, EvaluationSamples] = {}
+    validation_sets: dict[str, EvaluationSamples] = {}
     for entry in data.validation:
-        tokens = open_corpus(folder / f"{NAMED}{entry.name}", vocab_size).tokens
+        tokens = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size).tokens
         length, resets = config.model.sequence_length, data.reset_attention
-        named[entry.name] = EvaluationSamples(tokens, sequence_length=length, with_positions=resets)
-    return RunData(corpora, corpora[0].tokenizer, train, validation, named)
+        validation_sets[entry.name] = EvaluationSamples(tokens, sequence_length=length, with_positions=resets)
+    return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
 
 
 def has_data(config: Config, folder: Path) -> bool:
@@ -100,13 +100,18 @@ def _split(config: Config, tokens: TokenDocuments, overlap: int = 0) -> tuple[Tr
     )
 
 
-def _shared_tokenizer(config: Config, folder: Path, paths: list[str]) -> Tokenizer | None:
+def _flag(is_source: bool) -> str:
+    return "--data.sources" if is_source else "--data.validation"
+
+
+def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: list[str]) -> Tokenizer | None:
     """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets.
 
     Raises:
         UserError: there is none for a text, or a dataset has another one.
     """
-    prefixes = [prefix for path in paths if (prefix := prepared_prefix(path, flag="--data.sources"))]
+    flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
+    prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *([Path(config.tokenizer.path)] if config.tokenizer.path else [])]
     places += [tokenizer_folder(prefix) for prefix in prefixes]
     found = {place: Tokenizer.load(place) for place in places if is_tokenizer_folder(place)}
@@ -114,7 +119,9 @@ def _shared_tokenizer(config: Config, folder: Path, paths: list[str]) -> Tokeniz
         first = next(iter(found))
         if tokenizer != found[first]:
             raise UserError(f"{place} is not the tokenizer in {first}; valid: corpora of one tokenizer")
-    if not found and len(prefixes) < len(paths):
-        text = next(path for path in paths if not prepared_prefix(path))
-        raise UserError(f"{text} is text, for which all corpora need one tokenizer; valid: --tokenizer.path with it")
+    for path, flag in flags.items():
+        if not found and not prepared_prefix(path):
+            raise UserError(
+                f"{flag}: {path} is text, for which all corpora need one tokenizer; valid: --tokenizer.path with it"
+            )
     return next(iter(found.values()), None)

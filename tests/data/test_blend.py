@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.blend import _BLOCK, Blend, BlendedSamples
+from megajax.data.blend import _BLOCK, Blend, BlendedSamples, JoinedSamples
+from megajax.data.gpt import EvaluationSamples
+from megajax.data.tokens import TokenDocuments
 
 WEIGHTS = st.lists(st.integers(1, 2000).map(lambda n: n / 1000), min_size=1, max_size=9)
 
@@ -93,3 +95,14 @@ def test_samples_come_from_their_sources():
     found = [samples[number]["tokens"] for number in range(8)]
     assert samples.sequence_length == 4
     assert sorted(found) == sorted([*itertools.product("a", range(6)), *itertools.product("b", range(2))])
+
+
+def test_joined_samples_mix_their_parts():
+    documents = [TokenDocuments.from_documents([np.arange(n * 4 + 1, dtype=np.int32) + 100 * n], "a") for n in (3, 9)]
+    parts = [EvaluationSamples(tokens, sequence_length=4) for tokens in documents]
+    joined = JoinedSamples(parts)
+    found = [joined[number]["tokens"].tolist() for number in range(len(joined))]
+    expected = [part[number]["tokens"].tolist() for part in parts for number in range(len(part))]
+    assert len(found) == 12 and sorted(found) == sorted(expected)
+    assert [sum(tokens[0] < 900 for tokens in found[:count]) for count in (4, 8, 12)] == [1, 2, 3]
+    assert sum(map(len, joined.documents())) == 13 + 37

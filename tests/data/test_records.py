@@ -80,3 +80,24 @@ def test_several_paths_in_their_order(tmp_path):
     found = list(TextFiles([tmp_path / "y.txt", tmp_path / "folder"], "INPUT").records())
     assert [record.number for record, _ in found if record.file == 0] == list(range(1, len(found)))
     assert [record.kind for record, _ in found if record.file == 1] == ["file"]
+
+
+def test_what_compresses_very_well_is_read_in_a_steady_memory(tmp_path):
+    """A block of a file may hold thousands of times as much."""
+    file = tmp_path / "a.jsonl.zst"
+    lines = b'{"text": "the same line over and over"}\n' * 1_500_000
+    file.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines))
+    assert sum(1 for _ in TextFiles([file], "INPUT").records()) == 1_500_000
+
+
+def test_a_named_json_file_has_lines(tmp_path):
+    (tmp_path / "a.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
+    assert list(TextDocuments(tmp_path / "a.json")) == TEXTS[:5]
+    assert len(list(TextDocuments(tmp_path))) == 1, "one of a folder may be anything"
+
+
+def test_parquet_texts_that_are_not_utf8(tmp_path):
+    column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged: a text .* is not UTF-8"):
+        list(TextDocuments(tmp_path / "a.parquet"))

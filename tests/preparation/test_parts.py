@@ -89,6 +89,17 @@ def test_grams_of_test_sets(documents, words):
     assert len(found) == len(grams & {tuple(words[start : start + 8]) for start in range(len(words) - 7)})
 
 
+def test_scripts_without_spaces_have_a_word_a_character():
+    tests = TestSets.collect([["今天天气很好我们去公园", "ab 今天天气很好我", "seven words are not enough for that"]])
+    assert len(tests.grams) == 4 + 1 and tests.too_short == [1]
+    assert tests.found_in("他说：今天天气，很好我们！").tolist() == [0]
+
+
+def test_forms_of_letters_do_not_hide_a_gram():
+    tests = TestSets.collect([["où l\u2019été fleurit ﬁnit l\u2019hiver déjà là ＡＢＣ"]])
+    assert len(tests.found_in("o\u0300u l e\u0301t\u00e9? fleurit finit: l hiver de\u0301ja\u0300 là abc")) > 0
+
+
 def test_punctuation_and_case_do_not_hide_a_gram():
     tests = TestSets.collect([["One two, three four five -- six (seven) eight nine."]])
     assert len(tests.grams) == 2

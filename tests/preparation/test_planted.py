@@ -15,7 +15,8 @@ from planted import Planted, plant
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizer import Tokenizer
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.prepare import Task, prepare
+from megajax.preparation.plan import Task
+from megajax.preparation.prepare import prepare
 from megajax.preparation.progress import Show
 
 SUFFIXES = (".bin", ".idx", ".tokenizer/vocab.json", ".tokenizer/merges.txt")

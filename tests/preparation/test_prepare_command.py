@@ -3,8 +3,10 @@
 import fcntl
 import gzip
 import json
+import shutil
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,7 @@ def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
     with pytest.raises(UserError, match=r"a\.jsonl:4: not JSON: .* more than --max-broken 2 lines are broken"):
         run(capsys, file, "--output", tmp_path / "b", "--max-broken", "2")
     assert not list(tmp_path.glob("b.[bi]*"))
+    assert run(capsys, file, "--output", tmp_path / "b", "--max-broken", "3")["resumed"]
 
 
 def test_wrong_key(tmp_path, capsys):
@@ -160,6 +163,46 @@ def test_another_preparation_at_the_same_place(tmp_path, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is preparing it"):
             run(capsys, file, "--output", tmp_path / "busy")
+        with pytest.raises(UserError, match="another process is preparing it"):
+            run(capsys, file, "--output", tmp_path / "busy", "--overwrite")
+
+
+@pytest.mark.parametrize("form", ["NFD", "ligatures", "mojibake", "wide", "entities"])
+def test_a_test_set_is_found_however_it_is_written(tmp_path, capsys, form):
+    plain = "L’été dernier, « finir » fut la fin d’une belle affaire très étrange à propos de rien"
+    written = {
+        "NFD": unicodedata.normalize("NFD", plain),
+        "ligatures": plain.replace("fi", "ﬁ"),
+        "mojibake": plain.encode().decode("windows-1252"),
+        "wide": "".join(chr(ord(c) + 0xFEE0) if "a" <= c <= "z" else c for c in plain),
+        "entities": plain.replace("é", "&eacute;"),
+    }[form]
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS[:3], f"{TEXTS[3]} {written} {TEXTS[4]}")
+    test_set = jsonl(tmp_path / "test.jsonl", written, key="body")
+    flags = ("--decontaminate", test_set, "--test-key", "body")
+    found = run(capsys, file, "--output", tmp_path / "a", *flags)
+    assert found["dropped"]["contaminated"]["count"] == 1 and found["test_sets"][0]["overlap"] == 1
+
+
+def test_work_that_was_half_removed_is_not_taken_for_whole(tmp_path, capsys, monkeypatch):
+    """Killed at the end, or stopped by input that cannot be read: the same command does what it did."""
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda folder, **_: [entry.unlink() for entry in list(folder.glob("clean-*"))])
+        expected = run(capsys, file, "--output", tmp_path / "a")
+    assert run(capsys, file, "--output", tmp_path / "a") == expected
+    broken = tmp_path / "b.jsonl.gz"
+    broken.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes())[:-9])
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz is truncated"):
+        run(capsys, broken, "--output", tmp_path / "b")
+    broken.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert run(capsys, broken, "--output", tmp_path / "b")["documents"] == len(TEXTS)
+
+
+def test_the_output_may_not_lie_in_the_input(tmp_path, capsys):
+    jsonl(tmp_path / "a.jsonl", *TEXTS)
+    with pytest.raises(UserError, match=r"is in the folder .* that is read"):
+        run(capsys, tmp_path, "--output", tmp_path / "a")
 
 
 def test_a_full_disk_loses_nothing(tmp_path, capsys):
