@@ -2,6 +2,7 @@
 JSON object."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def main() -> None:
     import jax
 
     if jax.process_index() == 0:
-        print(json.dumps(result))
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in result.items()}
+        print(json.dumps(finite, allow_nan=False))
 
 
 if __name__ == "__main__":

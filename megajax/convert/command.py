@@ -87,7 +87,11 @@ def convert(argv: Sequence[str]) -> None:
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in "path", "run":
+        if not getattr(args, name):
+            raise UserError(f"{name.upper()} is empty; valid: {parser.usage}")
+    return args
 
 
 def _start(config: Config) -> None:

@@ -14,11 +14,10 @@ from megajax.convert.tokenizer_files import write_tokenizer
 from megajax.convert.weights import to_tensors
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
-from megajax.errors import UserError
-from megajax.evaluation.trained import restore_params
 from megajax.mesh import make_mesh
 from megajax.training.run_directory import kept_config
 from megajax.training.step import Program
+from megajax.training.trained import check_run, restore_params
 
 
 def export_config(run_dir: Path) -> Config:
@@ -27,8 +26,7 @@ def export_config(run_dir: Path) -> Config:
     Raises:
         UserError: there is no run.
     """
-    if not (run_dir / "config.toml").is_file():
-        raise UserError(f"RUN {run_dir}: no config.toml there; valid: the run directory of a training")
+    check_run(run_dir, "RUN")
     config = kept_config(run_dir, {})
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 

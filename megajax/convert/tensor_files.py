@@ -76,12 +76,20 @@ class TensorFiles:
             raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a GPT2LMHeadModel has")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor in fp32."""
-        return self._files[name].get_tensor(name).astype(np.float32)
+        """A tensor in fp32.
+
+        Raises:
+            UserError: it has values that are no finite numbers.
+        """
+        tensor = self._files[name].get_tensor(name).astype(np.float32)
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{self._paths[name]}: {name} has values that are NaN or infinite; valid: finite numbers")
+        return tensor
 
 
 def _list(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _find(folder: Path) -> list[Path]:

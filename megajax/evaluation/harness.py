@@ -19,14 +19,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
-from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.window import sample
 from megajax.training.step import Program
+from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
 
 _TOKENS_AT_ONCE = 16  # generated before stop texts are looked for
 
@@ -56,7 +55,7 @@ class MegajaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of `<|endoftext|>`, which stands before a text without context."""
+        """Id of the end of text, which also stands before a text without context."""
         return self._text.end_of_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -71,7 +70,7 @@ class MegajaxLM(TemplateLM):
         return [(score.log_probability, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, each after `<|endoftext|>`."""
+        """Log-probability of whole texts, each after an end of text."""
         texts = [[self.eot_token_id, *self._text.encode(request.args[0])] for request in requests]
         scores = score_continuations(self._trained.program, self._trained.params, [(ids, 1) for ids in texts])
         return [score.log_probability for score in scores]
@@ -86,7 +85,7 @@ class MegajaxLM(TemplateLM):
 
     def _generate(self, context: str, wanted: dict[str, Any]) -> str:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(wanted))
-        stops = handle_stop_sequences(settings.pop("until", None), eos=END_OF_TEXT)
+        stops = handle_stop_sequences(settings.pop("until", None), eos=self._text.decode([self.eot_token_id]))
         limit, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
         settings.pop("do_sample", None)
         if settings:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
+from megajax.evaluation.perplexity import exponential
 from megajax.evaluation.scoring import Continuation
 
 
@@ -22,10 +23,10 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
     contexts, words = [], []
-    for number, text in enumerate(TextDocuments(path, flag="--data"), start=1):
+    for place, text in TextDocuments(path, flag="--data").placed():
         context, word = split_last_word(text)
         if not context:
-            raise UserError(f"--data {path}: passage {number} is one word; valid: a last word and text before it")
+            raise UserError(f"--data {place}: the passage is one word; valid: a last word and text before it")
         contexts.append(context)
         words.append(" " + word)
     pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
@@ -40,13 +41,19 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class LastWords:
-    """Attributes: accuracy: share of last words whose every subword is the most probable one; perplexity: per word."""
+    """Attributes: accuracy: share of last words whose every subword is the most probable one; loss: mean cross-entropy
+    of a word, in nats."""
 
     accuracy: float
-    perplexity: float
+    loss: float
 
     @classmethod
     def of(cls, words: Sequence[Continuation]) -> "LastWords":
         mean = -math.fsum(word.log_probability for word in words) / len(words)
         accuracy = sum(word.greedy for word in words) / len(words)
-        return cls(accuracy, math.exp(mean) if mean < 700 else math.inf)
+        return cls(accuracy, mean)
+
+    @property
+    def perplexity(self) -> float:
+        """Per word."""
+        return exponential(self.loss)

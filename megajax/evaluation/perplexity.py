@@ -28,8 +28,12 @@ class Perplexity:
 
     def per(self, units: int) -> float:
         """Perplexity per word, or whatever the text has `units` of: exp(total loss / units)."""
-        mean = self.total_loss / max(units, 1)
-        return math.exp(mean) if mean < 700 else math.inf
+        return exponential(self.total_loss / max(units, 1))
+
+
+def exponential(loss: float) -> float:
+    """exp(loss); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def perplexity(program: Program, params: Any, samples: Samples, *, batches: int = 0) -> Perplexity:

@@ -79,11 +79,13 @@ def score_continuations(
 ) -> list[Continuation]:
     """Score the end of every token sequence; see `ContinuationSamples`."""
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
+    if not len(samples):
+        return [Continuation(0.0, True) for _ in sequences]
     losses, greedy = np.zeros(len(sequences)), np.ones(len(sequences), bool)
     for owner, scores in zip(samples.owners, score_samples(program, params, samples), strict=True):
         losses[owner] += scores.loss.sum()
         greedy[owner] &= scores.hit.all()
-    return [Continuation(-loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
+    return [Continuation(0.0 - loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
 
 
 def compile_scores(program: Program, params: Any, sequence_length: int) -> None:

@@ -17,9 +17,9 @@ from megajax.errors import UserError
 from megajax.evaluation.lambada import LastWords, read_lambada
 from megajax.evaluation.perplexity import perplexity
 from megajax.evaluation.scoring import compile_scores, score_continuations
-from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.evaluation.wikitext import read_wikitext
 from megajax.training.run_data import has_data, open_data
+from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
 
 PAPER_OVERLAP = 32
 
@@ -37,7 +37,7 @@ def evaluate_perplexity(
     """
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
-    overlap = _checked(overlap, length, default=length)
+    overlap = _advance(overlap, length, default=length)
     samples, tokenizer = (
         _text_samples(data, run_dir, config, overlap) if data else _validation_samples(run_dir, config, overlap)
     )
@@ -65,7 +65,7 @@ def evaluate_wikitext103(
     """
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
-    overlap = _checked(overlap, length, default=min(PAPER_OVERLAP, length))
+    overlap = _advance(overlap, length, default=min(PAPER_OVERLAP, length))
     text = read_wikitext(data, run_tokenizer(run_dir, config))
     samples = text.samples(length, overlap)
     trained = TrainedModel.restore(run_dir, config, step)
@@ -101,6 +101,7 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
         "step": trained.step,
         "accuracy": result.accuracy,
         "perplexity": result.perplexity,
+        "loss": result.loss,
         "passages": len(passages),
         "several_subwords": sum(len(ids) - first > 1 for ids, first in passages),
     }
@@ -133,7 +134,7 @@ def _validation_samples(
     return data.validation, None if given_tokenized else data.tokenizer
 
 
-def _checked(overlap: int | None, length: int, default: int) -> int:
+def _advance(overlap: int | None, length: int, default: int) -> int:
     if overlap is None:
         return default
     if not 1 <= overlap <= length:

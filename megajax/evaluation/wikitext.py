@@ -1,5 +1,6 @@
 """WikiText-103 as the Megatron paper evaluates it: perplexity per word of the original text (paper §5.3)."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,12 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
     Raises:
         UserError: it is not one file of plain text.
     """
+    refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
-        raise UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
-    text = next(iter(TextDocuments(path, cut=False, flag="--data")))
+        raise refusal
+    text, *more = itertools.islice(TextDocuments(path, cut=False, flag="--data"), 2)
+    if more:
+        raise refusal
     return WikiText(len(text.strip().split(" ")), tokenizer.encode(detokenize(text)), path)
 
 

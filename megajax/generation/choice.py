@@ -17,6 +17,8 @@ from jax import Array, lax
 from megajax.parallel.random import RandomBits
 from megajax.precision import at_least_fp32
 
+_LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is taken anyway, and fp32 may divide by 0
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -52,7 +54,9 @@ def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sa
     """Ids of the tokens at the positions `position_B`, int32 [B], from all logits without the padding's."""
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:
-        logits_BV = _likely(logits_BV / jnp.asarray(sampling.temperature, logits_BV.dtype), sampling)
+        below_BV = logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)  # the highest is 0, divided by anything
+        temperature = max(sampling.temperature, _LOWEST_TEMPERATURE)
+        logits_BV = _mask_unlikely(below_BV / jnp.asarray(temperature, below_BV.dtype), sampling)
         logits_BV = logits_BV + gumbel_noise(bits_B.fold(position_B), logits_BV.shape[1]).astype(logits_BV.dtype)
     return lax.argmax(logits_BV, 1, jnp.int32)
 
@@ -64,7 +68,7 @@ def gumbel_noise(bits_B: RandomBits, size: int) -> Array:
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform_BV, 1 - 2.0**-24)))
 
 
-def _likely(logits_BV: Array, sampling: Sampling) -> Array:
+def _mask_unlikely(logits_BV: Array, sampling: Sampling) -> Array:
     """The logits with -inf for tokens that may not be chosen. Tokens as probable as the last that may, may too."""
     size = logits_BV.shape[1]
     num_likely = min(sampling.top_k or size, size)

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from megajax.errors import UserError
-from megajax.evaluation.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.flags import Parser, add_flag
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.text import Screen, read_prompts
+from megajax.generation.text import Screen, continuation_text, read_prompts
 from megajax.options import Option
+from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 OPTIONS = (
@@ -99,7 +99,7 @@ def continue_texts(
     decoder = Decoder(trained.program, trained.params, sampling, tokenizer.end_of_text)
     found_step = trained.step
     del trained  # the decoder has its own form of the weights
-    screen = Screen(tokenizer, prompts) if show and jax.process_index() == 0 else None
+    screen = Screen(tokenizer, prompts, ids) if show and jax.process_index() == 0 else None
     new: list[list[int]] = [[] for _ in prompts]
     stops: list[str | None] = [None] * len(prompts)
     began = time.perf_counter()
@@ -112,7 +112,7 @@ def continue_texts(
     continuations = [
         {
             "prompt": text,
-            "text": tokenizer.decode(continuation),
+            "text": continuation_text(tokenizer, prompt, continuation),
             "prompt_tokens": len(prompt),
             "tokens": len(continuation),
             "stopped_by": stopped_by,

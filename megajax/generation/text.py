@@ -5,6 +5,7 @@ from pathlib import Path
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 
+_CONTEXT = 8  # ids
 UNDECODED = "\ufffd"  # what the tokenizer makes of bytes that are no character, or not a whole one yet
 
 
@@ -36,26 +37,41 @@ def read_prompts(given: list[str], file: str) -> list[str]:
 
 
 class TextStream:
-    """Text of ids that come some at a time, in whole characters."""
+    """Text of ids that come some at a time, in whole characters.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        before: ids that stand before them: what a token looks like may depend on the one before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
+        self._before = before[-_CONTEXT:]
         self._ids: list[int] = []  # since the last place where no character was cut
         self._shown = 0  # characters of theirs that were returned
 
     def add(self, ids: list[int]) -> str:
         """The text that is complete with `ids`; bytes that may become a character with the next ones are kept."""
         self._ids += ids
-        text = self._tokenizer.decode(self._ids)
+        text = self._text()
         whole = text.rstrip(UNDECODED)
         new, self._shown = whole[self._shown :], len(whole)
         if whole == text:
-            self._ids, self._shown = [], 0
+            self._before, self._ids, self._shown = (self._before + self._ids)[-_CONTEXT:], [], 0
         return new
 
     def end(self) -> str:
         """What is left."""
-        return self._tokenizer.decode(self._ids)[self._shown :]
+        return self._text()[self._shown :]
+
+    def _text(self) -> str:
+        decode = self._tokenizer.decode
+        return decode(self._before + self._ids)[len(decode(self._before)) :]
+
+
+def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of ids that follow those of a prompt."""
+    stream = TextStream(tokenizer, prompt)
+    return stream.add(ids) + stream.end()
 
 
 class Screen:
@@ -63,11 +79,12 @@ class Screen:
 
     Args:
         starts: how each text starts.
+        ids: of that.
     """
 
-    def __init__(self, tokenizer: Tokenizer, starts: list[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
         self._waiting = list(starts)
-        self._streams = [TextStream(tokenizer) for _ in starts]
+        self._streams = [TextStream(tokenizer, start) for start in ids]
         self._current = 0
         self._finished = [False] * len(starts)
         self._begin()

@@ -17,7 +17,7 @@ from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import WorkFolder
 
-SHARD_BYTES = 1 << 20, 16 << 20
+SHARD_BYTES = 1 << 20, 4 << 20
 """Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work."""
 
 TRAINED = ("bpe", "wordpiece")

@@ -19,6 +19,7 @@ from megajax.data.loader import train_batches
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexity
 from megajax.generation.choice import Sampling
+from megajax.generation.text import continuation_text
 from megajax.generation.window import sample
 from megajax.launch import start
 from megajax.mesh import make_mesh
@@ -235,7 +236,7 @@ class _Run:
             sampling=Sampling(config.temperature, seed=self.config.seed),
             end=tokenizer.end_of_text,
         )
-        return config.prompt + tokenizer.decode(ids)
+        return config.prompt + continuation_text(tokenizer, prompt, ids)
 
 
 _WRITTEN = {

@@ -12,12 +12,12 @@ from megajax.config import MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizer import Tokenizer
-from megajax.evaluation.trained import restore_params
 from megajax.generation.choice import Sampling
 from megajax.generation.window import sample
 from megajax.models.config import ModelConfig
 from megajax.parallel.vocabulary import IGNORED
 from megajax.training.checkpoint import Checkpoints
+from megajax.training.trained import restore_params
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")

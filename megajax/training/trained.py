@@ -55,10 +55,10 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
         checkpoints.close()
 
 
-def check_run(run_dir: Path) -> None:
-    """Raises `UserError` where `--checkpoint` is not the directory of a run."""
+def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
+    """Raises `UserError` where what `flag` names is not the directory of a run."""
     if not (run_dir / "config.toml").is_file():
-        raise UserError(f"--checkpoint {run_dir}: no config.toml there; valid: the run directory of a training")
+        raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
 
 
 def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from tiny import tiny_config
 
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.trained import evaluation_config, run_tokenizer
+from megajax.training.trained import evaluation_config, run_tokenizer
 
 TOKENIZER = Tokenizer.train(["ab ab"], 300)  # 258 ids
 
