@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.records import STANDARD_LIBRARY
-from megajax.data.text import TextDocuments
+from megajax.data.text import TextDocuments, in_parts
 from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -210,21 +210,9 @@ def _tokenize(
 
 def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
     """Ids of each document, int32 [length], end-of-text last."""
-    for texts in _batched(documents):
+    for texts in in_parts(documents, _BATCH_CHARACTERS):
         for ids in tokenizer.encode_batch(texts):
             yield np.array([*ids, tokenizer.end_of_text], np.int32)
-
-
-def _batched(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    yield batch
 
 
 def evenly(documents: Iterable[str], share: float) -> Iterator[str]:

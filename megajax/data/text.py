@@ -1,6 +1,6 @@
 """Documents of plain text, to train on or to evaluate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +68,17 @@ class TextDocuments:
         if not report.documents:
             skipped = f" ({report.skipped_files} files are not UTF-8)" if report.skipped_files else ""
             raise UserError(f"{self._flag}: {self.path} contains no text{skipped}; {valid_paths(self._flag)}")
+
+
+def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Documents in lists of at least so many characters, but for the last one."""
+    part: list[str] = []
+    size = 0
+    for text in documents:
+        part.append(text)
+        size += len(text)
+        if size >= characters:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

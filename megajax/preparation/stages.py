@@ -3,13 +3,13 @@
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megajax.data.records import NoText, NotUtf8, Record, text_of
+from megajax.data.text import in_parts
 from megajax.data.tokenizer import Tokenizer
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
@@ -69,7 +69,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
     tokens, lengths, digests, hits, bands = [], [], [], [], []
     document = 0
-    for texts in _parts(work.texts(shard)):
+    for texts in in_parts(work.texts(shard), _CHARACTERS):
         began = time.perf_counter()
         for offset, ids in enumerate(tokenizer.encode_batch(texts)):
             number = document + offset
@@ -109,19 +109,6 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
         "seconds": seconds,
     }
     work.save("tokens", shard, arrays)
-
-
-def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
-    part: list[str] = []
-    characters = 0
-    for text in texts:
-        part.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS:
-            yield part
-            part, characters = [], 0
-    if part:
-        yield part
 
 
 def _digest(text: str) -> npt.NDArray[np.uint64]:

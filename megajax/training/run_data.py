@@ -51,7 +51,8 @@ def prepare_data(config: Config, folder: Path) -> None:
     if not data.sources and not others:
         return
     sources = {f"source-{number}": source.path for number, source in enumerate(data.sources)}
-    tokenizer = _shared_tokenizer(config, folder, list(sources.values()), list(others.values()))
+    made = all(has_corpus(folder / name) for name in sources | others)
+    tokenizer = None if made else _shared_tokenizer(config, folder, list(sources.values()), list(others.values()))
     for name, path in (sources | others).items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
@@ -112,9 +113,10 @@ def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: 
     """
     flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
-    places = [folder / "tokenizer", *([Path(config.tokenizer.path)] if config.tokenizer.path else [])]
-    places += [tokenizer_folder(prefix) for prefix in prefixes]
+    places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
     found = {place: Tokenizer.load(place) for place in places if is_tokenizer_folder(place)}
+    if config.tokenizer.path:
+        found[Path(config.tokenizer.path)] = Tokenizer.load(config.tokenizer.path)
     for place, tokenizer in found.items():
         first = next(iter(found))
         if tokenizer != found[first]:
