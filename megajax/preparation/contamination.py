@@ -69,8 +69,10 @@ class TestSets:
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
         """Numbers of the grams that a text has, ascending."""
+        if not len(self._hashes):
+            return np.empty(0, np.int64)
         words = np.array([self._ids.get(word, -1) for word in _words(text)], np.int32)
-        if len(words) < GRAM or not len(self._hashes):
+        if len(words) < GRAM:
             return np.empty(0, np.int64)
         hashes = _hashes(words)
         place = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
