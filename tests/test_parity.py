@@ -170,7 +170,7 @@ def reset_reference() -> Trace:
 @pytest.mark.parametrize(
     ("precision", "gradient_dtype", "loss", "gradient"),
     [
-        ("fp16", "fp32", 2e-5, 5e-3),
+        pytest.param("fp16", "fp32", 2e-5, 5e-3, marks=pytest.mark.full),
         ("bf16", "half", 2e-4, 4e-2),
         pytest.param("fp16", "half", 2e-5, 5e-3, marks=pytest.mark.full),
         pytest.param("bf16", "fp32", 2e-4, 4e-2, marks=pytest.mark.full),
@@ -186,7 +186,8 @@ def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient):
     assert result.loss_error < loss and result.gradient_error < gradient, result
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [pytest.param("1f1b", 1, marks=pytest.mark.full), ("interleaved", 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_unrolled_layers_equal_scanned_ones(schedule, chunks):
     common = {"num_layers": 5, "schedule": schedule, "chunks": chunks}
     scanned = trace(tiny_config((1, 2, 2), **common), 3)
@@ -214,7 +215,7 @@ def test_a_new_schedule_is_one_function(monkeypatch):
 IDLE = [
     pytest.param("1f1b", 1, "replicated", "none", marks=pytest.mark.full),
     pytest.param("gpipe", 1, "replicated", "stage", marks=pytest.mark.full),
-    ("interleaved", 2, "replicated", "layer"),
+    pytest.param("interleaved", 2, "replicated", "layer", marks=pytest.mark.full),
     ("interleaved", 2, "split", "none"),
 ]
 

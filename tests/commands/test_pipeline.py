@@ -6,6 +6,7 @@ import pytest
 from processes import Commands, Run, assert_close_losses, curve, validation
 
 
+@pytest.mark.full
 def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Interleaved, then 1F1B with a split vocabulary, selective recomputation: the numbers of one device.
 

@@ -46,6 +46,7 @@ def test_a_prepared_dataset(commands: Commands, straight: Run, tmp_path: Path) -
     assert "validation perplexity" in done.out
 
 
+@pytest.mark.full
 def test_the_tokenizer_of_gpt2(commands: Commands, test_data: Path, tmp_path: Path) -> None:
     """`--tokenizer.path` with OpenAI's two files, and the vocabulary that goes with them."""
     vocabulary = ("--model.vocab-size", 50257, "--model.vocab-multiple", 64, "--model.num-layers", 1)
