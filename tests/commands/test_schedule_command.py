@@ -88,4 +88,6 @@ def test_bad_input(arguments: str, words: str) -> None:
 @pytest.mark.parametrize(("arguments", "words"), [((), "COMMAND missing"), (("frobnicate",), "unknown command 'frob")])
 def test_unknown_commands(arguments: tuple[str, ...], words: str) -> None:
     done = subprocess.run([sys.executable, "-m", "megajax", *arguments], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and words in done.stderr and "valid: schedule" in done.stderr
+    assert (
+        done.returncode == 2 and words in done.stderr and "; valid: convert, generate, prepare, schedule" in done.stderr
+    )

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from megajax.backend import CPU
 from megajax.mesh import make_mesh, mesh_spec
-from megajax.models.attention import Attention
+from megajax.models.attention import Attention, attend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import MLP
 from megajax.parallel.random import Dropout, NamedKey
@@ -76,7 +77,7 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
         module = nnx.merge(graph, nnx.State(weights))
         if block == "mlp":
             return module(x_BTD)
-        return module(x_BTD, Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(BATCH, dtype=jnp.int32)))
+        return module(x_BTD, lambda qkv_BTCHK: (attend(qkv_BTCHK, Dropout.off(), CPU), None))[0]
 
     @jax.jit
     @partial(
