@@ -37,6 +37,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from jax.sharding import PartitionSpec
 
     from megajax.mesh import make_mesh
+    from megajax.models.attention import attend
     from megajax.models.gpt import GPT
     from megajax.models.transformer import LayerNorm
     from megajax.optim.adam import clip_by_norm, global_norm, update
@@ -83,9 +84,12 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
             compiled.append(jax.jit(region))
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
 
+    def attention(module, x_BTD, dropout):
+        return module(x_BTD, lambda qkv_BTCHK: (attend(qkv_BTCHK, dropout, program.backend), None))[0]
+
     block = nnx.merge(*_first_layer(gpt, nnx))
     calls = {
-        "attention": (block.attention, lambda module, x, dropout: module(x, dropout), layers),
+        "attention": (block.attention, attention, layers),
         "MLP": (block.mlp, lambda module, x, _: module(x), layers),
         "LayerNorm": (LayerNorm(model.hidden_size), lambda module, x, _: module(x), 2 * layers),
         "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT)[None], 1),
