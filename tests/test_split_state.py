@@ -22,7 +22,7 @@ WHOLE, SHARD = (ROWS, SEQUENCE, HIDDEN), (ROWS, SEQUENCE // TENSOR, HIDDEN)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_zero_1_scatters_and_gathers_every_leaf_once_a_step(num_microbatches, precision, sequence_parallel):
     """One reduce-scatter of fp32 gradients and one all-gather in the compute dtype per leaf, however many microbatches.

@@ -16,6 +16,7 @@ def forgetful(run: Path, copy: Path) -> Path:
     return copy
 
 
+@pytest.mark.full
 def test_training_and_evaluation_reset_attention(commands: Commands, tmp_path: Path) -> None:
     """`eval.py` measures what validation did; without the reset the loss is another."""
     run = tmp_path / "run"

@@ -39,7 +39,9 @@ def test_bytes_per_parameter(row, data):
         assert found == pytest.approx(expected, rel=0.01), zero
 
 
-@pytest.mark.parametrize("row", [("bf16", "fp32"), ("fp32", "fp32")], ids="-".join)
+@pytest.mark.parametrize(
+    "row", [("bf16", "fp32"), pytest.param(("fp32", "fp32"), marks=pytest.mark.full)], ids="-".join
+)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_the_compiled_step_takes_that_state(zero, row):
     """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
