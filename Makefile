@@ -16,7 +16,7 @@ help:
 	@echo "make train      train the demo: a small GPT on Python's own source code, about 2.5 minutes"
 	@echo "make test       the default tests"
 	@echo "make test-full  every test that needs no GPU"
-	@echo "make lint       ruff and mypy"
+	@echo "make lint       ruff, mypy, and the order of the rooms"
 	@echo "make venv       only install, with the development tools"
 
 train: $(run)
@@ -32,6 +32,7 @@ lint: $(dev)
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(python) -m mypy
+	.venv/bin/lint-imports
 
 venv: $(dev)
 

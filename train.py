@@ -6,18 +6,10 @@ from megajax.launch import run
 
 
 def main() -> None:
-    """Parse the command line and train."""
-    from megajax.flags import parse
+    """Run the command line."""
+    from megajax.commands import train
 
-    config = parse(sys.argv[1:], "Pretrain a GPT on a (data, pipe, tensor) mesh.")
-    if config.profile_pipeline:
-        from megajax.training.profile import profile_pipeline
-
-        profile_pipeline(config)
-    else:
-        from megajax.training.loop import train
-
-        train(config)
+    train.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

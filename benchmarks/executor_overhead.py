@@ -23,12 +23,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU
-from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
+from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.mesh import BATCH_SPEC, make_mesh
+from megajax.models.config import ModelConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.parallel.collectives import DATA, PIPE, sum_over, vary
 from megajax.parallel.random import Dropout
-from megajax.training.forms import scan_layers
-from megajax.training.step import Program
+from megajax.program.forms import scan_layers
+from megajax.program.program import Program
 
 
 def hand_written(program: Program):

@@ -73,7 +73,7 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
     from megajax.mesh import make_mesh, shardings
-    from megajax.training.step import Program
+    from megajax.program.program import Program
 
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     layout, natural = program.layout, random_weights(config.model)

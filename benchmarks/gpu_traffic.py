@@ -20,7 +20,7 @@ from megajax.backend import GPU
 from megajax.config import Config
 from megajax.flags import parse
 from megajax.models.flops import step_flops
-from megajax.training.forms import scan_layers
+from megajax.program.forms import scan_layers
 
 PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}

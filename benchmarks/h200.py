@@ -20,8 +20,8 @@ from jax.experimental import topologies
 
 from megajax.config import Config
 from megajax.mesh import make_mesh, shardings
-from megajax.training.forms import batch_names
-from megajax.training.step import Program
+from megajax.program.forms import batch_names
+from megajax.program.program import Program
 
 CUDNN = 91900
 TARGET = """

@@ -16,9 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 
-from megajax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.mesh import make_mesh
-from megajax.training.step import Program
+from megajax.models.config import ModelConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.pipeline.config import PipelineConfig
+from megajax.program.program import Program
 
 CASES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1)]
 

@@ -17,15 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.config import (
-    Config,
-    DistributedConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from megajax.config import Config, DistributedConfig, MeshConfig, TrainConfig
+from megajax.models.config import ModelConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.pipeline.config import PipelineConfig
 
 CASES = [("1f1b", 1, "replicated"), ("interleaved", 2, "replicated"), ("gpipe", 1, "replicated"), ("1f1b", 1, "split")]
 
@@ -49,8 +44,8 @@ def work(args: argparse.Namespace, process: int) -> None:
 
     start(config)
     from megajax.mesh import make_mesh
+    from megajax.program.program import Program
     from megajax.training.profile import measure
-    from megajax.training.step import Program
 
     found = measure(Program(config, make_mesh(1, 2, 1)))
     if process == 0:

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.launch import run
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.minhash import HASHES, band_hashes, gram_set
@@ -142,7 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     text = given.text.read_text(encoding="utf-8")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    rates = single_calls(list(documents(text, 8_000_000)), Tokenizer.load(given.tokenizer))
+    rates = single_calls(list(documents(text, 8_000_000)), load_tokenizer(given.tokenizer))
     print("| one core, single call | MB/s |\n|---|---|")
     for name, value in rates.items():
         print(f"| {name} | {value:.2f} |")

@@ -30,10 +30,11 @@ from pytorch_gpt import GPT, IGNORED, natural_weight, split_dim
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
-from megajax.config import Config, OptimizerConfig
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
 from megajax.launch import run
+from megajax.optim.config import OptimizerConfig
 from megajax.validation import validate
 
 

@@ -103,8 +103,8 @@ def count(case: Case, devices) -> dict:
     from megajax.models.flops import step_flops
     from megajax.models.gpt import count_parameters
     from megajax.pipeline.timing import bubble_overhead
-    from megajax.training.memory import state_bytes
-    from megajax.training.step import Program
+    from megajax.program.memory import state_bytes
+    from megajax.program.program import Program
 
     config = case.config()
     program = Program(config, make_mesh(*case.mesh, devices[: config.mesh.num_devices]))
@@ -134,8 +134,8 @@ def measure(case: Case, devices, steps: int = 5) -> dict:
 
     from megajax.mesh import make_mesh
     from megajax.models.flops import step_flops
-    from megajax.training.step import Program
-    from megajax.verify import random_batch
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
 
     config = case.config()
     program = Program(config, make_mesh(*case.mesh, devices[: config.mesh.num_devices]))

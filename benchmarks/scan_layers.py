@@ -23,8 +23,8 @@ from megajax.config import Config, MeshConfig
 from megajax.mesh import make_mesh
 from megajax.models.gpt import count_parameters
 from megajax.presets import load_preset, resolve
-from megajax.training.step import Program
-from megajax.verify import random_batch
+from megajax.program.program import Program
+from megajax.program.synthetic import random_batch
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -43,8 +43,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.collectives import DATA, TENSOR, vary
     from megajax.parallel.random import Dropout, NamedKey
-    from megajax.training.step import Program
-    from megajax.verify import random_batch
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))

@@ -43,9 +43,9 @@ def work(config: Config) -> None:
 
     from megajax.mesh import make_mesh
     from megajax.models.flops import step_products
-    from megajax.training.memory import state_bytes
-    from megajax.training.step import Program
-    from megajax.verify import random_batch
+    from megajax.program.memory import state_bytes
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
 
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     tokens, targets = random_tokens(config, 0)

@@ -1,159 +1,37 @@
 """The command `megajax COMMAND [--flag value ...]`, also `python -m megajax COMMAND`."""
 
-import json
+import importlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING
-from pathlib import Path
+from collections.abc import Sequence
 
-import numpy as np
-
-from megajax.config import PipelineConfig
 from megajax.errors import UserError
-from megajax.flags import Parser, add_flag
 from megajax.launch import run
-from megajax.options import Option
-from megajax.pipeline.schedule import IDLE, Pass, Schedule, make_schedule
-from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, published_bubble, published_in_flight
-from megajax.validation import check_schedule
 
-PLOT_FORMATS = (".png", ".svg")
-MOST_CELLS = 250_000  # a table of some seconds
-
-
-def schedule(argv: Sequence[str]) -> None:
-    """Print a pipeline schedule: its table, ticks, bubble and chunks in flight."""
-    parser = Parser(
-        "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick.",
-        "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
-    )
-    parser.add_config_flags("mesh.pipe", "pipeline.schedule", "pipeline.chunks")
-    add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), MISSING, required=True)
-    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file"), "")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    args = parser.parse_args(argv)
-    given = parser.overrides(args)
-    stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
-    pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
-    for flag, value in (
-        ("--mesh.pipe", stages),
-        ("--pipeline.chunks", pipeline.chunks),
-        ("--microbatches", microbatches),
-    ):
-        if value < 1:
-            raise UserError(f"{flag} {value}; valid: 1 or more")
-    check_schedule(pipeline, stages)
-    size = stages * pipeline.chunks * microbatches
-    if size > MOST_CELLS or stages**2 > MOST_CELLS:
-        raise UserError(
-            f"--mesh.pipe {stages} x --pipeline.chunks {pipeline.chunks} x --microbatches {microbatches} is a table of "
-            f"{size} forwards; valid: at most {MOST_CELLS}, and {int(MOST_CELLS**0.5)} stages"
-        )
-    plot = Path(args.plot) if "plot" in args else None
-    if plot and plot.suffix.lower() not in PLOT_FORMATS:
-        raise UserError(f"--plot {plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
-    table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
-    bubble = bubble_overhead(table)
-    if plot:
-        from megajax.pipeline.drawing import draw_timeline
-
-        title = f"{_describe(pipeline, table)}: bubble {bubble:.1%} of the ideal time"
-        try:
-            draw_timeline(plot, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
-        except OSError as error:
-            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}") from None
-    if args.json:
-        print(json.dumps(_figures(table, bubble)))
-    else:
-        _print(pipeline, table, bubble)
-        if plot:
-            print(f"timeline drawn: {plot}")
-
-
-def _describe(pipeline: PipelineConfig, table: Schedule) -> str:
-    chunks = f" x {table.num_chunks} chunks" if table.num_chunks > 1 else ""
-    return f"{pipeline.schedule}, {table.num_stages} stages{chunks}, {table.num_microbatches} microbatches"
-
-
-def _figures(table: Schedule, bubble: float) -> dict:
-    def cells(direction: Pass, tick: int) -> list[list[int] | None]:
-        pairs = np.stack([direction.microbatch[tick], direction.chunk[tick]], axis=-1).tolist()
-        return [None if pair[0] == IDLE else pair for pair in pairs]
-
-    ticks = range(table.num_ticks)
-    rows = [[list(cell) for cell in zip(cells(table.forward, t), cells(table.backward, t), strict=True)] for t in ticks]
-    return {"ticks": table.num_ticks, "bubble_overhead": bubble, "in_flight": in_flight(table), "table": rows}
-
-
-def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
-    from rich.console import Console
-
-    from megajax.pipeline.drawing import draw_text
-
-    console = Console(highlight=False, soft_wrap=True)
-    shape = table.num_stages, table.num_microbatches, table.num_chunks
-    console.print(f"{_describe(pipeline, table)}; in every tick the forward, then the backward, as microbatch", end="")
-    console.print(" and chunk" if table.num_chunks > 1 else "")
-    for line in draw_text(table, console.width if console.is_terminal else None):
-        console.print(line)
-    depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
-    bubble_there = published_bubble(pipeline.schedule, *shape)
-    chunks_there = published_in_flight(pipeline.schedule, *shape)
-    nothing = "nothing published for this case"
-    console.print(f"ticks             {table.num_ticks}")
-    console.print(
-        f"bubble over ideal {bubble:.4f} (backward = 2 x forward); "
-        + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}")
-    )
-    console.print(
-        f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; "
-        + (nothing if chunks_there is None else f"published {', '.join(map(str, chunks_there))}")
-    )
-    console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
-
-
-def convert(argv: Sequence[str]) -> None:
-    """Import a GPT-2 from Hugging Face's format, or export a run to it."""
-    from megajax.convert.command import convert
-
-    convert(argv)
-
-
-def generate(argv: Sequence[str]) -> None:
-    """Continue texts by a trained model."""
-    from megajax.generation.command import generate
-
-    generate(argv)
-
-
-def prepare(argv: Sequence[str]) -> None:
-    """Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it."""
-    from megajax.preparation.command import main
-
-    main(argv)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "convert": convert,
-    "generate": generate,
-    "prepare": prepare,
-    "schedule": schedule,
+COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
+    "convert": "Import a GPT-2 from Hugging Face's format, or export a run to it.",
+    "generate": "Continue texts by a trained model.",
+    "prepare": "Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it.",
+    "schedule": "Print a pipeline schedule: its table, ticks, bubble and chunks in flight.",
 }
 
 
-def main() -> None:
-    """Run the command that the command line names."""
-    helps = "\n".join(f"  {name:<10} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+def main(argv: Sequence[str]) -> None:
+    """Run the command that a command line names.
+
+    Raises:
+        UserError: there is none of that name, or the command cannot do what its arguments say.
+    """
+    helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
-    if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        COMMANDS[sys.argv[1]](sys.argv[2:])
-    elif sys.argv[1:] and sys.argv[1] in ("-h", "--help"):
+    if argv and argv[0] in COMMANDS:
+        importlib.import_module(f"megajax.commands.{argv[0]}").main(argv[1:])
+    elif argv and argv[0] in ("-h", "--help"):
         print(f"usage: {usage}")
     else:
-        given = f"unknown command {sys.argv[1]!r}" if sys.argv[1:] else "COMMAND missing"
+        given = f"unknown command {argv[0]!r}" if argv else "COMMAND missing"
         raise UserError(f"{given}; valid: {', '.join(COMMANDS)}")
 
 
 def entry() -> None:
     """The installed command `megajax`."""
-    run(main)
+    run(lambda: main(sys.argv[1:]))

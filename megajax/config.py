@@ -7,8 +7,10 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
+from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import ModelConfig
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.optim.config import LossScaleConfig, OptimizerConfig
+from megajax.pipeline.config import PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +28,6 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How microbatches move through the stages."""
-
-    schedule: Annotated[
-        Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # every function there is
-        "order of the forwards and backwards",
-    ] = "1f1b"
-    chunks: Annotated[int, "pieces of the model on every stage; interleaved: 2 or more, others: 1"] = 1
-    vocabulary: Annotated[
-        Literal["replicated", "split"], "embedding and head on the first and last stage, or split over all stages"
-    ] = "replicated"
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and batch of the training run."""
 
@@ -53,82 +41,6 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between two validations"] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole split"] = 0
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, its learning-rate schedule, where its state is kept, and which steps it skips."""
-
-    learning_rate: Annotated[float, "peak, reached at the end of the warm-up"]
-    decay_steps: Annotated[int, "step at which the decay reaches the floor, warm-up included; constant: not used"]
-    schedule: Annotated[
-        Literal["cosine", "linear", "constant"], "way of the learning rate from the peak down to the floor"
-    ] = "cosine"
-    warmup_steps: Annotated[int, "steps of linear warm-up from 0"] = 0
-    min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used"] = 0.0
-    beta1: Annotated[float, "decay of the mean of the gradients"] = 0.9
-    beta2: Annotated[float, "decay of the mean of their squares"] = 0.999
-    epsilon: Annotated[float, "added to the denominator"] = 1e-8
-    weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases"] = 0.01
-    clip_norm: Annotated[float, "largest global norm of the gradients"] = 1.0
-    zero: Annotated[
-        Literal[0, 1, 3],
-        "what is split over data: 0 nothing, 1 main weights and moments, 3 also the weights that layers compute with",
-    ] = 1
-    gradient_dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], "gradients are summed in this: fp32 (fp64 with it), or that of --precision"
-    ] = "fp32"
-    skip_above: Annotated[
-        float, "skip a step whose gradient norm is more than this times the median of recent ones; 0: none"
-    ] = 0.0
-    max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run"] = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows when they long did not."""
-
-    initial: Annotated[float, "scale at the start"] = 2.0**16
-    growth: Annotated[float, "factor of growth"] = 2.0
-    growth_every: Annotated[int, "good steps in a row before it grows"] = 1000
-    backoff: Annotated[float, "factor after an overflow"] = 0.5
-    floor: Annotated[float, "smallest scale"] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One of several corpora to train on."""
-
-    path: Annotated[str, "as data.path"]
-    weight: Annotated[float, "its samples are in proportion to this"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationSet:
-    """A corpus to validate on."""
-
-    name: Annotated[str, "what its loss is called"]
-    path: Annotated[str, "as data.path"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The corpus, or several."""
-
-    path: Annotated[str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib"] = ""
-    sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
-    validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
-    validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
-    reset_attention: Annotated[
-        bool, "attention and positions start anew with every document, also where several share a sequence"
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """The tokenizer."""
-
-    path: Annotated[str, "folder with vocab.json and merges.txt; empty: trained on the corpus"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable
 from operator import attrgetter
 
-from megajax.config import Config, DataConfig, PipelineConfig
+from megajax.config import Config
+from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.options import options
+from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import CHUNKED, SCHEDULES
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -2,10 +2,14 @@
 
 import jax
 
-from megajax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from megajax.config import Config, MeshConfig, TrainConfig
+from megajax.data.config import DataConfig
 from megajax.mesh import make_mesh
-from megajax.training.forms import batch_names
-from megajax.training.step import Program
+from megajax.models.config import ModelConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.pipeline.config import PipelineConfig
+from megajax.program.forms import batch_names
+from megajax.program.program import Program
 
 
 def tiny_config(

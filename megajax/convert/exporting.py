@@ -13,11 +13,12 @@ from megajax.convert.tensor_files import WEIGHTS
 from megajax.convert.tokenizer_files import write_tokenizer
 from megajax.convert.weights import to_tensors
 from megajax.data.files import folder_atomically
-from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.mesh import make_mesh
-from megajax.training.run_directory import kept_config
-from megajax.training.step import Program
-from megajax.training.trained import check_run, restore_params
+from megajax.program.program import Program
+from megajax.runs.directory import kept_config
+from megajax.runs.trained import check_run, restore_params
 
 
 def export_config(run_dir: Path) -> Config:
@@ -49,7 +50,7 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
 
     check_new(folder, "PATH")
     own = run_dir / "data" / "tokenizer"
-    tokenizer = Tokenizer.load(own) if is_tokenizer_folder(own) else None
+    tokenizer = load_tokenizer(own) if is_tokenizer_folder(own) else None
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
     params, number = restore_params(program, run_dir, step)
     tensors = to_tensors(jax.device_get(program.layout.natural_weights(params)), config.model)

@@ -19,8 +19,8 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.mesh import make_mesh
 from megajax.models.gpt import GPTFunctions
-from megajax.training.checkpoint import Checkpoints
-from megajax.training.state import StateLayout
+from megajax.program.state import StateLayout
+from megajax.runs.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data.bpe import BytePairTokenizer, check_vocabulary
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, is_tokenizer_folder, read_text
+from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, read_text
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 
 _SINGLE = "tokenizer.json"
@@ -33,7 +34,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
     if (folder / _SINGLE).is_file():
         return _read_single(folder / _SINGLE)
     if is_tokenizer_folder(folder):
-        return Tokenizer.load(folder), []
+        return load_tokenizer(folder), []
     for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
         if (folder / name).is_file():
             raise UserError(f"{folder}: {name} without {other}; valid: both, {_SINGLE}, or no tokenizer")

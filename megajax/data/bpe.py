@@ -32,7 +32,7 @@ class BytePairTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "BytePairTokenizer":
-        """See `Tokenizer.train`. Ids are laid out as GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
+        """See `train_tokenizer`. Ids are laid out as GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
         from tokenizers import models, pre_tokenizers, trainers
 
         if vocab_size < 257:
@@ -52,7 +52,7 @@ class BytePairTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, vocabulary_file: Path, merges_file: Path) -> "BytePairTokenizer":
-        """See `Tokenizer.load`."""
+        """See `load_tokenizer`."""
         vocabulary = _parse_vocabulary(vocabulary_file)
         return cls(vocabulary, _parse_merges(merges_file, vocabulary))
 

@@ -13,7 +13,8 @@ from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.records import STANDARD_LIBRARY
 from megajax.data.text import TextDocuments, in_parts
-from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -48,7 +49,7 @@ class Corpus:
     report: CorpusReport
 
 
-def prepare(
+def make_corpus(
     path: str,
     tokenizer_path: str,
     vocab_size: int,
@@ -91,7 +92,7 @@ def prepare(
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Opens what `prepare` made; reads only, on any process.
+    """Opens what `make_corpus` made; reads only, on any process.
 
     Raises:
         UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
@@ -147,7 +148,7 @@ def tokenizer_folder(prefix: str | Path) -> Path:
 
 
 def has_corpus(output_dir: str | Path) -> bool:
-    """Whether `prepare` made a corpus there."""
+    """Whether `make_corpus` made a corpus there."""
     return Path(output_dir, "report.json").is_file()  # written last
 
 
@@ -185,7 +186,7 @@ def _tokenize(
 ) -> None:
     started = time.perf_counter()
     if tokenizer is None:
-        tokenizer = Tokenizer.train(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
+        tokenizer = train_tokenizer(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
     trained = time.perf_counter()
     num_tokens = 0
     with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
@@ -223,7 +224,7 @@ def evenly(documents: Iterable[str], share: float) -> Iterator[str]:
 
 
 def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; --model.vocab-size {vocab_size} "

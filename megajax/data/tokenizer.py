@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ from megajax.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 """The special token that ends every document in GPT-2's vocabulary, and separates documents in a text file."""
-
-BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
-WORDPIECE_FILES = (("vocab.txt",),)
 
 
 class Tokenizer(ABC):
@@ -67,54 +64,6 @@ class Tokenizer(ABC):
             UserError: they cannot be written.
         """
 
-    @staticmethod
-    def train(
-        documents: Iterable[str],
-        vocab_size: int,
-        kind: Literal["bpe", "wordpiece"] = "bpe",
-        flag: str = "--model.vocab-size",
-    ) -> "Tokenizer":
-        """Learn a vocabulary from documents; the same documents give the same one, whatever the number of cores.
-
-        Args:
-            documents: the texts.
-            vocab_size: ids wanted; a small corpus may yield fewer, because only pairs seen twice are merged.
-            kind: whose way to split text.
-            flag: the flag that gave the size, for error messages.
-
-        Raises:
-            UserError: `vocab_size` is too small for what every vocabulary has.
-        """
-        from megajax.data.bpe import BytePairTokenizer
-        from megajax.data.wordpiece import WordPieceTokenizer
-
-        learn = BytePairTokenizer.learn if kind == "bpe" else WordPieceTokenizer.learn
-        return learn(documents, vocab_size, flag)
-
-    @staticmethod
-    def load(folder: str | Path, flag: str = "--tokenizer.path") -> "Tokenizer":
-        """Read `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`, or BERT's `vocab.txt`.
-
-        Raises:
-            UserError: folder or files are missing, unreadable or malformed; a token that must be there is not.
-        """
-        from megajax.data.bpe import BytePairTokenizer
-        from megajax.data.wordpiece import WordPieceTokenizer
-
-        if files := _find(Path(folder), BPE_FILES):
-            return BytePairTokenizer.read(*files)
-        if files := _find(Path(folder), WORDPIECE_FILES):
-            return WordPieceTokenizer.read(*files)
-        problem = "does not have" if Path(folder).is_dir() else "is not a folder; give one with"
-        raise UserError(
-            f"{flag}: {folder} {problem} vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt)"
-        )
-
-
-def is_tokenizer_folder(folder: str | Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
-    return _find(Path(folder), BPE_FILES + WORDPIECE_FILES) is not None
-
 
 def read_text(file: Path) -> str:
     """The text of a tokenizer's file.
@@ -128,10 +77,3 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 text (at byte {error.start})") from None
-
-
-def _find(folder: Path, alternatives: tuple[tuple[str, ...], ...]) -> list[Path] | None:
-    for names in alternatives:
-        if all((folder / name).is_file() for name in names):
-            return [folder / name for name in names]
-    return None

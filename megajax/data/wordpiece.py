@@ -32,7 +32,7 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "WordPieceTokenizer":
-        """See `Tokenizer.train`. The special tokens have the first ids; text is lower-cased."""
+        """See `train_tokenizer`. The special tokens have the first ids; text is lower-cased."""
         from tokenizers import models, trainers
 
         if vocab_size < 100:
@@ -59,7 +59,7 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, file: Path) -> "WordPieceTokenizer":
-        """See `Tokenizer.load`: one token a line, its id the number of the line."""
+        """See `load_tokenizer`: one token a line, its id the number of the line."""
         tokens = read_text(file).rstrip("\n").replace("\r\n", "\n").split("\n")
         vocabulary = {token: number for number, token in enumerate(tokens)}
         if len(vocabulary) < len(tokens):

@@ -24,8 +24,8 @@ from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.window import sample
-from megajax.training.step import Program
-from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.program.program import Program
+from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 _TOKENS_AT_ONCE = 16  # generated before stop texts are looked for
 

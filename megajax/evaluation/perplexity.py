@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.data.gpt import Samples
 from megajax.evaluation.scoring import score_samples
-from megajax.training.step import Program
+from megajax.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megajax.data.continuations import ContinuationSamples
 from megajax.data.gpt import IGNORED, Samples
 from megajax.data.loader import evaluation_batches
-from megajax.training.step import Program
+from megajax.program.program import Program
 
 _AHEAD = 1  # batches that the devices compute while the host reads another
 

@@ -18,8 +18,8 @@ from megajax.evaluation.lambada import LastWords, read_lambada
 from megajax.evaluation.perplexity import perplexity
 from megajax.evaluation.scoring import compile_scores, score_continuations
 from megajax.evaluation.wikitext import read_wikitext
-from megajax.training.run_data import has_data, open_data
-from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.runs.data import has_run_data, open_run_data
+from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 PAPER_OVERLAP = 32
 
@@ -124,12 +124,12 @@ def _validation_samples(
     run_dir: Path, config: Config, overlap: int
 ) -> tuple[EvaluationSamples | JoinedSamples, Tokenizer | None]:
     """The run's validation split, with the tokenizer that its text was encoded with."""
-    if not has_data(config, run_dir / "data"):
+    if not has_run_data(config, run_dir / "data"):
         raise UserError(
             f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
             "tokenized dataset"
         )
-    data = open_data(config, run_dir / "data", overlap)
+    data = open_run_data(config, run_dir / "data", overlap)
     given_tokenized = any(corpus.report.dataset for corpus in data.corpora)
     return data.validation, None if given_tokenized else data.tokenizer
 

@@ -24,7 +24,7 @@ from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, 
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.parallel.split import PAPER
 from megajax.parallel.vocabulary import IGNORED
-from megajax.training.step import Program
+from megajax.program.program import Program
 
 Tree = Any
 State = dict[str, Any]

@@ -6,7 +6,8 @@ import numpy as np
 
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.parallel.vocabulary import IGNORED
-from megajax.training.step import Program
+from megajax.processes import gathered
+from megajax.program.program import Program
 
 _choose = jax.jit(choose, static_argnames="sampling")
 
@@ -22,8 +23,6 @@ def sample(
         program: a program whose global batch all rows of the prompt are copied to.
         params: weights on the program's mesh.
     """
-    from jax.experimental import multihost_utils
-
     model = program.config.model
     ids, bits = list(prompt), prompt_bits([prompt], sampling.seed)
     rows = program.local_rows
@@ -33,7 +32,7 @@ def sample(
         tokens[:, : len(window)] = window
         batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
         logits = program.next_logits(params, batch, np.int32(len(window) - 1))
-        first = np.asarray(multihost_utils.process_allgather(logits, tiled=True))[:1, : model.vocab_size]
+        first = gathered(logits)[:1, : model.vocab_size]
         chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
         if chosen == end:
             break

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from megajax.config import OptimizerConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import sum_over, varying_axes
 from megajax.precision import at_least_fp32

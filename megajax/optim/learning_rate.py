@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.config import OptimizerConfig
+from megajax.optim.config import OptimizerConfig
 
 
 def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.config import LossScaleConfig
+from megajax.optim.config import LossScaleConfig
 
 _LARGEST = 2.0**64  # far above any use, far below where a scale or its inverse would not be a normal number
 

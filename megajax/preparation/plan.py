@@ -12,7 +12,7 @@ from typing import Any
 
 from megajax.data.indexed import dataset_files
 from megajax.data.records import TextFiles
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import WorkFolder
@@ -51,7 +51,7 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     given = task.options.tokenizer
     tokenizer = given
     if given not in TRAINED:
-        content = Tokenizer.load(given, flag="--tokenizer").to_json()  # its errors come before any work
+        content = load_tokenizer(given, flag="--tokenizer").to_json()  # its errors come before any work
         tokenizer = hashlib.sha256(content.encode()).hexdigest()
     return {
         "format": [_FORMAT, *SHARD_BYTES],

@@ -13,6 +13,7 @@ from megajax.data.indexed import IndexedWriter
 from megajax.data.records import Record, TextFiles, valid_paths
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.preparation import duplicates
 from megajax.preparation.cleaning import clean
@@ -38,7 +39,7 @@ from megajax.preparation.workers import Workers
 _SHARD_RECORDS = 1 << 16
 
 
-def prepare(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
+def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
     """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, in this order and each whole.
 
     PREFIX.work holds what is done so far. The same call goes on from there after an interruption; it returns the report
@@ -194,12 +195,12 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
             size = sum(int(work.load("clean", shard, "starts")[0][-1]) for shard in range(num_shards))
             texts = (text for shard in range(num_shards) for text in work.texts(shard) if text)
             sample = evenly(texts, TRAINING_BYTES / max(size, 1))
-            tokenizer = Tokenizer.train(sample, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
+            tokenizer = train_tokenizer(sample, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
         else:
-            tokenizer = Tokenizer.load(given, flag="--tokenizer")
+            tokenizer = load_tokenizer(given, flag="--tokenizer")
         with folder_atomically(folder) as new:
             tokenizer.save(new)
-    return Tokenizer.load(folder)
+    return load_tokenizer(folder)
 
 
 def _test_sets(task: Task, work: WorkFolder) -> TestSets:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.text import in_parts
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.minhash import band_hashes
@@ -117,7 +118,7 @@ def _digest(text: str) -> npt.NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: Path, changed: int) -> Tokenizer:
-    return Tokenizer.load(folder)
+    return load_tokenizer(folder)
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,9 +9,9 @@ from megajax.data.blend import BlendedSamples
 from megajax.launch import gpu_flags
 from megajax.models.gpt import count_parameters
 from megajax.optim.adam import parameter_groups
-from megajax.training.memory import state_bytes
-from megajax.training.run_data import RunData
-from megajax.training.step import Program
+from megajax.program.memory import state_bytes
+from megajax.program.program import Program
+from megajax.runs.data import RunData
 
 
 def describe(program: Program, data: RunData) -> str:

@@ -4,13 +4,11 @@ checkpoint."""
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
-import numpy as np
 
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
@@ -23,13 +21,14 @@ from megajax.generation.text import continuation_text
 from megajax.generation.window import sample
 from megajax.launch import start
 from megajax.mesh import make_mesh
-from megajax.training.checkpoint import Checkpoints
+from megajax.processes import is_first_process, on_first_process
+from megajax.program.program import Program
+from megajax.program.state import TrainState
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.data import RunData, make_run_data, open_run_data
+from megajax.runs.directory import claim
 from megajax.training.describe import describe
-from megajax.training.metrics import RunLog
-from megajax.training.run_data import RunData, open_data, prepare_data
-from megajax.training.run_directory import claim
-from megajax.training.state import TrainState
-from megajax.training.step import Program
+from megajax.training.run_log import RunLog
 from megajax.validation import validate
 
 
@@ -49,8 +48,8 @@ def train(config: Config) -> None:
     validate(config, jax.device_count())
     run_dir = Path(config.run_dir)
     on_first_process(lambda: claim(run_dir, config))
-    on_first_process(lambda: prepare_data(config, run_dir / "data"))
-    data = open_data(config, run_dir / "data")
+    on_first_process(lambda: make_run_data(config, run_dir / "data"))
+    data = open_run_data(config, run_dir / "data")
     program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
     _say(describe(program, data))
     run = _Run(config, run_dir, program, data)
@@ -86,7 +85,7 @@ class _Run:
             total_steps=config.train.steps,
             finished_steps=self.first,
             log_every=config.train.log_every,
-            write=jax.process_index() == 0,
+            write=is_first_process(),
         )
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validation: Perplexity | None = None
@@ -249,28 +248,6 @@ _WRITTEN = {
 }
 
 
-def on_first_process(action: Callable[[], Any]) -> None:
-    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all.
-
-    Raises:
-        UserError: process 0 raised one.
-    """
-    error: UserError | None = None
-    if jax.process_index() == 0:
-        try:
-            action()
-        except UserError as found:
-            error = found
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
-        if failed and error is None:
-            raise UserError("process 0 stopped: its standard error says why")
-    if error:
-        raise error
-
-
 def _say(text: str) -> None:
-    if jax.process_index() == 0:
+    if is_first_process():
         print(text, flush=True)

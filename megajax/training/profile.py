@@ -15,9 +15,10 @@ from megajax.launch import start
 from megajax.mesh import make_mesh
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
-from megajax.training.step import Program
+from megajax.processes import is_first_process, of_first_process
+from megajax.program.program import Program
+from megajax.program.synthetic import random_batch
 from megajax.validation import validate
-from megajax.verify import random_batch
 
 ROUNDS = 5
 SECONDS_PER_MEASUREMENT = 0.2
@@ -55,7 +56,7 @@ def profile_pipeline(config: Config) -> Profile:
     mesh = config.mesh
     program = Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor))
     found = measure(program)
-    if jax.process_index() == 0:
+    if is_first_process():
         print("\n".join(_report(program, found)), flush=True)
     return found
 
@@ -99,17 +100,9 @@ def _seconds_per_repeat(run: Callable[[int], jax.Array]) -> float:
     _seconds(lambda: run(1))
     once = max(1e-6, _seconds(lambda: run(2)) / 2)
     # All processes have to agree on it.
-    repeats = int(_of_first_process(max(1, round(SECONDS_PER_MEASUREMENT / once))))
+    repeats = of_first_process(max(1, round(SECONDS_PER_MEASUREMENT / once)))
     pairs = [(_seconds(lambda: run(1 + repeats)), _seconds(lambda: run(1))) for _ in range(ROUNDS)]
     return statistics.median(max(0.0, long - short) / repeats for long, short in pairs)
-
-
-def _of_first_process(number: int) -> int:
-    if jax.process_count() == 1:
-        return number
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def _report(program: Program, found: Profile) -> list[str]:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.config import Config, DistributedConfig, OptimizerConfig, to_toml
+from megajax.config import Config, DistributedConfig, to_toml
 from megajax.errors import UserError
+from megajax.optim.config import OptimizerConfig
 from megajax.parallel.vocabulary import IGNORED
 
 pytestmark = pytest.mark.peer

@@ -12,7 +12,7 @@ import pytest
 from processes import Commands, Run, contents
 
 from megajax.data.indexed import IndexedWriter
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 
 
 def redundant(*values: object) -> Any:
@@ -209,7 +209,7 @@ def test_a_dataset_without_enough_documents(commands: Commands, tmp_path: Path) 
 @pytest.mark.full
 def test_a_tokenizer_that_is_too_large(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Its ids must fit --model.vocab-size."""
-    size = Tokenizer.load(straight.folder / "data" / "tokenizer").size
+    size = load_tokenizer(straight.folder / "data" / "tokenizer").size
     flags = ("--tokenizer.path", straight.folder / "data" / "tokenizer", "--model.vocab-size", size - 1)
     assert_says(train_mistake(commands, tmp_path / "run", *flags), r"--model\.vocab-size", str(size))
 

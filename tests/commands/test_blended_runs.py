@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from processes import Commands, Run, assert_close_losses, curve
 
-from megajax.data.tokenizer import Tokenizer
-from megajax.training.metrics import read_metrics
+from megajax.data.tokenizers import load_tokenizer
+from megajax.runs.metrics import read_metrics
 
 FOUR_STEPS = ("--train.steps", 4, "--train.eval-every", 2, "--checkpoint.every", 2)
 
@@ -22,7 +22,7 @@ def halves(corpus: Path, straight: Run, tmp_path_factory) -> list[Path]:
     for number, part in enumerate((documents[:20], documents[20:])):
         parts.append(folder / f"{number}.jsonl")
         parts[-1].write_text("".join(json.dumps({"text": document}) + "\n" for document in part))
-    Tokenizer.load(straight.folder / "data" / "tokenizer").save(folder / "tokenizer")
+    load_tokenizer(straight.folder / "data" / "tokenizer").save(folder / "tokenizer")
     return parts
 
 

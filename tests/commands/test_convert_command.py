@@ -9,7 +9,7 @@ from hugging_face import SETTINGS, random_tensors, write_model
 from processes import Commands, Finished, checkpoint_steps, validation
 from safetensors.numpy import load_file
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 
 
 def convert(commands: Commands, *arguments: object) -> Finished:
@@ -22,7 +22,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     """Training goes on from the imported weights with the imported tokenizer, here on (2, 1, 2) with a learning rate
     that changes nothing, and the export holds them."""
     model, run = tmp_path / "hf", tmp_path / "run"
-    tokenizer = Tokenizer.train([corpus.read_text()], 280)
+    tokenizer = train_tokenizer([corpus.read_text()], 280)
     tokenizer.save(model)
     sizes = {"vocab_size": 300, "n_layer": 1}
     tensors = random_tensors(SETTINGS | sizes)
@@ -36,7 +36,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     done = commands.run("train.py", run / "config.toml", *flags, *still, *mesh)
     assert done.code == 0, (done.out, done.err)
     assert "resumed from step 0" in done.out
-    assert Tokenizer.load(run / "data" / "tokenizer") == tokenizer
+    assert load_tokenizer(run / "data" / "tokenizer") == tokenizer
     imported = commands.perplexity(run, "--step", 0)
     assert imported["step"] == 0 and imported["loss"] == pytest.approx(validation(run)[2], rel=1e-6)
 

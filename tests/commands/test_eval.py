@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import Commands, Run, contents, validation
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 
 
 def close(loss: float) -> object:
@@ -58,7 +58,7 @@ def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
     text = "Some text.\n\nWith naïve words — and 𝒻ancy ones; " * 40
     (tmp_path / "some.txt").write_text(text, encoding="utf-8")
     result = commands.perplexity(straight.folder, "--data", tmp_path / "some.txt", "--step", "latest")
-    tokens = Tokenizer.load(straight.folder / "data" / "tokenizer").encode(text)
+    tokens = load_tokenizer(straight.folder / "data" / "tokenizer").encode(text)
     assert result["tokens"] == len(tokens)
     assert result["loss"] > validation(straight.folder)[20], "a text of another kind"
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
@@ -75,7 +75,7 @@ def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
     pipe = ("--mesh.pipe", 2, "--simulate-devices", 2, "--pipeline.vocabulary", "split", "--train.microbatch", 16)
     result = commands.evaluate("wikitext103", straight.folder, "--data", file, "--overlap", 8, *pipe)
     plain = "\n= The End =\n" + "\nIt's a well-known end, said the others' king." * 20 + "\n"
-    predicted = len(Tokenizer.load(straight.folder / "data" / "tokenizer").encode(plain)) - 1
+    predicted = len(load_tokenizer(straight.folder / "data" / "tokenizer").encode(plain)) - 1
     assert (result["task"], result["step"], result["overlap"]) == ("wikitext103", 20, 8)
     assert (result["T_o"], result["T"]) == (len(text.strip().split(" ")), predicted)
     assert result["windows"] == 1 + -(-(predicted - 32) // 8)

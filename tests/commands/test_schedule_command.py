@@ -10,18 +10,17 @@ import pytest
 from megajax.cli import main
 
 
-def schedule(monkeypatch, capsys, *arguments: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["megajax", "schedule", *map(str, arguments)])
-    main()
+def schedule(capsys, *arguments: object) -> str:
+    main(["schedule", *map(str, arguments)])
     return capsys.readouterr().out
 
 
 INTERLEAVED = ("--mesh.pipe", 4, "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--microbatches", 8)
 
 
-def test_one_row_a_stage(monkeypatch, capsys) -> None:
+def test_one_row_a_stage(capsys) -> None:
     """The table as text, with ticks, bubble and chunks in flight beside what is published."""
-    lines = schedule(monkeypatch, capsys, *INTERLEAVED).splitlines()
+    lines = schedule(capsys, *INTERLEAVED).splitlines()
     stages = [line for line in lines if line.startswith("stage")]
     assert len(stages) == 4 and all(line.count("|") == 26 for line in stages)
     cells = [part.split() for part in stages[3].split("|")[1:]]
@@ -32,9 +31,9 @@ def test_one_row_a_stage(monkeypatch, capsys) -> None:
     assert "11, 9, 7, 5 by stage" in rest
 
 
-def test_json(monkeypatch, capsys) -> None:
+def test_json(capsys) -> None:
     """Per tick a list over stages of [forward, backward], each [microbatch, chunk] or null."""
-    found = json.loads(schedule(monkeypatch, capsys, *INTERLEAVED, "--json").splitlines()[-1])
+    found = json.loads(schedule(capsys, *INTERLEAVED, "--json").splitlines()[-1])
     assert found["ticks"] == 26 == len(found["table"])
     assert found["bubble_overhead"] == pytest.approx(3 / 16) and found["in_flight"] == [11, 9, 7, 5]
     assert found["table"][0] == [[[0, 0], None], *[[None, None]] * 3]
@@ -45,10 +44,10 @@ def test_json(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "SVG"])
-def test_plot(monkeypatch, capsys, tmp_path: Path, suffix: str) -> None:
+def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
     """The timeline as a picture; nothing else is left behind."""
     file = tmp_path / f"timeline.{suffix}"
-    assert str(file) in schedule(monkeypatch, capsys, "--mesh.pipe", 3, "--microbatches", 4, "--plot", file)
+    assert str(file) in schedule(capsys, "--mesh.pipe", 3, "--microbatches", 4, "--plot", file)
     assert list(tmp_path.iterdir()) == [file]
     content = file.read_bytes()
     if suffix == "png":

@@ -11,13 +11,13 @@ from tiny import tiny_config, tiny_program
 from megajax.config import MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.generation.choice import Sampling
 from megajax.generation.window import sample
 from megajax.models.config import ModelConfig
 from megajax.parallel.vocabulary import IGNORED
-from megajax.training.checkpoint import Checkpoints
-from megajax.training.trained import restore_params
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.trained import restore_params
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
@@ -63,7 +63,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
     checkpoints.close()
     (run / "config.toml").write_text(to_toml(config))
     text = "A naïve text, with a few words of it twice: a text, with words.\n\n" * 3
-    tokenizer = Tokenizer.train([text], 300)
+    tokenizer = train_tokenizer([text], 300)
     tokenizer.save(run / "data" / "tokenizer")
     step, _ = export_hf(run, export_config(run), tmp_path / "hf")
     assert step == 7
@@ -86,7 +86,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
 def test_a_tokenizer_of_one_file(tmp_path: Path) -> None:
     """`transformers` writes tokenizer.json alone: the same ids here."""
     text = "Some text — with some words, and some words again.\n\n\tEnd." * 3
-    tokenizer = Tokenizer.train([text], 280)
+    tokenizer = train_tokenizer([text], 280)
     tokenizer.save(tmp_path / "ours")
     theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "ours")
     model = dataclasses.replace(SMALL, vocab_size=300)
@@ -97,7 +97,7 @@ def test_a_tokenizer_of_one_file(tmp_path: Path) -> None:
     assert source.tokenizer == tokenizer and source.added_tokens == []
     assert source.tokenizer.encode(text) == theirs(text).input_ids
     import_hf(source, tmp_path / "run")
-    assert Tokenizer.load(tmp_path / "run" / "data" / "tokenizer") == tokenizer
+    assert load_tokenizer(tmp_path / "run" / "data" / "tokenizer") == tokenizer
     theirs.add_special_tokens({"pad_token": "[PAD]"})
     theirs.save_pretrained(tmp_path / "hf")
     again = open_source(tmp_path / "hf")

@@ -13,7 +13,7 @@ from hugging_face import random_tensors, write_model
 from megajax.cli import main
 from megajax.convert.importing import open_source
 from megajax.convert.tensor_files import WEIGHTS
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 
 
@@ -109,7 +109,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 
 def test_tokenizers(tmp_path: Path) -> None:
     """One of more ids than the model, one that is not GPT-2's kind, half of one."""
-    tokenizer = Tokenizer.train(["some words of some text"], 280)
+    tokenizer = train_tokenizer(["some words of some text"], 280)
     tokenizer.save(tmp_path)
     write_model(tmp_path)
     assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is 101", refusal(tmp_path))
@@ -138,33 +138,32 @@ def test_tokenizers(tmp_path: Path) -> None:
         assert words in refusal(tmp_path)
 
 
-def command(monkeypatch, *arguments: object) -> str:
+def command(*arguments: object) -> str:
     """The line of `megajax convert`, which must end as a user's mistake."""
-    monkeypatch.setattr(sys, "argv", ["megajax", "convert", *map(str, arguments)])
     with pytest.raises(UserError) as error:
-        main()
+        main(["convert", *map(str, arguments)])
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_the_command_line(monkeypatch, tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path) -> None:
     """Paths that are missing, are files or hold something; nothing is written."""
     model = write_model(tmp_path / "hf")
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").write_text("kept")
     new = tmp_path / "some" / "run"
-    assert "valid: import-hf, export-hf" in command(monkeypatch)
-    assert "valid: import-hf, export-hf" in command(monkeypatch, "import")
-    assert "RUN missing" in command(monkeypatch, "import-hf", model)
-    assert f"RUN {full} is not empty" in command(monkeypatch, "import-hf", model, full)
-    assert f"RUN {full / 'file'} is a file" in command(monkeypatch, "import-hf", model, full / "file")
-    assert "no such folder" in command(monkeypatch, "import-hf", tmp_path / "nowhere" / "at" / "all", new)
-    assert "is a file" in command(monkeypatch, "import-hf", model / WEIGHTS, new)
-    assert "no config.toml there" in command(monkeypatch, "export-hf", full, new)
-    assert f"PATH {full} is not empty" in command(monkeypatch, "export-hf", new, full)
+    assert "valid: import-hf, export-hf" in command()
+    assert "valid: import-hf, export-hf" in command("import")
+    assert "RUN missing" in command("import-hf", model)
+    assert f"RUN {full} is not empty" in command("import-hf", model, full)
+    assert f"RUN {full / 'file'} is a file" in command("import-hf", model, full / "file")
+    assert "no such folder" in command("import-hf", tmp_path / "nowhere" / "at" / "all", new)
+    assert "is a file" in command("import-hf", model / WEIGHTS, new)
+    assert "no config.toml there" in command("export-hf", full, new)
+    assert f"PATH {full} is not empty" in command("export-hf", new, full)
     (model / WEIGHTS).write_bytes(b"")
-    assert "damaged" in command(monkeypatch, "import-hf", model, new)
+    assert "damaged" in command("import-hf", model, new)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full", "hf"]
     assert [entry.name for entry in full.iterdir()] == ["file"]
 
@@ -173,6 +172,6 @@ def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
     """One line, and nothing written."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    line = command(monkeypatch, "import-hf", "some-body/some-model", tmp_path / "run")
+    line = command("import-hf", "some-body/some-model", tmp_path / "run")
     assert "some-body/some-model: no such folder, and the Hugging Face hub does not give it" in line
     assert not (tmp_path / "run").exists()

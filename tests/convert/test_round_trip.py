@@ -17,10 +17,10 @@ from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.weights import from_tensors
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.presets import load_preset, resolve
-from megajax.training.checkpoint import Checkpoints
+from megajax.runs.checkpoint import Checkpoints
 
 
 def export(run: Path, folder: Path) -> dict[str, np.ndarray]:
@@ -66,7 +66,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     checkpoints.save(7, layout.from_natural(layout.begin(weights)))
     checkpoints.close()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config))
-    tokenizer = Tokenizer.train(["some words of some text"], 300)
+    tokenizer = train_tokenizer(["some words of some text"], 300)
     tokenizer.save(tmp_path / "run" / "data" / "tokenizer")
     assert_same(export(tmp_path / "run", tmp_path / "hf"), tensors)
 
@@ -74,7 +74,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     kept = dataclasses.replace(config.model, scan_layers="auto")
     assert source.tokenizer == tokenizer and source.config.model == kept
     import_hf(source, tmp_path / "again")
-    assert Tokenizer.load(tmp_path / "again" / "data" / "tokenizer") == tokenizer
+    assert load_tokenizer(tmp_path / "again" / "data" / "tokenizer") == tokenizer
     one = tiny_program(resolve(load_preset(tmp_path / "again" / "config.toml")))
     reader = Checkpoints(tmp_path / "again", one.layout)
     assert reader.steps() == [0]

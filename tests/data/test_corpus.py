@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.corpus import Corpus, evaluation_tokens, open_corpus, prepare
+from megajax.data.corpus import Corpus, evaluation_tokens, make_corpus, open_corpus
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedWriter
 from megajax.data.text import TextDocuments
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 
 TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(50)) for n in range(40)]
@@ -33,7 +33,7 @@ def source(tmp_path) -> str:
 
 @pytest.fixture
 def small_tokenizer(tmp_path) -> str:
-    Tokenizer.train(TEXTS, 280).save(tmp_path / "given")
+    train_tokenizer(TEXTS, 280).save(tmp_path / "given")
     return str(tmp_path / "given")
 
 
@@ -58,7 +58,7 @@ def test_imports_are_light():
 
 
 def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
-    corpus = prepare(source, "", 400, tmp_path / "run")
+    corpus = make_corpus(source, "", 400, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert corpus.tokenizer is not None and corpus.tokenizer.size <= 400
     report = corpus.report
@@ -72,7 +72,7 @@ def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
 
 
 def test_a_given_tokenizer_is_used_and_copied(source, small_tokenizer, tmp_path):
-    corpus = prepare(source, small_tokenizer, 300, tmp_path / "run")
+    corpus = make_corpus(source, small_tokenizer, 300, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert content(Path(small_tokenizer)) == content(tmp_path / "run" / "tokenizer")
 
@@ -80,57 +80,57 @@ def test_a_given_tokenizer_is_used_and_copied(source, small_tokenizer, tmp_path)
 def test_the_tokenizer_of_imported_weights(source, small_tokenizer, tmp_path):
     """One that lies in the folder already is used; another is refused, and nothing changes."""
     folder = tmp_path / "run"
-    Tokenizer.load(small_tokenizer).save(folder / "tokenizer")
-    Tokenizer.train(TEXTS[:3], 270).save(tmp_path / "other")
+    load_tokenizer(small_tokenizer).save(folder / "tokenizer")
+    train_tokenizer(TEXTS[:3], 270).save(tmp_path / "other")
     before = content(folder)
     with pytest.raises(UserError, match=r"--tokenizer\.path .*other: not the tokenizer of the weights"):
-        prepare(source, str(tmp_path / "other"), 300, folder)
+        make_corpus(source, str(tmp_path / "other"), 300, folder)
     with pytest.raises(UserError, match=r"--data\.path"):
-        prepare(str(tmp_path / "nothing"), "", 300, folder)
+        make_corpus(str(tmp_path / "nothing"), "", 300, folder)
     assert content(folder) == before
-    corpus = prepare(source, "", 300, folder)
-    assert texts_of(corpus) == TEXTS and corpus.tokenizer == Tokenizer.load(small_tokenizer)
-    assert texts_of(prepare(source, "", 300, folder)) == TEXTS
+    corpus = make_corpus(source, "", 300, folder)
+    assert texts_of(corpus) == TEXTS and corpus.tokenizer == load_tokenizer(small_tokenizer)
+    assert texts_of(make_corpus(source, "", 300, folder)) == TEXTS
 
 
 def test_resume_does_not_need_the_source(source, small_tokenizer, tmp_path):
-    prepare(source, small_tokenizer, 300, tmp_path / "run")
+    make_corpus(source, small_tokenizer, 300, tmp_path / "run")
     before = content(tmp_path / "run")
     shutil.rmtree(source)
     shutil.rmtree(small_tokenizer)
-    assert texts_of(prepare(source, small_tokenizer, 300, tmp_path / "run")) == TEXTS
+    assert texts_of(make_corpus(source, small_tokenizer, 300, tmp_path / "run")) == TEXTS
     assert content(tmp_path / "run") == before
 
 
 def test_the_corpus_is_deterministic(source, tmp_path):
-    prepare(source, "", 300, tmp_path / "a")
-    prepare(source, "", 300, tmp_path / "b")
+    make_corpus(source, "", 300, tmp_path / "a")
+    make_corpus(source, "", 300, tmp_path / "b")
     a, b = content(tmp_path / "a"), content(tmp_path / "b")
     assert all(a[name] == b[name] for name in a.keys() | b.keys() if name != "report.json")
 
 
 def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tokenizer, tmp_path, monkeypatch):
-    prepare(source, "", 300, tmp_path / "run")
+    make_corpus(source, "", 300, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    prepare("texts", "", 300, tmp_path / "run")  # the same folder by another name
+    make_corpus("texts", "", 300, tmp_path / "run")  # the same folder by another name
     with pytest.raises(
         UserError, match=r"--data\.path 'python-stdlib': .* was made from .*texts'; use that, or another"
     ):
-        prepare("python-stdlib", "", 300, tmp_path / "run")
+        make_corpus("python-stdlib", "", 300, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer\.path .*given': .* was made from ''"):
-        prepare(source, small_tokenizer, 300, tmp_path / "run")
+        make_corpus(source, small_tokenizer, 300, tmp_path / "run")
 
 
 def test_tokenizer_larger_than_the_model(source, small_tokenizer, tmp_path):
     message = r"--tokenizer\.path: the tokenizer in .*given has 280 ids; --model\.vocab-size 279 must be at least that"
     with pytest.raises(UserError, match=message):
-        prepare(source, small_tokenizer, 279, tmp_path / "run")
+        make_corpus(source, small_tokenizer, 279, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
 def prefix(small_tokenizer, tmp_path) -> str:
-    tokenizer = Tokenizer.load(small_tokenizer)
+    tokenizer = load_tokenizer(small_tokenizer)
     (tmp_path / "prepared").mkdir()
     with IndexedWriter(tmp_path / "prepared" / "corpus.v1", tokenizer.size) as writer:
         for text in TEXTS:
@@ -140,58 +140,58 @@ def prefix(small_tokenizer, tmp_path) -> str:
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_prepared_dataset_is_used_where_it_lies(prefix, small_tokenizer, tmp_path, suffix):
-    corpus = prepare(prefix + suffix, small_tokenizer, 300, tmp_path / "run")
+    corpus = make_corpus(prefix + suffix, small_tokenizer, 300, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert corpus.tokens.name == prefix + ".bin"
     assert not list(tmp_path.glob("run/tokens*"))
     assert corpus.report.documents == 40
     for name in prefix, prefix + ".idx":
-        assert texts_of(prepare(name, small_tokenizer, 300, tmp_path / "run")) == TEXTS
+        assert texts_of(make_corpus(name, small_tokenizer, 300, tmp_path / "run")) == TEXTS
 
 
 def test_tokenizer_beside_a_prepared_dataset(prefix, tmp_path):
-    assert prepare(prefix, "", 300, tmp_path / "without").tokenizer is None
-    Tokenizer.train(TEXTS, 280).save(Path(prefix).parent)
-    assert texts_of(prepare(prefix, "", 300, tmp_path / "with")) == TEXTS
+    assert make_corpus(prefix, "", 300, tmp_path / "without").tokenizer is None
+    train_tokenizer(TEXTS, 280).save(Path(prefix).parent)
+    assert texts_of(make_corpus(prefix, "", 300, tmp_path / "with")) == TEXTS
 
 
 def test_prepared_dataset_with_ids_beyond_the_vocabulary(prefix, tmp_path):
     with pytest.raises(UserError, match=r"corpus\.v1\.bin: token id \d+ at position \d+ .*--model\.vocab-size 270"):
-        prepare(prefix, "", 270, tmp_path / "run")
+        make_corpus(prefix, "", 270, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    prepare(prefix, "", 280, tmp_path / "run")
+    make_corpus(prefix, "", 280, tmp_path / "run")
     with pytest.raises(UserError, match=r"--model\.vocab-size 270"):
-        prepare(prefix, "", 270, tmp_path / "run")
+        make_corpus(prefix, "", 270, tmp_path / "run")
 
 
 def test_half_a_prepared_dataset(prefix, tmp_path):
     Path(prefix + ".idx").unlink()
     for name in prefix, prefix + ".bin", prefix + ".idx":
         with pytest.raises(UserError, match=r"--data\.path: a prepared dataset is both .*\.bin and .*\.idx, only one"):
-            prepare(name, "", 300, tmp_path / "run")
+            make_corpus(name, "", 300, tmp_path / "run")
 
 
 def test_prepared_dataset_that_changed(prefix, tmp_path):
-    prepare(prefix, "", 300, tmp_path / "run")
+    make_corpus(prefix, "", 300, tmp_path / "run")
     with IndexedWriter(prefix, 300) as writer:
         writer.add_document([1, 2, 3])
     with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens, it had \d+ when"):
-        prepare(prefix, "", 300, tmp_path / "run")
+        make_corpus(prefix, "", 300, tmp_path / "run")
 
 
 @pytest.mark.parametrize("bad", ["", "{}", "[1]", '{"x": 1}'])
 def test_damaged_report(source, tmp_path, bad):
-    prepare(source, "", 300, tmp_path / "run")
+    make_corpus(source, "", 300, tmp_path / "run")
     (tmp_path / "run" / "report.json").write_text(bad)
     with pytest.raises(UserError, match=r"report\.json: not the report of a corpus; delete .*run to"):
-        prepare(source, "", 300, tmp_path / "run")
+        make_corpus(source, "", 300, tmp_path / "run")
 
 
 def test_error_in_the_middle_leaves_no_dataset(tmp_path, small_tokenizer):
     lines = [json.dumps({"text": "word " * 1000})] * 1000 + ["broken"]  # more than one batch
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"a\.jsonl:1001"):
-        prepare(str(tmp_path / "a.jsonl"), small_tokenizer, 300, tmp_path / "run")
+        make_corpus(str(tmp_path / "a.jsonl"), small_tokenizer, 300, tmp_path / "run")
     assert content(tmp_path / "run") == {}
 
 
@@ -199,14 +199,14 @@ def test_killed_while_tokenizing(tmp_path, small_tokenizer):
     """A process that dies at its worst moment leaves nothing that a later run would take for a corpus."""
     (tmp_path / "a.txt").write_text("some words\n\n" * 5000)
     script = (
-        "import os, signal, sys; from pathlib import Path; from megajax.data.corpus import prepare\n"
+        "import os, signal, sys; from pathlib import Path; from megajax.data.corpus import make_corpus\n"
         "Path.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "prepare(*sys.argv[1:3], 300, sys.argv[3])"
+        "make_corpus(*sys.argv[1:3], 300, sys.argv[3])"
     )
     arguments = [str(tmp_path / "a.txt"), small_tokenizer, str(tmp_path / "run")]
     assert subprocess.run([sys.executable, "-c", script, *arguments]).returncode == -signal.SIGKILL
     assert content(tmp_path / "run.partial") and not (tmp_path / "run").exists()
-    corpus = prepare(*arguments[:2], 300, arguments[2])
+    corpus = make_corpus(*arguments[:2], 300, arguments[2])
     assert "".join(texts_of(corpus)) == "some words\n\n" * 5000
     assert not (tmp_path / "run.partial").exists()
 
@@ -219,34 +219,33 @@ def test_a_corpus_that_is_not_what_is_needed_is_not_kept(tmp_path, source, small
         raise UserError("too short")
 
     with pytest.raises(UserError, match="too short"):
-        prepare(source, small_tokenizer, 300, tmp_path / "new" / "run" / "data", check=check)
+        make_corpus(source, small_tokenizer, 300, tmp_path / "new" / "run" / "data", check=check)
     assert not (tmp_path / "new").exists()
 
 
 def test_unwritable_output(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        prepare(source, "", 300, tmp_path / "file" / "run")
+        make_corpus(source, "", 300, tmp_path / "file" / "run")
 
 
 def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypatch):
     used: list[str] = []
-    train = Tokenizer.train
 
     def record(documents, vocab_size):
         used.extend(documents)
-        return train(used, vocab_size)
+        return train_tokenizer(used, vocab_size)
 
-    monkeypatch.setattr(Tokenizer, "train", record)
+    monkeypatch.setattr("megajax.data.corpus.train_tokenizer", record)
     monkeypatch.setattr("megajax.data.corpus.TRAINING_BYTES", TextDocuments(source).size // 4)
-    assert texts_of(prepare(source, "", 300, tmp_path / "run")) == TEXTS
+    assert texts_of(make_corpus(source, "", 300, tmp_path / "run")) == TEXTS
     numbers = [TEXTS.index(text) for text in used]
     assert set(np.diff(numbers)) <= {4, 5}  # about a quarter, at even distances
 
 
 def test_tinyshakespeare_with_gpt2(test_data, tmp_path):
     path = test_data / "tinyshakespeare" / "input.txt"
-    corpus = prepare(str(path), str(test_data / "gpt2-bpe"), 50257, tmp_path)
+    corpus = make_corpus(str(path), str(test_data / "gpt2-bpe"), 50257, tmp_path)
     assert "".join(texts_of(corpus)) == path.read_text()
     assert 338_000 <= corpus.report.tokens <= 340_000  # nanoGPT counts 338,025 in the undivided text
     train, validation = train_and_validation(corpus.tokens, sequence_length=1024, validation_fraction=0.1, seed=0)
@@ -255,7 +254,7 @@ def test_tinyshakespeare_with_gpt2(test_data, tmp_path):
 
 
 def test_evaluation_of_any_text(small_tokenizer, tmp_path):
-    tokenizer = Tokenizer.load(small_tokenizer)
+    tokenizer = load_tokenizer(small_tokenizer)
     text = "Document 1\n\n" * 1000
     (tmp_path / "a.txt").write_text(text)
     tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer)
@@ -267,10 +266,10 @@ def test_evaluation_of_any_text(small_tokenizer, tmp_path):
 
 
 def test_evaluation_of_a_prepared_dataset(prefix, small_tokenizer):
-    tokenizer = Tokenizer.load(small_tokenizer)
+    tokenizer = load_tokenizer(small_tokenizer)
     assert evaluation_tokens(prefix, tokenizer).num_documents == 40
     with pytest.raises(UserError, match="beyond the vocabulary"):
-        evaluation_tokens(prefix, Tokenizer.train(TEXTS, 260))
+        evaluation_tokens(prefix, train_tokenizer(TEXTS, 260))
     os.remove(prefix + ".bin")
     with pytest.raises(UserError, match="--data: a prepared dataset is both"):
         evaluation_tokens(prefix, tokenizer)

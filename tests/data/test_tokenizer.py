@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, is_tokenizer_folder
+from megajax.data.tokenizer import END_OF_TEXT
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 
 CORPUS = [f"def function_{n % 7}(argument):\n    return argument + {n}  # größer\n" for n in range(200)]
-SMALL = Tokenizer.train(CORPUS, 300)
+SMALL = train_tokenizer(CORPUS, 300)
 
 
 @pytest.fixture(scope="module")
 def gpt2(test_data):
-    return Tokenizer.load(test_data / "gpt2-bpe")
+    return load_tokenizer(test_data / "gpt2-bpe")
 
 
 def test_gpt2_ids(gpt2):
@@ -41,7 +42,7 @@ def test_gpt2_on_real_text(gpt2, test_data):
 
 def test_saved_files_give_the_same_ids(gpt2, tmp_path):
     gpt2.save(tmp_path / "new" / "folder")
-    again = Tokenizer.load(tmp_path / "new" / "folder")
+    again = load_tokenizer(tmp_path / "new" / "folder")
     text = "Byte-pair encoding, naïve: 12345 ≠ 54321\n\n\tdone"
     assert again.encode(text) == gpt2.encode(text)
     assert (again.size, again.end_of_text) == (gpt2.size, gpt2.end_of_text)
@@ -73,21 +74,21 @@ def test_trained_layout():
 
 
 def test_a_small_corpus_yields_a_smaller_vocabulary():
-    tokenizer = Tokenizer.train(["ab ab"], 1000)
+    tokenizer = train_tokenizer(["ab ab"], 1000)
     assert tokenizer.size == 258  # 256 bytes, "ab", end of text
     assert tokenizer.end_of_text == 257
 
 
 def test_nothing_but_bytes():
-    tokenizer = Tokenizer.train(CORPUS, 257)
+    tokenizer = train_tokenizer(CORPUS, 257)
     assert tokenizer.size == 257
     assert len(tokenizer.encode("größer")) == 8
 
 
 def test_training_is_deterministic_across_processes_and_cores(tmp_path):
     script = (
-        "import sys; from megajax.data.tokenizer import Tokenizer; from megajax.data.text import TextDocuments;"
-        "Tokenizer.train(list(TextDocuments('python-stdlib'))[::25], 1500).save(sys.argv[1])"
+        "import sys; from megajax.data.tokenizers import train_tokenizer; from megajax.data.text import TextDocuments;"
+        "train_tokenizer(list(TextDocuments('python-stdlib'))[::25], 1500).save(sys.argv[1])"
     )
     for threads in "1", "4":
         environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
@@ -98,15 +99,15 @@ def test_training_is_deterministic_across_processes_and_cores(tmp_path):
 
 def test_vocabulary_too_small_to_train():
     with pytest.raises(UserError, match=r"--model\.vocab-size 256: must be at least 257"):
-        Tokenizer.train(CORPUS, 256)
+        train_tokenizer(CORPUS, 256)
 
 
 def test_folder_without_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"--tokenizer\.path: .*nowhere is not a folder; give one with vocab\.json"):
-        Tokenizer.load(tmp_path / "nowhere")
+        load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match=r"--tokenizer\.path: .* does not have vocab\.json and merges\.txt"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     assert not is_tokenizer_folder(tmp_path)
 
 
@@ -134,7 +135,7 @@ def test_broken_vocabulary(tmp_path, change, problem):
     content = change(json.loads(file.read_text()))
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=rf"vocab\.json: {problem}") as caught:
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -144,7 +145,7 @@ def test_broken_merges(tmp_path, line):
     with (tmp_path / "merges.txt").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError, match=r"merges\.txt:45: must be two tokens"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_unwritable_folder(tmp_path):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 
 CORPUS = [f"The quick brown fox number {n % 13} jumped over {n % 7} lazy dogs, unbelievably." for n in range(300)]
 
 
 def test_ids_of_bert_uncased(test_data):
-    tokenizer = Tokenizer.load(test_data / "bert-uncased")
+    tokenizer = load_tokenizer(test_data / "bert-uncased")
     assert (tokenizer.size, tokenizer.end_of_text) == (30522, 102)
     assert tokenizer.encode("Hello WORLD") == [7592, 2088]
     assert tokenizer.encode("one[SEP]two") == [2028, 102, 2048]
@@ -17,22 +17,22 @@ def test_ids_of_bert_uncased(test_data):
 
 
 def test_learned_and_saved(tmp_path):
-    tokenizer = Tokenizer.train(CORPUS, 150, "wordpiece")
+    tokenizer = train_tokenizer(CORPUS, 150, "wordpiece")
     assert 100 < tokenizer.size <= 150 and tokenizer.end_of_text == 3
     assert tokenizer.decode(tokenizer.encode("The LAZY fox")) == "the lazy fox"
     assert tokenizer.encode_batch(["fox", "dogs"]) == [tokenizer.encode("fox"), tokenizer.encode("dogs")]
     tokenizer.save(tmp_path)
     assert is_tokenizer_folder(tmp_path)
-    again = Tokenizer.load(tmp_path)
+    again = load_tokenizer(tmp_path)
     assert [again.encode(text) for text in CORPUS] == [tokenizer.encode(text) for text in CORPUS]
-    assert [Tokenizer.train(CORPUS, 150, "wordpiece").encode(text) for text in CORPUS] == [
+    assert [train_tokenizer(CORPUS, 150, "wordpiece").encode(text) for text in CORPUS] == [
         tokenizer.encode(text) for text in CORPUS
     ]
 
 
 def test_upper_case_letters_in_the_vocabulary_are_kept(tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[SEP]\nFox\nfox\n")
-    assert Tokenizer.load(tmp_path).encode("Fox fox FOX") == [3, 4, 1]
+    assert load_tokenizer(tmp_path).encode("Fox fox FOX") == [3, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_upper_case_letters_in_the_vocabulary_are_kept(tmp_path):
 def test_broken_vocabulary(tmp_path, content, problem):
     (tmp_path / "vocab.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=problem):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_too_small_a_vocabulary():
     with pytest.raises(UserError, match="--vocab-size 20: must be at least 100"):
-        Tokenizer.train(CORPUS, 20, "wordpiece", flag="--vocab-size")
+        train_tokenizer(CORPUS, 20, "wordpiece", flag="--vocab-size")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.lambada import LastWords, read_lambada, split_last_word
 from megajax.evaluation.scoring import Continuation
@@ -13,7 +13,7 @@ from megajax.evaluation.scoring import Continuation
 
 def test_the_real_passages(test_data):
     """5,153 passages; 1,140 last words of several subwords; the ids are those of the passage as a whole."""
-    tokenizer = Tokenizer.load(test_data / "gpt2-bpe")
+    tokenizer = load_tokenizer(test_data / "gpt2-bpe")
     file = test_data / "lambada" / "lambada_test.jsonl"
     passages = read_lambada(str(file), tokenizer)
     assert len(passages) == 5153
@@ -54,12 +54,12 @@ def test_figures():
 def test_broken_files(tmp_path, name, content, problem):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=problem) as caught:
-        read_lambada(str(tmp_path / name), Tokenizer.train(["text"], 300))
+        read_lambada(str(tmp_path / name), train_tokenizer(["text"], 300))
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_not_there(tmp_path):
-    tokenizer = Tokenizer.train(["text"], 300)
+    tokenizer = train_tokenizer(["text"], 300)
     with pytest.raises(UserError, match=r"--data: .*no\.jsonl does not exist"):
         read_lambada(str(tmp_path / "no.jsonl"), tokenizer)
     with pytest.raises(UserError, match=r"--data ''; valid: a \.jsonl file"):

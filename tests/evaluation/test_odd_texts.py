@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.lambada import LastWords, read_lambada
 from megajax.evaluation.scoring import Continuation
 from megajax.evaluation.wikitext import read_wikitext
 
-TOKENIZER = Tokenizer.train(["one two three four five six"] * 5, 270)
+TOKENIZER = train_tokenizer(["one two three four five six"] * 5, 270)
 
 
 def test_wikitext_is_one_text(tmp_path):

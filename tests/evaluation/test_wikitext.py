@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.wikitext import detokenize, read_wikitext
 
@@ -42,7 +42,7 @@ def test_every_rule(spaced, plain):
 
 def test_the_paper_s_counts(test_data):
     """245,566 words, and 270,329 subwords that are predicted from those before them; windows by hand."""
-    tokenizer = Tokenizer.load(test_data / "gpt2-bpe")
+    tokenizer = load_tokenizer(test_data / "gpt2-bpe")
     text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
     samples = text.samples(sequence_length=1024, overlap=32)
     assert text.original_tokens == 245_566
@@ -60,7 +60,7 @@ def test_the_paper_s_counts(test_data):
 )
 def test_what_is_no_such_file(tmp_path, name, content, problem):
     (tmp_path / name).write_text(content) if name else None
-    tokenizer = Tokenizer.train(["text"], 300)
+    tokenizer = train_tokenizer(["text"], 300)
     with pytest.raises(UserError, match=f"^--data.*{problem}"):
         read_wikitext(str(tmp_path / name), tokenizer)
     with pytest.raises(UserError, match="--data ''; valid: one file of plain text"):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -12,9 +11,9 @@ from tiny import tiny_config, tiny_program
 
 from megajax.cli import main
 from megajax.config import to_toml
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-from megajax.training.checkpoint import Checkpoints
+from megajax.runs.checkpoint import Checkpoints
 
 PROMPTS = ("the end", "abba", "naïve", "")
 
@@ -23,7 +22,7 @@ PROMPTS = ("the end", "abba", "naïve", "")
 def run(tmp_path_factory) -> Path:
     """A checkpoint after step 7 of a run on (2, 2, 1), its weights random."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = Tokenizer.train(["the end of the end"], 260)
+    tokenizer = train_tokenizer(["the end of the end"], 260)
     tokenizer.save(folder / "data" / "tokenizer")
     sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": 16}
     config = tiny_config((2, 2, 1), zero=3, sequence_parallel=True, **sizes)
@@ -43,8 +42,7 @@ def command(monkeypatch, capsys):
     precision = jax.config.jax_default_matmul_precision
 
     def call(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["megajax", "generate", *map(str, arguments)])
-        main()
+        main(["generate", *map(str, arguments)])
         return capsys.readouterr().out
 
     yield call

@@ -3,6 +3,7 @@
 import pytest
 
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.generation.text import Screen, TextStream, continuation_text
 
 TEXT = "naïve 漢字 — 𝒻ancy\nend"
@@ -11,7 +12,7 @@ TEXT = "naïve 漢字 — 𝒻ancy\nend"
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """Every byte of a character is a token of its own."""
-    return Tokenizer.train(["abab abab"], 260)
+    return train_tokenizer(["abab abab"], 260)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -28,7 +29,7 @@ def test_no_character_is_cut(tokenizer, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_words_that_go_on_are_one(size):
     """WordPiece tokens look by what stands before them."""
-    tokenizer = Tokenizer.train(["The quick brown foxes jumped unbelievably. " * 3] * 20, 100, "wordpiece")
+    tokenizer = train_tokenizer(["The quick brown foxes jumped unbelievably. " * 3] * 20, 100, "wordpiece")
     ids = tokenizer.encode("the unbelievable foxes, quick and brown; jumping over quicker boxes")
     start, rest = ids[:3], ids[3:]
     stream = TextStream(tokenizer, start)

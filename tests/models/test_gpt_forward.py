@@ -15,8 +15,8 @@ from megajax.config import Config
 from megajax.mesh import shardings
 from megajax.parallel.random import RandomBits
 from megajax.parallel.vocabulary import IGNORED
-from megajax.training.step import Program
-from megajax.verify import random_batch
+from megajax.program.program import Program
+from megajax.program.synthetic import random_batch
 
 STEP = 3
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.parallel.vocabulary import IGNORED
-from megajax.training.step import Program
+from megajax.program.program import Program
 from megajax.verify import named_leaves
 
 LENGTH, VOCABULARY = 16, 101

@@ -12,7 +12,7 @@ from megajax.mesh import shardings
 from megajax.models.gpt import GPTFunctions
 from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, update
 from megajax.optim.learning_rate import learning_rate
-from megajax.training.step import Program
+from megajax.program.program import Program
 from megajax.verify import named_leaves
 
 DECAYED = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import LossScaleConfig
+from megajax.optim.config import LossScaleConfig
 from megajax.optim.guard import FEWEST, WINDOW, is_spike, no_norms, remember
 from megajax.optim.loss_scale import LossScale
 

@@ -11,7 +11,8 @@ import pytest
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.pipeline.stages import Layers
-from megajax.verify import named_leaves, random_batch
+from megajax.program.synthetic import random_batch
+from megajax.verify import named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from executor_overhead import hand_written

@@ -13,10 +13,10 @@ import pytest
 from planted import Planted, plant
 
 from megajax.data.indexed import IndexedDataset
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
-from megajax.preparation.prepare import prepare
+from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.progress import Show
 
 SUFFIXES = (".bin", ".idx", ".tokenizer/vocab.json", ".tokenizer/merges.txt")
@@ -33,7 +33,7 @@ def planted(tmp_path_factory) -> Planted:
 def prefix(planted, tmp_path_factory) -> str:
     prefix = str(tmp_path_factory.mktemp("prepared") / "corpus")
     task = Task([str(planted.corpus)], prefix, OPTIONS, [str(planted.test_set)])
-    prepare(task, workers=1, overwrite=False, show=QUIET)
+    prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
     return prefix
 
 
@@ -46,7 +46,7 @@ def report(prefix: str) -> dict:
 
 
 def test_what_is_dropped(planted, prefix):
-    tokenizer = Tokenizer.load(prefix + ".tokenizer")
+    tokenizer = load_tokenizer(prefix + ".tokenizer")
     dataset = IndexedDataset(prefix)
     kept = [tokenizer.decode(dataset.document(number)[:-1]) for number in range(dataset.num_documents)]
     assert (dataset.tokens[dataset.document_offsets[1:] - 1] == tokenizer.end_of_text).all()
@@ -75,7 +75,7 @@ def test_what_is_dropped(planted, prefix):
 
 def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
     task = Task([str(planted.corpus)], str(tmp_path / "again"), OPTIONS, [str(planted.test_set)])
-    prepare(task, workers=4, overwrite=False, show=QUIET)
+    prepare_dataset(task, workers=4, overwrite=False, show=QUIET)
     assert files(task.output) == files(prefix)
     different = {"output", "seconds", "throughput"}
     once, again = report(prefix), report(task.output)
@@ -104,7 +104,7 @@ def test_killed_and_resumed(planted, prefix, tmp_path, stage):
     before = {file: file.stat().st_mtime_ns for file in work.iterdir() if file.suffix == ".npz"}
     assert before
     task = Task([str(planted.corpus)], str(output), OPTIONS, [str(planted.test_set)])
-    found = prepare(task, workers=1, overwrite=False, show=QUIET)
+    found = prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
     assert found["resumed"] and files(task.output) == files(prefix)
     assert {file.name for file in tmp_path.iterdir()} == {
         f"killed{s}" for s in (".bin", ".idx", ".tokenizer", ".report.json")
@@ -114,7 +114,7 @@ def test_killed_and_resumed(planted, prefix, tmp_path, stage):
 def test_done_is_done(planted, prefix):
     task = Task([str(planted.corpus)], prefix, OPTIONS, [str(planted.test_set)])
     stamps = [Path(prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
-    assert prepare(task, workers=1, overwrite=False, show=QUIET) == report(prefix)
+    assert prepare_dataset(task, workers=1, overwrite=False, show=QUIET) == report(prefix)
     assert [Path(prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == stamps
 
 
@@ -124,14 +124,14 @@ def test_a_small_index_gives_the_same(planted, prefix, tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.preparation.duplicates._PART", 64)
     monkeypatch.setattr("megajax.preparation.duplicates._CACHED_GRAMS", 1)
     task = Task([str(planted.corpus)], str(tmp_path / "small"), OPTIONS, [str(planted.test_set)])
-    prepare(task, workers=1, overwrite=False, show=QUIET)
+    prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
     assert files(task.output) == files(prefix)
 
 
 def test_overlap_is_reported_without_dropping(planted, prefix, tmp_path):
     options = PrepareOptions(tokenizer=prefix + ".tokenizer", duplicates="keep", contaminated="report")
     task = Task([str(planted.corpus)], str(tmp_path / "kept"), options, [str(planted.test_set)])
-    found = prepare(task, workers=1, overwrite=False, show=QUIET)
+    found = prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
     assert found["documents"] == len(planted.texts)
     (test_set,) = found["test_sets"]
     assert test_set["overlap"] == test_set["overlap_kept"] == report(prefix)["test_sets"][0]["overlap"]

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megajax.data.corpus import prepare as prepare_for_training
+from megajax.commands.prepare import main
+from megajax.data.corpus import make_corpus
 from megajax.data.indexed import IndexedDataset
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
-from megajax.preparation.command import main
 
 WORDS = "the first quick brown fox jumps over a lazy dog while nobody looks at all".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[(n * k) % len(WORDS)] + str(n * k % 89) for k in range(60)) for n in range(1, 41)]
@@ -36,7 +36,7 @@ def run(capsys, *arguments) -> dict:
 
 
 def decoded(prefix) -> list[str]:
-    dataset, tokenizer = IndexedDataset(prefix), Tokenizer.load(f"{prefix}.tokenizer")
+    dataset, tokenizer = IndexedDataset(prefix), load_tokenizer(f"{prefix}.tokenizer")
     return [tokenizer.decode(dataset.document(number)[:-1]) for number in range(dataset.num_documents)]
 
 
@@ -93,7 +93,7 @@ def test_a_prepared_dataset_brings_its_tokenizer(tmp_path, capsys):
     run(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), "--output", tmp_path / "a")
     run(capsys, jsonl(tmp_path / "b.jsonl", *TEXTS), "--output", tmp_path / "b", "--vocab-size", "290")
     for name, size in ("a", 300), ("b", 290):
-        corpus = prepare_for_training(str(tmp_path / name), "", 300, tmp_path / "run" / name)
+        corpus = make_corpus(str(tmp_path / name), "", 300, tmp_path / "run" / name)
         assert corpus.tokenizer is not None and corpus.tokenizer.size == size
 
 

@@ -32,8 +32,8 @@ from megajax.pipeline.measuring import Part, repeat_part
 from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
 from megajax.pipeline.stages import Layers, rematerialized
 from megajax.precision import COMPUTE_DTYPE
-from megajax.training.forms import batch_names, scan_layers, training_split, vocabulary_axes
-from megajax.training.state import StateLayout, TrainState
+from megajax.program.forms import batch_names, scan_layers, training_split, vocabulary_axes
+from megajax.program.state import StateLayout, TrainState
 
 Tree = Any
 UNSCALED = np.float32(1.0)

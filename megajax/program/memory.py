@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.training.step import Program
+from megajax.program.program import Program
 
 Tree = Any
 

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from megajax.errors import UserError
-from megajax.training.metrics import RunLog, read_metrics
+from megajax.runs.metrics import read_metrics
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress, time_text
+from megajax.training.run_log import RunLog
 
 MORE = {"data_seconds": 0.001, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5}
 

@@ -12,9 +12,9 @@ from megajax.config import Config
 from megajax.optim.guard import FEWEST
 from megajax.parallel.collectives import axis_index
 from megajax.pipeline.executor import Pipeline
-from megajax.training.state import TrainState
-from megajax.training.step import Program
-from megajax.verify import random_batch
+from megajax.program.program import Program
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 

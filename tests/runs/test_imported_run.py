@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from megajax.config import Config, DataConfig, TokenizerConfig, to_toml
+from megajax.config import Config, to_toml
+from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.indexed import IndexedWriter
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.tasks import evaluate_perplexity
-from megajax.training.run_directory import claim
+from megajax.runs.directory import claim
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def with_data(path: object, tokenizer: object = "") -> Config:
 
 def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
     """The model is not, and after a step they are not either."""
-    Tokenizer.train(["text"], 280).save(run / "data" / "tokenizer")
+    train_tokenizer(["text"], 280).save(run / "data" / "tokenizer")
     claim(run, with_data("text.txt"))
     with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
         claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from megajax.config import Config
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, has_corpus, open_corpus, prepare, prepared_prefix, tokenizer_folder
+from megajax.data.corpus import Corpus, has_corpus, make_corpus, open_corpus, prepared_prefix, tokenizer_folder
 from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
-from megajax.data.tokenizer import Tokenizer, is_tokenizer_folder
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -34,8 +35,8 @@ class RunData:
     validation_sets: dict[str, EvaluationSamples]
 
 
-def prepare_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run in its folder, or find them made. One process calls this, then all may `open_data`.
+def make_run_data(config: Config, folder: Path) -> None:
+    """Make the corpora of a run in its folder, or find them made. One process calls this, then all may `open_run_data`.
 
     Of one corpus the files lie in `folder` itself, of several each in a folder of its own; the tokenizer, which is the
     same for all, in `folder/tokenizer` in both cases.
@@ -46,7 +47,7 @@ def prepare_data(config: Config, folder: Path) -> None:
     data, vocab_size = config.data, config.model.vocab_size
     split = partial(_split, config)
     if data.path:
-        prepare(data.path, config.tokenizer.path, vocab_size, folder, check=split)
+        make_corpus(data.path, config.tokenizer.path, vocab_size, folder, check=split)
     others = {f"{_VALIDATION}{entry.name}": entry.path for entry in data.validation}
     if not data.sources and not others:
         return
@@ -57,13 +58,13 @@ def prepare_data(config: Config, folder: Path) -> None:
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
         check = split if name in sources else partial(EvaluationSamples, sequence_length=config.model.sequence_length)
-        prepare(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
+        make_corpus(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
 
 
-def open_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open what `prepare_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`.
+def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
+    """Open what `make_run_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`.
 
     Raises:
         UserError: a file is missing, damaged or was changed.
@@ -85,8 +86,8 @@ def open_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
 
 
-def has_data(config: Config, folder: Path) -> bool:
-    """Whether `prepare_data` was here."""
+def has_run_data(config: Config, folder: Path) -> bool:
+    """Whether `make_run_data` was here."""
     return has_corpus(folder / "source-0" if config.data.sources else folder)
 
 
@@ -114,9 +115,9 @@ def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: 
     flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
-    found = {place: Tokenizer.load(place) for place in places if is_tokenizer_folder(place)}
+    found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}
     if config.tokenizer.path:
-        found[Path(config.tokenizer.path)] = Tokenizer.load(config.tokenizer.path)
+        found[Path(config.tokenizer.path)] = load_tokenizer(config.tokenizer.path)
     for place, tokenizer in found.items():
         first = next(iter(found))
         if tokenizer != found[first]:

@@ -14,7 +14,7 @@ from tiny import abstract_batch, tiny_config, tiny_program
 from megajax.backend import GPU
 from megajax.parallel.collectives import spec_axes
 from megajax.pipeline.executor import Pipeline
-from megajax.training.forms import scan_layers
+from megajax.program.forms import scan_layers
 
 TENSOR = 4
 SEQUENCE = 20

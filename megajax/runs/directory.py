@@ -7,7 +7,7 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.data.corpus import prepared_prefix
-from megajax.data.tokenizer import is_tokenizer_folder
+from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve

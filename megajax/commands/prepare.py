@@ -1,7 +1,6 @@
 """The command `megajax prepare`."""
 
 import json
-import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -11,9 +10,10 @@ from megajax.flags import Parser, add_flag
 from megajax.options import Option
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
-from megajax.preparation.prepare import prepare
+from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.progress import Show
 from megajax.preparation.report import print_table
+from megajax.preparation.workers import num_cores
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:
-        found = prepare(task, workers=workers or len(os.sched_getaffinity(0)), overwrite=args.overwrite, show=show)
+        found = prepare_dataset(task, workers=workers or num_cores(), overwrite=args.overwrite, show=show)
     finally:
         show.close()
     if args.json:

@@ -9,12 +9,13 @@ import jax
 
 from megajax.config import Config, MeshConfig
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
 from megajax.mesh import make_mesh
-from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
-from megajax.training.run_directory import kept_config
-from megajax.training.step import Program
+from megajax.program.program import Program
+from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
+from megajax.runs.directory import kept_config
 from megajax.validation import validate_mesh
 
 
@@ -88,7 +89,7 @@ def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
     folder = run_dir / "data" / "tokenizer"
     if not folder.is_dir():
         raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"--checkpoint {run_dir}: the tokenizer in {folder} has {tokenizer.size} ids; "

@@ -73,7 +73,7 @@ def export_hf(argv: Sequence[str]) -> None:
 ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "export-hf": export_hf}
 
 
-def convert(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Run the action that the command line names."""
     helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
     if argv and argv[0] in ACTIONS:

@@ -8,15 +8,14 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.text import Screen, continuation_text, read_prompts
 from megajax.options import Option
-from megajax.training.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.processes import is_first_process
+from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 OPTIONS = (
@@ -37,7 +36,7 @@ VALID = {
 }
 
 
-def generate(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Parse the command line, restore the checkpoint and write the continuations as they come."""
     parser = Parser(
         "Continue texts by a trained model.",
@@ -62,7 +61,7 @@ def generate(argv: Sequence[str]) -> None:
         raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
     prompts = read_prompts(args.prompt, args.prompt_file)
     report = continue_texts(Path(args.checkpoint), args.step, prompts, values, overrides, show=not args.json)
-    if jax.process_index() == 0:
+    if is_first_process():
         if args.json:
             print(json.dumps(report))
         else:
@@ -99,7 +98,7 @@ def continue_texts(
     decoder = Decoder(trained.program, trained.params, sampling, tokenizer.end_of_text)
     found_step = trained.step
     del trained  # the decoder has its own form of the weights
-    screen = Screen(tokenizer, prompts, ids) if show and jax.process_index() == 0 else None
+    screen = Screen(tokenizer, prompts, ids) if show and is_first_process() else None
     new: list[list[int]] = [[] for _ in prompts]
     stops: list[str | None] = [None] * len(prompts)
     began = time.perf_counter()

@@ -17,8 +17,9 @@ from jax import Array, lax
 
 from megajax.errors import RunError, UserError
 from megajax.mesh import shardings
-from megajax.training.metrics import read_metrics
-from megajax.training.state import StateLayout, TrainState
+from megajax.processes import all_agree, is_first_process, wait_for_all
+from megajax.program.state import StateLayout, TrainState
+from megajax.runs.metrics import read_metrics
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
 
@@ -109,27 +110,15 @@ class Checkpoints:
 
     def set_aside(self, after: int) -> None:
         """Rename the checkpoints of later steps than `after`, so that they can be written again."""
-        if jax.process_index() == 0:
+        if is_first_process():
             for step in self.steps():
                 if step > after:
                     folder = self.folder / str(step)
                     folder.rename(
                         next(p for n in range(1000) if not (p := self.folder / f"damaged-{step}-{n}").exists())
                     )
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("checkpoints set aside")
+        wait_for_all("checkpoints set aside")
         self._manager.reload()
-
-
-def all_agree(value: bool) -> bool:
-    """Whether `value` holds on every process; all call this together."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
 
 
 class DamagedCheckpoint(Exception):

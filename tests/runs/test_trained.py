@@ -3,11 +3,11 @@
 import pytest
 from tiny import tiny_config
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-from megajax.training.trained import evaluation_config, run_tokenizer
+from megajax.runs.trained import evaluation_config, run_tokenizer
 
-TOKENIZER = Tokenizer.train(["ab ab"], 300)  # 258 ids
+TOKENIZER = train_tokenizer(["ab ab"], 300)  # 258 ids
 
 
 def test_the_tokenizer_of_a_run(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.models.gpt import count_parameters
-from megajax.training.memory import state_bytes
-from megajax.training.step import Program
+from megajax.program.memory import state_bytes
+from megajax.program.program import Program
 
 PUBLISHED = {  # (precision, dtype of the gradients): replicated, and distributed as (replicated part, part over data)
     ("fp16", "fp16"): (20, (4, 16)),

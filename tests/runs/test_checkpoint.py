@@ -15,8 +15,8 @@ from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError
 from megajax.optim.loss_scale import LossScale
-from megajax.training.checkpoint import Checkpoints, DamagedCheckpoint, digest
-from megajax.training.state import StateLayout, TrainState
+from megajax.program.state import StateLayout, TrainState
+from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, digest
 
 # Orbax abandons its other reads when one fails, and Python complains when it finds them.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

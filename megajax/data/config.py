@@ -1,0 +1,40 @@
+"""Corpora and their tokenizer, as configuration."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One of several corpora to train on."""
+
+    path: Annotated[str, "as data.path"]
+    weight: Annotated[float, "its samples are in proportion to this"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """A corpus to validate on."""
+
+    name: Annotated[str, "what its loss is called"]
+    path: Annotated[str, "as data.path"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus, or several."""
+
+    path: Annotated[str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib"] = ""
+    sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
+    validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
+    validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
+    reset_attention: Annotated[
+        bool, "attention and positions start anew with every document, also where several share a sequence"
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer."""
+
+    path: Annotated[str, "folder with vocab.json and merges.txt; empty: trained on the corpus"] = ""

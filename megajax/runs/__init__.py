@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its directory, its data, checkpoints and figures."""
