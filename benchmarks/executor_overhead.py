@@ -29,8 +29,8 @@ from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.collectives import DATA, PIPE, sum_over, vary
 from megajax.parallel.random import Dropout
-from megajax.program.forms import scan_layers
-from megajax.program.program import Program
+from megajax.program.program import Program, scans_layers
+from megajax.program.train_step import loss_and_gradients
 
 
 def hand_written(program: Program):
@@ -49,7 +49,7 @@ def hand_written(program: Program):
                 weights, index = slot
                 return model.block(weights, index, x, dropout), None
 
-            unroll = not scan_layers(config, CPU)
+            unroll = not scans_layers(config, CPU)
             if config.train.remat == "layer":
                 layer = jax.checkpoint(layer, prevent_cse=unroll)
             x = model.embed(params["shared"], microbatch["tokens"], dropout)
@@ -86,7 +86,7 @@ def compare(program: Program, rounds: int) -> dict:
     )
     batch = program.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, program.local_rows)
     step = jnp.zeros((), jnp.int32)
-    ours = program.loss_and_gradients.lower(params, batch, step).compile()
+    ours = loss_and_gradients(program).lower(params, batch, step).compile()
     plain = hand_written(program).lower(params, batch, step).compile()
     np.testing.assert_allclose(ours(params, batch, step)[0], plain(params, batch, step)[0], rtol=1e-5)
     times: dict = {ours: [], plain: []}
@@ -98,7 +98,7 @@ def compare(program: Program, rounds: int) -> dict:
     temp = [compiled.memory_analysis().temp_size_in_bytes for compiled in (ours, plain)]
     return {
         "remat": config.train.remat,
-        "scan_layers": scan_layers(config, CPU),
+        "scan_layers": scans_layers(config, CPU),
         "seconds": statistics.median(times[ours]),
         "seconds_hand_written": statistics.median(times[plain]),
         "time_ratio": statistics.median(a / b for a, b in zip(times[ours], times[plain], strict=True)),

@@ -72,10 +72,10 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
 
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
-    from megajax.mesh import make_mesh, shardings
+    from megajax.mesh import shardings
     from megajax.program.program import Program
 
-    program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+    program = Program.on(config)
     layout, natural = program.layout, random_weights(config.model)
     staged = {"shared": natural["shared"], "blocks": jax.tree.map(layout.placement.to_stages, natural["blocks"])}
     params = jax.device_put(layout.computed(staged), shardings(layout.mesh, layout.specs.params))

@@ -25,7 +25,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
 from megajax.launch import run
-from megajax.models.flops import step_flops
+from megajax.models.family import step_flops
 
 BENCHMARKS = Path(__file__).resolve().parent
 DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by

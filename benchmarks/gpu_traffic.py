@@ -19,8 +19,8 @@ from h200 import compiled_step
 from megajax.backend import GPU
 from megajax.config import Config
 from megajax.flags import parse
-from megajax.models.flops import step_flops
-from megajax.program.forms import scan_layers
+from megajax.models.family import step_flops
+from megajax.program.program import scans_layers
 
 PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
@@ -132,7 +132,7 @@ def report(config: Config) -> dict:
     tokens = config.train.global_batch * config.model.sequence_length / config.mesh.num_devices
     return {
         "microbatch": config.train.microbatch,
-        "layers": "scanned" if scan_layers(config, GPU) else "unrolled",
+        "layers": "scanned" if scans_layers(config, GPU) else "unrolled",
         "remat": config.train.remat,
         "dropout": config.model.dropout,
         "state_gib": memory.argument_size_in_bytes / 2**30,

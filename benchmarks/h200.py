@@ -17,11 +17,12 @@ os.environ.setdefault("XLA_FLAGS", " ".join(f"{name}={value}" for name, value in
 import jax
 from jax._src.cudnn import fused_attention_stablehlo  # which asks this machine's GPU what it can: see below
 from jax.experimental import topologies
+from megajax.program.forms import batch_names
 
 from megajax.config import Config
-from megajax.mesh import make_mesh, shardings
-from megajax.program.forms import batch_names
+from megajax.mesh import shardings
 from megajax.program.program import Program
+from megajax.program.train_step import train_step
 
 CUDNN = 91900
 TARGET = """
@@ -47,7 +48,7 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
     fused_attention_stablehlo.is_cuda_compute_capability_equal = lambda capability: capability == "9.0"
     mesh = config.mesh
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{mesh.num_devices}")
-    program = Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, topology.devices))
+    program = Program.on(config, topology.devices)
     state = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         program.layout.shapes,
@@ -55,4 +56,4 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
     )
     shape = config.train.global_batch, config.model.sequence_length
     batch = dict.fromkeys(batch_names(config), jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding))
-    return program.train_step.lower(state, batch).compile()
+    return train_step(program).lower(state, batch).compile()

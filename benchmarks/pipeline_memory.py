@@ -21,7 +21,9 @@ from megajax.mesh import make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
+from megajax.program.parts import residual_bytes
 from megajax.program.program import Program
+from megajax.program.train_step import loss_and_gradients
 
 CASES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1)]
 
@@ -41,9 +43,9 @@ def figures(args: argparse.Namespace, schedule: str, chunks: int, remat: str, nu
     program = Program(config, make_mesh(1, args.pipe, 1, jax.devices()[: args.pipe]))
     params = jax.eval_shape(program.layout.init).params
     batch = {name: jax.ShapeDtypeStruct((num_microbatches, args.sequence), "int32") for name in ("tokens", "targets")}
-    compiled = program.loss_and_gradients.lower(params, batch, jax.ShapeDtypeStruct((), "int32")).compile()
+    compiled = loss_and_gradients(program).lower(params, batch, jax.ShapeDtypeStruct((), "int32")).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    chunk_bytes = program.kept_bytes
+    chunk_bytes = residual_bytes(program)
     table = program.schedule
     outputs = 0 if table.turns_at_once else 4 * math.prod((args.sequence, args.hidden))
     predicted = table.num_slots * (chunk_bytes + outputs)

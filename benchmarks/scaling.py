@@ -80,13 +80,14 @@ def sent_bytes(program) -> dict[str, float]:
     """Bytes that a device sends in a step, by mesh axes."""
     import jax
 
+    from megajax.program.train_step import train_step
     from megajax.verify import collectives
 
     sizes = dict(program.mesh.shape)
     batch_shape = program.config.train.global_batch, program.config.model.sequence_length
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct(batch_shape, "int32"))
     sent: Counter = Counter()
-    for one in collectives(program.train_step, program.layout.shapes, batch):
+    for one in collectives(train_step(program), program.layout.shapes, batch):
         n = 1
         for axis in one.axes:
             n *= sizes[axis]
@@ -100,10 +101,10 @@ def sent_bytes(program) -> dict[str, float]:
 def count(case: Case, devices) -> dict:
     """What a case's step sends, holds and waits for."""
     from megajax.mesh import make_mesh
-    from megajax.models.flops import step_flops
-    from megajax.models.gpt import count_parameters
+    from megajax.models.family import count_parameters, step_flops
     from megajax.pipeline.timing import bubble_overhead
     from megajax.program.memory import state_bytes
+    from megajax.program.parts import residual_bytes
     from megajax.program.program import Program
 
     config = case.config()
@@ -122,7 +123,7 @@ def count(case: Case, devices) -> dict:
         "tflop": step_flops(config.model, case.batch) / config.mesh.num_devices / 1e12,
         "sent_gb": {axes: size / 1e9 for axes, size in sent.items()},
         "state_gib": sum(state_bytes(program).values()) / 2**30,
-        "kept_gib": slots * program.kept_bytes / 2**30,
+        "kept_gib": slots * residual_bytes(program) / 2**30,
         "bubble": bubble_overhead(program.schedule),
         "paper": case.paper,
     }
@@ -133,9 +134,10 @@ def measure(case: Case, devices, steps: int = 5) -> dict:
     import jax
 
     from megajax.mesh import make_mesh
-    from megajax.models.flops import step_flops
+    from megajax.models.family import step_flops
     from megajax.program.program import Program
     from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import train_step
 
     config = case.config()
     program = Program(config, make_mesh(*case.mesh, devices[: config.mesh.num_devices]))
@@ -143,7 +145,7 @@ def measure(case: Case, devices, steps: int = 5) -> dict:
     seconds = []
     for _ in range(steps + 2):
         began = time.perf_counter()
-        state, metrics = program.train_step(state, batch)
+        state, metrics = train_step(program)(state, batch)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - began)
     typical = statistics.median(seconds[2:])

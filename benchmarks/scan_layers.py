@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config, MeshConfig
-from megajax.mesh import make_mesh
-from megajax.models.gpt import count_parameters
+from megajax.models.family import count_parameters
 from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
@@ -32,7 +31,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 def program(config: Config) -> Program:
     """The program of `config` on the first simulated devices."""
     mesh = config.mesh
-    return Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, jax.devices()[: mesh.num_devices]))
+    return Program.on(config, jax.devices()[: mesh.num_devices])
 
 
 def matmul_rate(size: int = 2048, rounds: int = 5) -> float:

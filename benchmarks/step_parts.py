@@ -22,7 +22,7 @@ from throughput import DEFAULT, product_seconds
 from megajax.config import Config
 from megajax.flags import parse
 from megajax.launch import run, start
-from megajax.models.flops import step_products
+from megajax.models.family import step_products
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
 PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "LayerNorm": (), "head and loss": ("head",)}
@@ -38,13 +38,13 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     from megajax.mesh import make_mesh
     from megajax.models.attention import attend
-    from megajax.models.gpt import GPT
     from megajax.models.transformer import LayerNorm
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.collectives import DATA, TENSOR, vary
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program
     from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import train_step
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
@@ -110,7 +110,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     times = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        state, metrics = program.train_step(state, batch)
+        state, metrics = train_step(program)(state, batch)
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - began)
 

@@ -28,7 +28,8 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
 from megajax.launch import may_use_gpus, run, start
-from megajax.models.flops import MatrixProduct, step_flops
+from megajax.models.family import step_flops
+from megajax.models.flops import MatrixProduct
 
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
@@ -41,13 +42,13 @@ def work(config: Config) -> None:
     import flax
     import jax
 
-    from megajax.mesh import make_mesh
-    from megajax.models.flops import step_products
+    from megajax.models.family import step_products
     from megajax.program.memory import state_bytes
     from megajax.program.program import Program
     from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import train_step
 
-    program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+    program = Program.on(config)
     tokens, targets = random_tokens(config, 0)
     rows = program.local_rows
     arrays = random_batch(config, 0) | {"tokens": tokens, "targets": targets}
@@ -56,7 +57,7 @@ def work(config: Config) -> None:
 
     def step() -> float:
         nonlocal state
-        state, metrics = program.train_step(state, batch)
+        state, metrics = train_step(program)(state, batch)
         return float(metrics["loss"])
 
     def products() -> dict:

@@ -1,27 +1,26 @@
-"""What a batch holds: the arrays of a family's samples by name, with their dims and what fills them up.
+"""What a batch holds: its arrays by name, their dims, what is counted in them, and what fills them up.
 
-A batch is a dict of arrays, int32 [rows, *dims]. Whoever makes, loads, places or reads one asks here, so that a family
-with other arrays is another `BatchForm`, and nothing else.
+A batch is a dict of arrays, int32 [rows, *dims]. Whoever makes, loads, places or reads one asks its form, so that a
+model of other arrays is another `BatchForm`, and nothing else.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Arrays = dict[str, npt.NDArray[np.int32]]
-
 IGNORED = -1
-"""Target of a token that is not predicted."""
+"""In the place of a target: nothing is to be predicted here."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a sample.
+    """One array of a batch.
 
     Attributes:
-        dims: names of its dims; sizes come from the model's configuration.
+        dims: names of its dims after the rows; their sizes come from elsewhere.
         padding: what stands where there is nothing: after the end of a text, and in rows without a sample.
     """
 
@@ -31,15 +30,36 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The arrays of a batch by name."""
+    """The arrays of a batch, and the losses that are taken of it.
+
+    Attributes:
+        entries: every array by name.
+        targets: for every loss by name the array whose entries other than `IGNORED` it predicts.
+    """
 
     entries: Mapping[str, Entry]
+    targets: Mapping[str, str]
 
     def shapes(self, rows: int, **sizes: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every array of a batch of `rows`, from the sizes of the dims by name."""
+        """Shape of every array of so many rows, from the sizes of the dims by name."""
         return {name: (rows, *(sizes[dim] for dim in entry.dims)) for name, entry in self.entries.items()}
 
-    def blank(self, rows: int, **sizes: int) -> Arrays:
-        """A batch of padding only."""
+    def padding(self, rows: int, **sizes: int) -> dict[str, npt.NDArray[np.int32]]:
+        """A batch in which there is nothing."""
         shapes = self.shapes(rows, **sizes)
         return {name: np.full(shapes[name], entry.padding, np.int32) for name, entry in self.entries.items()}
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """How many targets every loss has in a batch, a scalar each."""
+        return {loss: (batch[name] != IGNORED).sum() for loss, name in self.targets.items()}
+
+
+def text_form(*, with_positions: bool = False) -> BatchForm:
+    """Text whose next tokens are predicted: `tokens` and `targets` [T].
+
+    With `positions` [T], every token's place in its document, attention and positions start anew with every document.
+    """
+    entries = {"tokens": Entry(("tokens",)), "targets": Entry(("tokens",), IGNORED)}
+    if with_positions:
+        entries["positions"] = Entry(("tokens",))
+    return BatchForm(entries, targets={"next_token": "targets"})

@@ -8,17 +8,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR, Axes, spec_axes
 
-# Logical dim of a weight -> mesh axis, or axes, it is split over (paper §3).
+# Logical dim of a weight -> mesh axis, or axes, it is sharded over (paper §3).
 RULES: Mapping[str, Axes | None] = {
     "stages": PIPE,  # pipeline stages, of the stacked layers
     "vocabulary": TENSOR,  # rows of the tied embedding table
-    "heads": TENSOR,  # columns of query, key, value; rows of the attention's output projection
+    "heads": TENSOR,  # columns of the query projection, rows of the attention's output projection
+    "kv_heads": TENSOR,  # columns of the key and value projections
     "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
     "chunks": None,
     "layers": None,
     "embed": None,
     "position": None,
-    "qkv": None,
     "head_size": None,
 }
 
@@ -53,7 +53,7 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
     return spec
 
 
-def split_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def shard_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """`spec` of a weight with `data` added on the largest dim that it divides (ZeRO): a free one, else one that is
     split already. The same spec where it divides none."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
@@ -68,7 +68,7 @@ def split_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Pa
 
 
 def dim_over(axis: str, spec: PartitionSpec) -> int | None:
-    """The dim that a spec splits over `axis`, None where there is none."""
+    """The dim that a spec shards over `axis`, None where there is none."""
     return next((dim for dim, entry in enumerate(spec) if axis in spec_axes(PartitionSpec(entry))), None)
 
 

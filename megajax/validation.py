@@ -10,7 +10,7 @@ from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.pipeline.config import PipelineConfig
-from megajax.pipeline.schedule import CHUNKED, SCHEDULES
+from megajax.pipeline.schedule import SCHEDULES, schedule_names
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _OR_ZERO = "optimizer.min_learning_rate optimizer.warmup_steps optimizer.weight_decay train.eval_batches sample.tokens"
@@ -107,10 +107,10 @@ def _check_data(data: DataConfig) -> None:
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
     """Check a schedule's chunks against the stages, and against the layers where there is a model."""
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
-    others = f"--pipeline.schedule {' or '.join(sorted(set(SCHEDULES) - CHUNKED))}"
-    if pipeline.schedule not in CHUNKED:
+    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
+    if not SCHEDULES[pipeline.schedule].chunked:
         if chunks != 1:
-            valid = f"1, or --pipeline.schedule {' or '.join(sorted(CHUNKED))}"
+            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
             raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
         return
     if pipe == 1:

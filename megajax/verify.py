@@ -15,9 +15,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from megajax.config import Config
-from megajax.mesh import make_mesh
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
 
 Tree = Any
 
@@ -65,7 +65,7 @@ def trace(
     are). `quick_compile` leaves the CPU's machine code unoptimised."""
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
-    program = Program(config, make_mesh(size.data, size.pipe, size.tensor, devices))
+    program = Program.on(config, devices)
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
     state = program.layout.init(options)
     losses, gradients = [], []
@@ -74,7 +74,7 @@ def trace(
         rows = program.local_rows
         local = {name: array[rows] for name, array in random_batch(config, step).items()}
         batch = program.put_batch(local, rows)
-        train_step = train_step or program.train_step_with_gradients.lower(state, batch).compile(options)
+        train_step = train_step or train_step_with_gradients(program).lower(state, batch).compile(options)
         state, metrics, grads = train_step(state, batch)
         losses.append(float(metrics["loss"]))
         gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 from tiny import abstract_batch, tiny_config, tiny_program
 
+from megajax.program.train_step import train_step
 from megajax.verify import Collective, collectives
 
 LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows
@@ -24,7 +25,7 @@ def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):
 @cache
 def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
     program, arguments = traced(mesh, num_microbatches, **options)
-    return collectives(program.train_step, *arguments)
+    return collectives(train_step(program), *arguments)
 
 
 def over(axis: str, found: list[Collective]) -> list[Collective]:

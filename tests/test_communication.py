@@ -25,6 +25,7 @@ from tiny import abstract_batch, tiny_config, tiny_program
 from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
 from megajax.parallel.random import Dropout
+from megajax.program.train_step import train_step
 from megajax.verify import COLLECTIVES, collectives
 
 
@@ -100,9 +101,9 @@ def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    permutes = [c for c in collectives(program.train_step, *arguments) if c.kind == "permute"]
+    permutes = [c for c in collectives(train_step(program), *arguments) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
-    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr) if inside]
+    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr) if inside]
     inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
     assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
 
@@ -116,10 +117,10 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    found = [c for c in over("pipe", collectives(program.train_step, *arguments)) if c.kind == "all-reduce"]
+    found = [c for c in over("pipe", collectives(train_step(program), *arguments)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])
     assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
-    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr) if is_cond(eqn)]
+    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr) if is_cond(eqn)]
     over_pipe = [eqn for eqn in conditionals if "pipe" in communicated(eqn)]
     assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
 
@@ -156,7 +157,7 @@ def moments(state) -> list:
 def test_a_pipe_of_one_has_no_permutes_and_no_conditionals():
     """Accumulation over microbatches is the same loop with everything decided while tracing."""
     program, arguments = traced((1, 1, 2), 4)
-    names = {eqn.primitive.name for eqn, _ in walk(jax.make_jaxpr(program.train_step)(*arguments).jaxpr)}
+    names = {eqn.primitive.name for eqn, _ in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)}
     assert "scan" in names and not names & {"cond", "ppermute"}
 
 

@@ -8,8 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
+from megajax.backend import CPU
 from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, split_over_data
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
 from megajax.parallel.collectives import spec_axes
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
@@ -84,7 +86,7 @@ def test_one_mesh_axis_splits_one_dim_only():
 
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the staged layers' leading dims, are those of the table."""
-    model = GPTFunctions(tiny_config().model)
+    model = CutModel(tiny_config().model, F_AND_G, CPU)
     specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
     assert {name for spec in specs.values() for name in spec} | {"chunks", "stages"} == set(RULES)
     assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}

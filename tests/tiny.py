@@ -4,11 +4,9 @@ import jax
 
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
-from megajax.mesh import make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
-from megajax.program.forms import batch_names
 from megajax.program.program import Program
 
 
@@ -44,11 +42,9 @@ def tiny_config(
 
 def tiny_program(config: Config) -> Program:
     """The program of `config` on the first simulated devices."""
-    mesh = config.mesh
-    return Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, jax.devices()[: mesh.num_devices]))
+    return Program.on(config, jax.devices()[: config.mesh.num_devices])
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a global batch."""
-    shape = (config.train.global_batch, config.model.sequence_length)
-    return dict.fromkeys(batch_names(config), jax.ShapeDtypeStruct(shape, "int32"))
+    """Types of a global batch."""
+    return tiny_program(config).batch_types

@@ -100,7 +100,7 @@ def _start(config: Config) -> None:
 
 
 def _describe(config: Config) -> dict[str, Any]:
-    from megajax.models.gpt import count_parameters
+    from megajax.models.family import count_parameters
 
     return {"parameters": count_parameters(dataclasses.replace(config.model, vocab_multiple=1))}
 

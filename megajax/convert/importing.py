@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax.backend import CPU
 from megajax.config import Config, to_toml
 from megajax.convert.settings import read_settings
 from megajax.convert.tensor_files import TensorFiles
@@ -18,7 +19,8 @@ from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.mesh import make_mesh
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 
@@ -84,7 +86,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
     check_new(run_dir, "RUN")
     config = dataclasses.replace(source.config, run_dir=str(run_dir))
     weights = from_tensors(lambda name: source.tensors.read(source.prefix + name), config.model)
-    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), GPTFunctions(config.model))
+    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
         checkpoints = Checkpoints(new, layout, keep=config.checkpoint.keep)
         try:

@@ -9,7 +9,7 @@ from megajax.config import Config
 from megajax.data.tokenizer import read_text
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import LAYER_NORM_EPSILON
+from megajax.models.gpt2.block import LAYER_NORM_EPSILON
 from megajax.presets import resolve
 
 _SIZES = {  # theirs -> ours

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from megajax.backend import CPU
 from megajax.models.config import ModelConfig
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
 
 Tensor = npt.NDArray[np.float32]
 
@@ -67,7 +69,7 @@ def from_tensors(read: Callable[[str], Tensor], config: ModelConfig) -> dict[str
             whole[: len(tensor)] = tensor
         return whole
 
-    return jax.tree_util.tree_map_with_path(weight, GPTFunctions(config).shapes)
+    return jax.tree_util.tree_map_with_path(weight, CutModel(config, F_AND_G, CPU).shapes)
 
 
 def to_tensors(weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:

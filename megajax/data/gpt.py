@@ -13,11 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megajax.batch import IGNORED
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
-
-IGNORED = -1
-"""Target of a position that is not counted, as in `megajax.parallel.vocabulary`."""
 
 Sample = dict[str, npt.NDArray[np.int32]]
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.gpt import IGNORED, EndlessSamples, Sample, Samples
+from megajax.batch import IGNORED
+from megajax.data.gpt import EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megajax.batch import IGNORED
 from megajax.data.continuations import ContinuationSamples
-from megajax.data.gpt import IGNORED, Samples
+from megajax.data.gpt import Samples
 from megajax.data.loader import evaluation_batches
 from megajax.program.program import Program
+from megajax.program.scoring import scores
 
 _AHEAD = 1  # batches that the devices compute while the host reads another
 
@@ -52,7 +54,7 @@ def score_samples(program: Program, params: Any, samples: Samples, *, batches: i
             yield SampleScores(loss_T[counted].astype(np.float64), hit_T[counted] == 1)
 
     for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
-        running.append(program.scores(params, program.put_batch(batch, rows)))
+        running.append(scores(program)(params, program.put_batch(batch, rows)))
         if len(running) > _AHEAD:
             yield from read()
             number += size
@@ -82,9 +84,9 @@ def score_continuations(
     if not len(samples):
         return [Continuation(0.0, True) for _ in sequences]
     losses, greedy = np.zeros(len(sequences)), np.ones(len(sequences), bool)
-    for owner, scores in zip(samples.owners, score_samples(program, params, samples), strict=True):
-        losses[owner] += scores.loss.sum()
-        greedy[owner] &= scores.hit.all()
+    for owner, found in zip(samples.owners, score_samples(program, params, samples), strict=True):
+        losses[owner] += found.loss.sum()
+        greedy[owner] &= found.hit.all()
     return [Continuation(0.0 - loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
 
 
@@ -93,4 +95,4 @@ def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
     rows = program.local_rows
     tokens = np.zeros((len(rows), sequence_length), np.int32)
     batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
-    np.asarray(program.scores(params, batch)[0])
+    np.asarray(scores(program)(params, batch)[0])

@@ -17,13 +17,13 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.models.cache import following, reading, visible_slots
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
 from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, vary
 from megajax.parallel.random import Dropout, RandomBits
-from megajax.parallel.split import PAPER
-from megajax.parallel.vocabulary import IGNORED
 from megajax.program.program import Program
 
 Tree = Any
@@ -74,7 +74,7 @@ class Decoder:
         self._config, self._mesh = program.config.model, program.mesh
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._end, self._backend = sampling, end, program.backend
-        self._model = GPTFunctions(self._config, PAPER, program.backend)
+        self._model = CutModel(self._config, F_AND_G, program.backend)
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
         self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}
@@ -174,10 +174,10 @@ class Decoder:
     def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         position_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        x_BTD = self._model.embed(weights["shared"], tokens_BT, Dropout.off(), position_T[None])
+        x_BTD = self._embed(weights, tokens_BT, position_T[None])
         caches = []
         for layer in weights["layers"]:
-            x_BTD, cache = self._model.attending_block(layer, x_BTD, reading(num_slots, self._backend))
+            x_BTD, cache = self._model.block(layer).run(x_BTD, Dropout.off(), reading(num_slots, self._backend))
             caches.append(cache)
         state = {
             "caches": caches,
@@ -190,7 +190,7 @@ class Decoder:
         }
         x_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         state, tokens_B = self._choose(weights, x_B1D, state)
-        return state, gather_shards(tokens_B[:, None], 0, same=True)
+        return state, gather_shards(tokens_B[:, None], 0, invariant=True)
 
     def _follow(self, weights: Tree, state: State) -> tuple[State, Array]:
         """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
@@ -208,25 +208,30 @@ class Decoder:
         nothing_BN = jnp.full((state["token"].shape[0], TOKENS_AT_ONCE), IGNORED, jnp.int32)
         carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, (DATA,)), state
         _, _, tokens_BN, state = lax.while_loop(goes_on, go_on, carry)
-        return state, gather_shards(tokens_BN, 0, same=True)
+        return state, gather_shards(tokens_BN, 0, invariant=True)
 
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
         """Put the last tokens of all rows through the layers, [B, 1, D]."""
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
-        x_B1D = self._model.embed(weights["shared"], state["token"][:, None], Dropout.off(), position_B[:, None])
+        x_B1D = self._embed(weights, state["token"][:, None], position_B[:, None])
         num_slots = state["caches"][0].key_BHSK.shape[2]
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot)
         caches = []
         for layer, cache in zip(weights["layers"], state["caches"], strict=True):
-            x_B1D, cache = self._model.attending_block(layer, x_B1D, following(cache, slot, visible_BS))
+            x_B1D, cache = self._model.block(layer).run(x_B1D, Dropout.off(), following(cache, slot, visible_BS))
             caches.append(cache)
         return x_B1D, state | {"caches": caches}
 
+    def _embed(self, weights: Tree, tokens_BT: Array, positions_BT: Array) -> Array:
+        """The first layer's input of tokens that stand at these positions."""
+        batch = {"tokens": tokens_BT, "positions": positions_BT}
+        return self._model.ends(weights["shared"]).embed(batch, self._model.context(batch, Dropout.off()))
+
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:
         """The state with the next token of every row; the tokens, `IGNORED` in rows that have stopped."""
-        logits_B1V = self._model.logits(weights["shared"], x_B1D)
-        logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, same=True)[:, : self._config.vocab_size]
+        logits_B1V = self._model.ends(weights["shared"]).logits(x_B1D)
+        logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, invariant=True)[:, : self._config.vocab_size]
         token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling)
         stopped_B = state["stopped"]
         if self._end is not None:

@@ -4,10 +4,11 @@ that training has, pipe included. Without limit: where the window is full, the o
 import jax
 import numpy as np
 
+from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
-from megajax.parallel.vocabulary import IGNORED
 from megajax.processes import gathered
 from megajax.program.program import Program
+from megajax.program.scoring import next_logits
 
 _choose = jax.jit(choose, static_argnames="sampling")
 
@@ -31,7 +32,7 @@ def sample(
         tokens = np.zeros((len(rows), model.sequence_length), np.int32)
         tokens[:, : len(window)] = window
         batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
-        logits = program.next_logits(params, batch, np.int32(len(window) - 1))
+        logits = next_logits(program)(params, batch, np.int32(len(window) - 1))
         first = gathered(logits)[:1, : model.vocab_size]
         chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
         if chosen == end:

@@ -2,7 +2,7 @@
 
 All rows of a batch move in step: the prompts lie in the first slots, each from slot 0 on, and whatever follows them
 takes the same slot in every row. The slots between a short prompt and those are never seen (`visible_slots`).
-Letters: B batch, T query positions, S slots, C the three of query, key, value, H heads, K head size.
+Letters: B batch, T query positions, S slots, H heads, K head size.
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.models.attention import Attend, attend
+from megajax.models.visibility import CAUSAL
 from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
@@ -27,14 +28,14 @@ class Cache(NamedTuple):
     value_BHSK: Array
 
     @classmethod
-    def of(cls, qkv_BTCHK: Array, num_slots: int) -> "Cache":
+    def of(cls, k_BTHK: Array, v_BTHK: Array, num_slots: int) -> "Cache":
         """The keys and values of T tokens in the first of `num_slots` slots."""
-        free = [(0, 0), (0, 0), (0, num_slots - qkv_BTCHK.shape[1]), (0, 0)]
-        return cls(*(jnp.pad(qkv_BTCHK[:, :, c].swapaxes(1, 2), free) for c in (1, 2)))
+        free = [(0, 0), (0, 0), (0, num_slots - k_BTHK.shape[1]), (0, 0)]
+        return cls(*(jnp.pad(x_BTHK.swapaxes(1, 2), free) for x_BTHK in (k_BTHK, v_BTHK)))
 
-    def put(self, qkv_BTCHK: Array, slot: Array) -> "Cache":
+    def put(self, k_BTHK: Array, v_BTHK: Array, slot: Array) -> "Cache":
         """With the keys and values of T tokens from `slot` on."""
-        parts = (self.key_BHSK, qkv_BTCHK[:, :, 1]), (self.value_BHSK, qkv_BTCHK[:, :, 2])
+        parts = (self.key_BHSK, k_BTHK), (self.value_BHSK, v_BTHK)
         return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
 
 
@@ -48,8 +49,9 @@ def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Arra
 def reading(num_slots: int, backend: Backend) -> Attend:
     """Attention of whole prompts, which end anywhere, that remembers them in a cache of `num_slots` slots."""
 
-    def read(qkv_BTCHK: Array) -> tuple[Array, Cache]:
-        return attend(qkv_BTCHK, Dropout.off(), backend), Cache.of(qkv_BTCHK, num_slots)
+    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array) -> tuple[Array, Cache]:
+        heads_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, CAUSAL, Dropout.off(), backend)
+        return heads_BTHK, Cache.of(k_BSHK, v_BSHK, num_slots)
 
     return read
 
@@ -57,17 +59,17 @@ def reading(num_slots: int, backend: Backend) -> Attend:
 def following(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
     """Attention of one token per row to what is visible of a cache, after the token is put into `slot`."""
 
-    def follow(qkv_BTCHK: Array) -> tuple[Array, Cache]:
-        filled = cache.put(qkv_BTCHK, slot)
-        product = partial(jnp.einsum, preferred_element_type=at_least_fp32(qkv_BTCHK.dtype))
-        q_BHTK = qkv_BTCHK[:, :, 0].swapaxes(1, 2) * jnp.asarray(qkv_BTCHK.shape[-1] ** -0.5, qkv_BTCHK.dtype)
+    def follow(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array) -> tuple[Array, Cache]:
+        filled = cache.put(k_BTHK, v_BTHK, slot)
+        product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_BTHK.dtype))
+        q_BHTK = q_BTHK.swapaxes(1, 2) * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
         scores_BHTS = product("BHTK,BHSK->BHTS", q_BHTK, filled.key_BHSK)
         lowest = jnp.asarray(-jnp.inf, scores_BHTS.dtype)
         scores_BHTS = jnp.where(visible_BS[:, None, None], scores_BHTS, lowest)
         weights_BHTS = jnp.exp(scores_BHTS - jnp.max(scores_BHTS, axis=-1, keepdims=True))
         total_BHT1 = jnp.sum(weights_BHTS, axis=-1, keepdims=True)
-        weights_BHTS = (weights_BHTS / total_BHT1).astype(qkv_BTCHK.dtype)
+        weights_BHTS = (weights_BHTS / total_BHT1).astype(q_BTHK.dtype)
         heads_BHTK = product("BHTS,BHSK->BHTK", weights_BHTS, filled.value_BHSK)
-        return heads_BHTK.swapaxes(1, 2).astype(qkv_BTCHK.dtype), filled
+        return heads_BHTK.swapaxes(1, 2).astype(q_BTHK.dtype), filled
 
     return follow

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 class ModelConfig:
     """Architecture, the same on every mesh."""
 
+    family: Annotated[str, "kind of model"] = "gpt2"
     num_layers: Annotated[int, "transformer layers"]
     hidden_size: Annotated[int, "width of the residual stream"]
     num_heads: Annotated[int, "attention heads; must divide the hidden size"]

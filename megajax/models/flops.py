@@ -5,8 +5,6 @@ Multiplications and additions are counted each, of matrix products only. What is
 
 from dataclasses import dataclass
 
-from megajax.models.config import ModelConfig
-
 
 @dataclass(frozen=True)
 class MatrixProduct:
@@ -23,42 +21,3 @@ class MatrixProduct:
     def flops(self) -> int:
         """Of all of them."""
         return 2 * self.count * self.batch * self.rows * self.inner * self.columns
-
-
-def step_flops(model: ModelConfig, sequences: int) -> int:
-    """Of a step over `sequences` sequences, as the paper counts: `72 B s L h² (1 + s / 6h + V / 12Lh)`.
-
-    Attention counts as if every query saw every key.
-    """
-    return sum(product.flops for product in step_products(model, sequences, model.sequence_length))
-
-
-def step_products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
-    """All products of a step; attention takes the queries in blocks, each against the keys up to its end."""
-    tokens, hidden, layers = sequences * model.sequence_length, model.hidden_size, model.num_layers
-    shapes = {
-        "qkv": (hidden, 3 * hidden, layers),
-        "attention output": (hidden, hidden, layers),
-        "MLP up": (hidden, model.mlp_size, layers),
-        "MLP down": (model.mlp_size, hidden, layers),
-        "head": (hidden, model.padded_vocab_size, 1),
-    }
-    products = []
-    for name, (inner, columns, count) in shapes.items():
-        products += [
-            MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns),
-            MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner),
-            MatrixProduct(f"{name}, weight gradient", count, 1, inner, tokens, columns),
-        ]
-    heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
-    for start in range(0, length, query_block):
-        end = min(start + query_block, length)
-        block = end - start
-        products += [  # forward: scores; gradient of the probabilities
-            MatrixProduct(f"attention scores, keys up to {end}", 2 * layers, heads, block, head_size, end),
-            # forward: result; gradient of the queries
-            MatrixProduct(f"attention sums, keys up to {end}", 2 * layers, heads, block, end, head_size),
-            # gradients of keys and values
-            MatrixProduct(f"attention gradients, keys up to {end}", 2 * layers, heads, head_size, block, end),
-        ]
-    return products

@@ -7,7 +7,7 @@ WINDOW = 64  # recent norms that the median is taken of
 FEWEST = 16  # and how many there must be before it counts
 
 
-def no_norms() -> Array:
+def initial_norms() -> Array:
     """The recent norms of a new run: none yet, which is 0."""
     return jnp.zeros((WINDOW,), jnp.float32)
 

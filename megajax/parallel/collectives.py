@@ -19,12 +19,12 @@ Axes = str | tuple[str, ...]
 
 
 def f(x: Array, axes: Axes = TENSOR) -> Array:
-    """Enter a region split over `axes`: identity forward, all-reduce backward (paper §3, figure 3)."""
+    """Enter a region sharded over `axes`: identity forward, all-reduce backward (paper §3, figure 3)."""
     return lax.pcast(x, axes, to="varying")
 
 
 def g(x: Any, axes: Axes = TENSOR) -> Any:
-    """Leave a region split over `axes`: all-reduce forward, identity backward (paper §3, figure 3).
+    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3).
 
     A tree is summed in one collective.
     """
@@ -57,23 +57,23 @@ def complete(tree: Any, specs: Any) -> Any:
 
 
 def spec_axes(spec: PartitionSpec) -> frozenset[str]:
-    """The mesh axes that an array with this spec is split over."""
+    """The mesh axes that an array with this spec is sharded over."""
     entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry is not None]
     return frozenset(axis for entry in entries for axis in entry)
 
 
 def own_shard(x: Array, dim: int, axis: str = DATA) -> Array:
-    """This device's part of `x` along `dim`, split over `axis`."""
+    """This device's part of `x` along `dim`, sharded over `axis`."""
     size = x.shape[dim] // axis_size(axis)
     return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dim)
 
 
-def gather_shards(x: Array, dim: int, axis: str = DATA, *, same: bool = False) -> Array:
+def gather_shards(x: Array, dim: int, axis: str = DATA, *, invariant: bool = False) -> Array:
     """All-gather of the parts along `dim`; its transpose is `scatter_sum`.
 
-    `same`: the result counts as the same on all devices of the axis, not as varying.
+    The result counts as varying over the axis, or, `invariant`, as the same on all of its devices.
     """
-    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if same else "varying")
+    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
 def scatter_sum(x: Array, dim: int, axis: str = DATA) -> Array:

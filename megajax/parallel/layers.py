@@ -1,5 +1,5 @@
-"""Matrix products split over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around
-them (or, with a split sequence, the pair that takes their place: `parallel/split.py`).
+"""Matrix products sharded over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around
+them (or, with sequence parallelism, the pair that takes their place: `parallel/borders.py`).
 
     Y = GeLU(f(X) A)    A = [A1, A2]   by columns: GeLU needs no synchronisation
     Z = g(Y B)          B = [B1; B2]   by rows
@@ -8,75 +8,92 @@ Modules compute on whatever shard of the weights they are given: sizes come from
 Letters: B batch, T tokens, D model.
 """
 
-import flax
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from megajax.backend import CPU, Backend
+from megajax.backend import Backend
+from megajax.parallel.borders import Borders
 from megajax.parallel.products import product
 from megajax.parallel.random import NamedKey
-from megajax.parallel.split import Split
 
-# Modules are built and merged with local shards inside `shard_map`, where no mesh context for Flax exists.
-flax.config.update("flax_always_shard_variable", False)
+Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
 
 
-def normal_param(key: NamedKey, shape: tuple[int, ...], std: float, axes: tuple[str, ...]) -> nnx.Param:
-    """A weight drawn from N(0, std²) in fp32, in any precision the same, its dims named by `axes`."""
-    return nnx.Param(nnx.with_partitioning(nnx.initializers.normal(std, jnp.float32), axes)(key.key, shape))
+def normal(key: NamedKey, std: float) -> Initializer:
+    """Draws from N(0, std²)."""
+    return lambda shape: nnx.initializers.normal(std, jnp.float32)(key.key, shape)
 
 
-def constant_param(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-    """A weight that starts as a constant, its dims named by `axes`."""
-    return nnx.Param(nnx.with_partitioning(nnx.initializers.constant(value), axes)(jax.random.key(0), shape))
+def param(shape: tuple[int, ...], dims: tuple[str, ...], initial: Initializer) -> nnx.Param:
+    """A weight whose dims are called `dims`."""
+    return nnx.Param(initial(shape), out_sharding=dims)
+
+
+def zeros_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
+    """A weight that starts at 0."""
+    return param(shape, dims, jnp.zeros)
+
+
+def ones_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
+    """A weight that starts at 1."""
+    return param(shape, dims, jnp.ones)
 
 
 class ColumnParallelLinear(nnx.Module):
-    """`f(x) A + b`, A split by columns. The output dims may be several, e.g. (qkv, heads, head size)."""
+    """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size)."""
 
     def __init__(
         self,
-        key: NamedKey,
-        split: Split,
+        initial: Initializer,
+        borders: Borders,
         in_size: int,
         out_shape: tuple[int, ...],
-        out_axes: tuple[str, ...],
-        std: float,
-        backend: Backend = CPU,
+        out_dims: tuple[str, ...],
+        backend: Backend,
     ):
-        self.split, self.backend = split, backend
-        self.weight = normal_param(key, (in_size, *out_shape), std, ("embed", *out_axes))
-        self.bias = constant_param(0.0, out_shape, out_axes)
+        self.borders, self.backend = borders, backend
+        self.weight = param((in_size, *out_shape), ("embed", *out_dims), initial)
+        self.bias = zeros_param(out_shape, out_dims)
 
     def __call__(self, x_BTD: Array) -> Array:
-        def multiply(x_BTD: Array, weight: Array) -> Array:
-            return product(self.split.enter(x_BTD), weight, 1, self.backend)
+        return column_parallel(x_BTD, self)[0]
 
-        if self.split.sequence and self.split.regather:
-            multiply = jax.checkpoint(multiply)
-        return multiply(x_BTD, self.weight[...]) + self.bias[...][None, None]
+
+def column_parallel(x_BTD: Array, *linears: ColumnParallelLinear) -> list[Array]:
+    """The outputs of several layers of one input, which enters their region once."""
+    borders, backend = linears[0].borders, linears[0].backend
+
+    def multiply(x_BTD: Array, *weights: Array) -> list[Array]:
+        entered_BTD = borders.enter(x_BTD)
+        return [product(entered_BTD, weight, 1, backend) for weight in weights]
+
+    if borders.sequence_parallel and borders.regather:
+        multiply = jax.checkpoint(multiply)
+    outputs = multiply(x_BTD, *(linear.weight[...] for linear in linears))
+    return [y + linear.bias[...][None, None] for y, linear in zip(outputs, linears, strict=True)]
 
 
 class RowParallelLinear(nnx.Module):
-    """`g(y B) + b`, B split by rows; the bias is duplicated and added once, after the sum."""
+    """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
     def __init__(
         self,
-        key: NamedKey,
-        split: Split,
+        initial: Initializer,
+        borders: Borders,
         in_shape: tuple[int, ...],
-        in_axes: tuple[str, ...],
+        in_dims: tuple[str, ...],
         out_size: int,
-        std: float,
-        backend: Backend = CPU,
+        backend: Backend,
     ):
-        self.split, self.backend = split, backend
-        self.weight = normal_param(key, (*in_shape, out_size), std, (*in_axes, "embed"))
-        self.bias = constant_param(0.0, (out_size,), ("embed",))
+        self.borders, self.backend = borders, backend
+        self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
+        self.bias = zeros_param((out_size,), ("embed",))
 
     def __call__(self, y: Array) -> Array:
-        """`y` has shape [B, T, *in_shape]; returns [B, T, D], of a split sequence this device's tokens."""
+        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens."""
         weight = self.weight[...]
-        return self.split.leave(product(y, weight, weight.ndim - 1, self.backend)) + self.bias[...][None, None, :]
+        return self.borders.leave(product(y, weight, weight.ndim - 1, self.backend)) + self.bias[...][None, None, :]

@@ -1,7 +1,7 @@
-"""ZeRO: state split over the `data` axis (Rajbhandari et al., arXiv 1910.02054).
+"""ZeRO: state sharded over the `data` axis (Rajbhandari et al., arXiv 1910.02054).
 
-A weight's shard is its part along one of its own dims (`mesh.split_over_data`), so that its logical shape, and with it
-every checkpoint, stays what it is. Weights without a dim that `data` divides stay whole.
+A weight's shard is its part along one of its own dims (`mesh.shard_over_data`), so that its logical shape, and with it
+every checkpoint, stays what it is. Weights without a dim that `data` divides are not sharded.
 
 - ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
   once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
@@ -19,16 +19,16 @@ from jax.typing import DTypeLike
 from megajax.parallel.collectives import gather_shards, own_shard, scatter_sum
 
 Tree = Any
-WHOLE = 0  # in place of a dim: the weight is not split
+NOT_SHARDED = 0  # in place of a dim
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which dim of every weight is split over `data`.
+    """Which dim of every weight is sharded over `data`.
 
     Attributes:
         dims: tree of the weights' structure; dims are negative, counted from the last one, so that they hold with and
-            without the dims of stacked layers. `WHOLE` where a weight is not split.
+            without the dims of stacked layers. `NOT_SHARDED` where there is none.
     """
 
     dims: Tree
@@ -38,20 +38,20 @@ class Shards:
         return Shards(self.dims[name])
 
     def take(self, weights: Tree) -> Tree:
-        """This device's shards of whole weights."""
+        """This device's shards of gathered weights."""
         return self._map(own_shard, weights)
 
-    def gather(self, shards: Tree, *, same: bool = False) -> Tree:
-        """Whole weights; `same`: they count as the same on all devices of `data`, else their gradients are local
-        sums."""
-        return self._map(lambda shard, dim: gather_shards(shard, dim, same=same), shards)
+    def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
+        """All of the weights. They count as varying over `data`, so that their gradients are local sums, or,
+        `invariant`, as the same on all of its devices."""
+        return self._map(lambda shard, dim: gather_shards(shard, dim, invariant=invariant), shards)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
-        """Local sums of whole gradients to the global sums of this device's shards, summed in `dtype`."""
+        """Local sums of the gradients to the global sums of this device's shards, summed in `dtype`."""
         return self._map(scatter_sum, jax.tree.map(lambda grad: grad.astype(dtype), grads))
 
     def _map(self, function, tree: Tree) -> Tree:
         def leaf(x: Array, dim: int) -> Array:
-            return x if dim == WHOLE else function(x, dim)
+            return x if dim == NOT_SHARDED else function(x, dim)
 
         return jax.tree.map(leaf, tree, self.dims)

@@ -1,4 +1,4 @@
-"""The vocabulary split over mesh axes: embedding lookup, and cross-entropy fused with the tied output product.
+"""The vocabulary sharded over mesh axes: embedding lookup, and cross-entropy fused with the tied output product.
 
 The axes are `tensor`, or `pipe` and `tensor` where all stages compute every microbatch's ends together.
 
@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.backend import CPU, Backend
+from megajax.backend import Backend
+from megajax.batch import IGNORED
+from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
 from megajax.parallel.products import product
-from megajax.parallel.split import Split
 from megajax.precision import at_least_fp32
-
-IGNORED = -1  # target of a token that is not predicted
 
 
 def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array]:
@@ -29,18 +28,18 @@ def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
-def embedding_lookup(table_VD: Array, tokens_BT: Array, split: Split) -> Array:
-    """Rows of the split table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
-    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], split.vocabulary)
+def embedding_lookup(table_VD: Array, tokens_BT: Array, borders: Borders) -> Array:
+    """Rows of the sharded table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
+    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], borders.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
-    return split.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), split.vocabulary)
+    return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)
 
 
-def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, split: Split, backend: Backend = CPU) -> Array:
+def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, borders: Borders, backend: Backend) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
-    logits_BTV = product(split.enter(x_BTD, split.vocabulary), table_VD.T, 1, backend)
+    logits_BTV = product(borders.enter(x_BTD, borders.vocabulary), table_VD.T, 1, backend)
     local_size = table_VD.shape[0]
-    column_V = axis_index(split.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+    column_V = axis_index(borders.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from megajax.parallel.collectives import (
@@ -25,8 +24,9 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.pipeline.ends import Ends, Microbatch, Row, StageFunctions
-from megajax.pipeline.schedule import IDLE, Pass, Schedule
+from megajax.pipeline.ends import Ends, Microbatch, StageFunctions
+from megajax.pipeline.rows import Row, Work, rows_of
+from megajax.pipeline.schedule import Pass, Schedule
 from megajax.pipeline.stages import idle, when
 from megajax.precision import at_least_fp32
 
@@ -41,61 +41,67 @@ class Pipeline:
         weights: `{"shared": …, "blocks": …}`, blocks [chunks · n, …] of this stage.
         batch: leaves [rows of this device, …], the same on every stage.
         num_microbatches: how many microbatches the rows are cut in.
-        together: all stages run embedding and head of a microbatch together (`pipeline/ends.py`); the shared weights
-            then do not vary over `pipe`, but for the vocabulary, which is split over it.
+        vocabulary_split: all stages run embedding and head of a microbatch at once (`pipeline/ends.py`); the shared
+            weights then do not vary over `pipe`, but for the vocabulary, which is sharded over it.
     """
 
     def __init__(
-        self, functions: StageFunctions, weights: Tree, batch: Microbatch, num_microbatches: int, together: bool
+        self,
+        functions: StageFunctions,
+        weights: Tree,
+        batch: Microbatch,
+        num_microbatches: int,
+        vocabulary_split: bool,
     ):
         self.functions, self.layers = functions, functions.layers
         self.weights, self.blocks = weights, weights["blocks"]
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
         self.num_microbatches = num_microbatches
         microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-        self.ends = Ends(functions, weights["shared"], microbatches, together)
+        self.ends = Ends(functions, weights["shared"], microbatches, vocabulary_split)
         self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), self.ends.take(0)), (PIPE,)))
 
-    def loss_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[Array, Tree]:
+    def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree]:
         """Run the microbatches forward and backward as `schedule` says.
 
-        Returns the loss and the gradients (accumulated in `grad_dtype`) as local sums: not yet reduced over the axes
-        that they vary over although their weights do not.
+        Returns the losses by name, and the gradients (accumulated in `grad_dtype`) as local sums: not yet reduced over
+        the axes that they vary over although their weights do not.
         """
         self._expect(schedule)
-        rows, known = self._rows(schedule)
+        changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
 
-        def tick(carry, row):
-            row = row | known
+        def tick(carry, values):
+            row = row_of(values)
             x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks = carry
             grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
-            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
-            grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row, "backward")
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
+            grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
             x = self.ends.input(row, x_in)
             if schedule.fused:
-                y, kept = self.layers.save(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
+                context = self._context(row.forward.microbatch)
+                y, residuals = self.layers.forward_with_residuals(self.blocks, row.forward.chunk, x, context)
             else:
-                keep = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
-                y, buffer = when(row["runs_forward"], keep, lambda buffer: (idle_x, buffer), buffer)
+                forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
+                y, buffer = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer), buffer)
             x_wire = self.send(send_up, y)  # on its way while the backward runs
 
-            output = lambda: y if schedule.turns_at_once else buffer["output"][row["backward_slot"]]  # noqa: E731
+            output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
-                grad, blocks = self.layers.pull(self.blocks, row["backward_chunk"], kept, grad, blocks)
+                grad, blocks = self.layers.pull_back(self.blocks, row.backward.chunk, residuals, context, grad, blocks)
             else:
                 pull = lambda grad, blocks: self.backward_chunk(row, buffer, grad, blocks)  # noqa: E731
-                grad, blocks = when(row["runs_backward"], pull, lambda *carry: carry, grad, blocks)
-            ends = self.ends.leave(row, grad, ends)
+                grad, blocks = when(row.backward.runs, pull, lambda *carry: carry, grad, blocks)
+            ends = self.ends.embed_backward(row, grad, ends)
             return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
         carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype)
-        *_, ends, blocks = lax.scan(tick, carry, rows, schedule.num_ticks)[0]
-        return ends["loss"], {"shared": ends["shared"], "blocks": blocks}
+        *_, ends, blocks = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        return ends["losses"], {"shared": ends["shared"], "blocks": blocks}
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
         """Run the microbatches forward only.
@@ -104,59 +110,60 @@ class Pipeline:
         zeros on other stages, unless all run `finish` together.
         """
         self._expect(schedule)
-        rows, known = self._rows(schedule)
+        changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
-        result = jax.eval_shape(lambda: finish(self.ends.whole(idle_x, True), self.ends.take(0)))
+        result = jax.eval_shape(lambda: finish(self.ends.broadcast(idle_x, True), self.ends.take(0)))
         outputs = jax.tree.map(lambda leaf: zeros_like_type(leaf, (self.num_microbatches,)), result)
 
-        def tick(carry, row):
-            row = row | known
+        def tick(carry, values):
+            row = row_of(values)
             x_wire, x_inbox, outputs = carry
-            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row, "forward")
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             x = self.ends.input(row, x_in)
 
             def forward():
-                return self.layers.run(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
+                return self.layers.run(self.blocks, row.forward.chunk, x, self._context(row.forward.microbatch))
 
-            y = when(row["runs_forward"], forward, lambda: idle_x)
+            y = when(row.forward.runs, forward, lambda: idle_x)
             outputs = self.ends.finish(row, y, finish, outputs)
             return (self.send(send_up, y), x_inbox, outputs), None
 
-        return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), rows, schedule.num_ticks)[0][-1]
+        return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), changing, schedule.num_ticks)[0][-1]
 
     def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree]:
-        """A chunk's output for the row's microbatch; what its backward needs goes into the buffer."""
-        y, kept = self.layers.forward(self.blocks, row["forward_chunk"], x, self._context(row["forward"]))
-        entry = {"layers": kept} | ({"output": y} if "output" in buffer else {})
-        return y, jax.tree.map(lambda slots, new: slots.at[row["forward_slot"]].set(new), buffer, entry)
+        """A chunk's output for the row's microbatch; its residuals go into the buffer."""
+        context = self._context(row.forward.microbatch)
+        y, residuals = self.layers.forward(self.blocks, row.forward.chunk, x, context)
+        entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
+        return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry)
 
     def backward_chunk(self, row: Row, buffer: Tree, grad: Array, blocks: Tree) -> tuple[Array, Tree]:
         """Pull the gradient of a chunk's output back to its input; `blocks` are the sums of the layers' gradients."""
-        kept = jax.tree.map(lambda slots: slots[row["backward_slot"]], buffer["layers"])
-        context = self._context(row["backward"])
-        return self.layers.backward(self.blocks, row["backward_chunk"], kept, context, grad, blocks)
+        residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
+        context = self._context(row.backward.microbatch)
+        return self.layers.backward(self.blocks, row.backward.chunk, residuals, context, grad, blocks)
 
-    def kept_types(self) -> list[jax.ShapeDtypeStruct]:
+    def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
         context = vary(self.functions.context(self.ends.take(0)), (PIPE,))
-        return self.layers.kept_types(self.blocks, idle(self.x_type), context)
+        return self.layers.residual_types(self.blocks, idle(self.x_type), context)
 
-    def buffer(self, num_slots: int, keeps_output: bool) -> Tree:
-        """The ring buffer; `keeps_output`: also of chunks' outputs, for a head that runs later than its layers."""
-        types: Tree = {"layers": self.kept_types()} | ({"output": self.x_type} if keeps_output else {})
-        return jax.tree.map(lambda kept: idle(kept, (num_slots,)), types)
+    def buffer(self, num_slots: int, with_output: bool) -> Tree:
+        """The ring buffer; `with_output`: also of chunks' outputs, for a head that runs later than its layers."""
+        types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
+        return jax.tree.map(lambda type_: idle(type_, (num_slots,)), types)
 
     def sums(self, dtype: Any) -> tuple[Tree, Tree]:
-        """The sums of a step: loss and gradients of the ends, and gradients of the layers."""
+        """The sums of a step: losses and gradients of the ends, and gradients of the layers."""
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        return {"loss": loss, "shared": zeros["shared"]}, zeros["blocks"]
+        return {"losses": dict.fromkeys(self.functions.loss_names, loss), "shared": zeros["shared"]}, zeros["blocks"]
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
         assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
 
-    def _context(self, microbatch: Array) -> Tree:
+    def _context(self, microbatch: Array | int) -> Tree:
         return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
 
     def send(self, send: Callable[..., Array], x: Array) -> Array:
@@ -170,42 +177,10 @@ class Pipeline:
         """Slots for what waits longer than a tick, and a spare one for what nobody sent."""
         return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
 
-    def _rows(self, schedule: Schedule) -> tuple[Row, Row]:
-        """The table's columns of this stage, to scan over; and those predicates that are always the same."""
-        up, down = schedule.forward, schedule.backward
-        tables: dict[str, np.ndarray] = {"runs_forward": up.active, "runs_backward": down.active}
-        for name, table in (("forward", up), ("backward", down)):
-            spare = table.inbox_depth
-            tables |= {
-                name: table.microbatch,
-                f"{name}_chunk": np.maximum(table.chunk, 0),
-                f"{name}_slot": table.slot,
-                f"{name}_arrival": np.where(table.arrival == IDLE, spare, table.arrival),
-                f"{name}_source": np.where(table.source == IDLE, spare, table.source),
-            }
-        last = schedule.num_virtual - 1
-        for name, table, k in (("begins", up, 0), ("ends", up, last), ("turns", down, last), ("leaves", down, 0)):
-            here = schedule.at_virtual(table, k)
-            tables |= {
-                name: here,
-                f"any_{name}": here.max(axis=1),
-                f"{name}_microbatch": np.where(here, table.microbatch, IDLE).max(1),
-            }
-        columns = {name: self._column(table) for name, table in tables.items()}
-        known = {name: column for name, column in columns.items() if isinstance(column, bool | int)}
-        return {name: column for name, column in columns.items() if name not in known}, known
 
-    def _column(self, table: np.ndarray) -> Array | bool | int:
-        """This stage's column of a table [ticks, stages], or a table [ticks]; its one value where it has no other."""
-        if (table == table.flat[0]).all():
-            return table.flat[0].item()
-        column = jnp.asarray(table)
-        return column if table.ndim == 1 else column[:, self.stage]
-
-
-def _receive(direction: Pass, inbox: Array | None, wire: Array, row: Row, name: str) -> tuple[Array | None, Array]:
+def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:
     """Put what arrived in its slot of the inbox; returns the inbox, and the input of this tick."""
     if inbox is None:
         return None, wire
-    inbox = inbox.at[row[f"{name}_arrival"]].set(wire)
-    return inbox, inbox[row[f"{name}_source"]]
+    inbox = inbox.at[work.arrival].set(wire)
+    return inbox, inbox[work.source]

@@ -1,5 +1,6 @@
 """The parts of a pipeline's step one by one, for measuring them."""
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.parallel.collectives import DATA, PIPE, send_down, send_up, vary, zeros_like_type
-from megajax.pipeline.ends import Row
 from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import when
 
 Tree = Any
@@ -24,19 +25,18 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
             up and down.
         k: virtual stage; none is run where it is negative.
     """
-    ends, alone, stages = pipeline.ends, not pipeline.ends.together, pipeline.num_stages
+    ends, alone, stages = pipeline.ends, not pipeline.ends.vocabulary_split, pipeline.num_stages
     first, last = alone & (k == 0), alone & (k == pipeline.num_chunks * stages - 1)
     one_stage = part in ("forward", "both")
 
     def once(repeat: Array, carry: Tree) -> Tree:
         x, buffer, total, blocks = carry
         microbatch = repeat % pipeline.num_microbatches
-        row: Row = {"begins": first, "turns": last, "leaves": first}
-        row |= {f"any_{name}": True for name in ("begins", "turns", "leaves")}
-        row |= {f"{name}_microbatch": microbatch for name in ("begins", "turns", "leaves")}
-        for direction in ("forward", "backward"):
-            row |= {direction: microbatch, f"{direction}_chunk": k // stages, f"{direction}_slot": 0}
-        on_first = row | dict.fromkeys(("begins", "turns", "leaves"), pipeline.stage == 0)
+        work = Work(runs=True, microbatch=microbatch, chunk=k // stages, slot=0, arrival=0, source=0)
+        at_first, at_last = (End(here=here, anywhere=True, microbatch=microbatch) for here in (first, last))
+        row = Row(work, work, embed=at_first, finish=at_last, head=at_last, embed_backward=at_first)
+        end = dataclasses.replace(at_first, here=pipeline.stage == 0)
+        on_first = Row(work, work, embed=end, finish=end, head=end, embed_backward=end)
         if part == "hand_over":
             x = pipeline.send(send_down, pipeline.send(send_up, x))
         elif part == "embed":
@@ -44,14 +44,14 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
         elif part == "head":
             x, total = ends.head(on_first, lambda: x, x, total)
         elif part == "embed_backward":
-            total = ends.leave(on_first, x, total)
+            total = ends.embed_backward(on_first, x, total)
         else:
             y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
             grad = y
             if part == "both":
                 grad, total = ends.head(row, lambda: y, y, total) if alone else (y, total)
                 grad, blocks = pipeline.backward_chunk(row, buffer, grad, blocks)
-                total = ends.leave(row, grad, total) if alone else total
+                total = ends.embed_backward(row, grad, total) if alone else total
             x = y + grad
         return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
 
@@ -59,7 +59,7 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
         total, blocks = pipeline.sums(grad_dtype)
         if one_stage and not alone:
             total = {}  # the ends' sums are every stage's, which one stage alone cannot change
-        carry = x, pipeline.buffer(1, keeps_output=False), total, blocks
+        carry = x, pipeline.buffer(1, with_output=False), total, blocks
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
 

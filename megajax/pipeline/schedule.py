@@ -107,20 +107,35 @@ class Schedule:
         return np.logical_and(table.chunk == chunk, np.arange(self.num_stages) == stage)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Ticks]] = {}
-CHUNKED: set[str] = set()  # the names of those that take two or more chunks; the others take one
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A way to schedule a step.
+
+    Attributes:
+        ticks: (stages, microbatches, chunks) -> when everything runs.
+        chunked: takes two or more chunks; else one.
+    """
+
+    ticks: Callable[[int, int, int], Ticks]
+    chunked: bool = False
+
+
+SCHEDULES: dict[str, ScheduleKind] = {}
 
 
 def named(name: str, *, chunked: bool = False) -> Callable:
     """Enter a function into the schedules that flags, commands and tests know."""
 
     def enter(function: Callable[[int, int, int], Ticks]) -> Callable[[int, int, int], Ticks]:
-        SCHEDULES[name] = function
-        if chunked:
-            CHUNKED.add(name)
+        SCHEDULES[name] = ScheduleKind(function, chunked)
         return function
 
     return enter
+
+
+def schedule_names(*, chunked: bool) -> list[str]:
+    """The names of the schedules that take several chunks, or of those that take one."""
+    return sorted(name for name, kind in SCHEDULES.items() if kind.chunked == chunked)
 
 
 @named("1f1b")
@@ -170,11 +185,12 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(sorted(SCHEDULES))}")
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages} and {num_microbatches}")
-    if (num_chunks > 1) != (name in CHUNKED) or num_chunks < 1:
-        raise ValueError(f"{name} takes {'2 or more chunks' if name in CHUNKED else '1 chunk'}, not {num_chunks}")
+    chunked = SCHEDULES[name].chunked
+    if (num_chunks > 1) != chunked or num_chunks < 1:
+        raise ValueError(f"{name} takes {'2 or more chunks' if chunked else '1 chunk'}, not {num_chunks}")
     if num_chunks > 1 and num_stages == 1:
         raise ValueError(f"{name} needs at least 2 stages")
-    return arrange(SCHEDULES[name](num_stages, num_microbatches, num_chunks))
+    return arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

@@ -1,13 +1,13 @@
-"""What a stage does with a microbatch: run the layers of a chunk forward keeping what the backward needs, and run them
-backward.
+"""What a stage does with a microbatch: run the layers of a chunk forward, keeping residuals for the backward, and run
+them backward.
 
-A layer's forward is `jax.vjp`; the function it returns is a pytree whose leaves are either the layer's own weights,
-recognised by identity and not kept, or activations, which are. The backward puts the weights back. So a
+A layer's forward is `jax.vjp`; the pullback it returns is a pytree whose leaves are either the layer's own weights,
+recognised by identity and not kept, or activations: the residuals, which are. The backward puts the weights back. So a
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,21 +34,42 @@ def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
     return zeros_like_type(type_, leading)
 
 
-def rematerialized(function: LayerFunction, remat: str, keep_dear: Callable, *, prevent_cse: bool) -> LayerFunction:
+def rematerialized(
+    function: LayerFunction, remat: str, save_expensive: Callable, *, prevent_cse: bool
+) -> LayerFunction:
     """`function` with its backward pass recomputing what `remat` says.
 
-    none: nothing but what the layer recomputes of itself. selective: all but what the policy `keep_dear` keeps.
+    none: nothing but what the layer recomputes of itself. selective: all but what the policy `save_expensive` saves.
     layer: all.
     stage: the stage is recomputed as a whole (`Layers.forward`), and then nothing more.
     """
     if remat == "layer":
         return jax.checkpoint(function, prevent_cse=prevent_cse)
     if remat == "selective":
-        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=keep_dear)
+        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=save_expensive)
     return function
 
 
-@dataclass
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Pullback:
+    """How a layer's pullback is put together; nothing of it depends on values.
+
+    Attributes:
+        structure: of the pullback as a pytree.
+        places: for every leaf its place among the layer's weights followed by its residuals.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    places: tuple[int, ...]
+
+    def restore(self, weights: Tree, residuals: list[Array]) -> Callable:
+        """The pullback itself."""
+        known = [*jax.tree.leaves(weights), *residuals]
+        return jax.tree.unflatten(self.structure, [known[place] for place in self.places])
+
+
+@dataclass(frozen=True)
 class Layers:
     """The layers of a stage as a pair of functions, forward and backward, of one chunk.
 
@@ -70,29 +91,27 @@ class Layers:
     padded: bool
     storage: Shards
     recompute_stage: bool = False
-    _structure: Any = field(default=None, init=False)
-    _place_of_leaf: list[int] = field(default_factory=list, init=False)
 
     @property
     def num_chunks(self) -> int:
         return self.layer_index.shape[0]
 
     def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        """Output of a chunk, and what is kept of it until its `backward`."""
+        """Output of a chunk, and its residuals: what is kept until its `backward`."""
         if self.recompute_stage:
             return self.run(weights, chunk, x, context), [x]
-        return self.save(weights, chunk, x, context)
+        return self.forward_with_residuals(weights, chunk, x, context)
 
     def backward(
-        self, weights: Tree, chunk: int | Array, kept: list[Array], context: Tree, grad: Array, total: Tree
+        self, weights: Tree, chunk: int | Array, residuals: list[Array], context: Tree, grad: Array, total: Tree
     ) -> tuple[Array, Tree]:
         """Pull `grad` back through a chunk; the gradients of its weights are added to `total` [v · n, …] in place."""
         if self.recompute_stage:
-            kept = self.save(weights, chunk, kept[0], context)[1]
-        return self.pull(weights, chunk, kept, grad, total)
+            residuals = self.forward_with_residuals(weights, chunk, residuals[0], context)[1]
+        return self.pull_back(weights, chunk, residuals, context, grad, total)
 
-    def kept_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
-        """Types of what `forward` keeps; nothing is computed."""
+    def residual_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
+        """Types of the residuals of `forward`; nothing is computed."""
         return jax.eval_shape(lambda *args: self.forward(args[0], 0, *args[1:]), weights, x, context)[1]
 
     def run(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> Array:
@@ -106,33 +125,36 @@ class Layers:
 
         return self._scan(layer, x, weights, chunk)[0]
 
-    def save(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        """Run a chunk forward; returns its output and all that `pull` needs, stacked over its layers."""
+    def forward_with_residuals(
+        self, weights: Tree, chunk: int | Array, x: Array, context: Tree
+    ) -> tuple[Array, list[Array]]:
+        """Run a chunk forward; returns its output and all that `pull_back` needs, stacked over its layers."""
 
         def layer(x: Array, own: Tree, index: Array, _):
+            def run(x: Array) -> tuple[Array, list[Array]]:
+                return self._vjp(self.storage.gather(own), index, x, context)[:2]
+
             if not self.padded:
-                return self._save(own, index, x, context)
-            types = jax.eval_shape(self._save, own, index, x, context)[1]
-            return lax.cond(
-                index >= 0,
-                lambda x: self._save(own, index, x, context),
-                lambda x: (x, [idle(kept) for kept in types]),
-                x,
-            )
+                return run(x)
+            types = jax.eval_shape(run, x)[1]
+            return lax.cond(index >= 0, run, lambda x: (x, [idle(residual) for residual in types]), x)
 
         return self._scan(layer, x, weights, chunk)
 
-    def pull(
-        self, weights: Tree, chunk: int | Array, saved: list[Array], grad: Array, total: Tree
+    def pull_back(
+        self, weights: Tree, chunk: int | Array, residuals: list[Array], context: Tree, grad: Array, total: Tree
     ) -> tuple[Array, Tree]:
-        """`backward` from what `save` returned."""
+        """`backward` from what `forward_with_residuals` returned."""
 
-        def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_saved: tuple[Array, list[Array]]):
-            (grad, total), (slot, saved) = carry, slot_and_saved
+        def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_residuals: tuple[Array, list[Array]]):
+            (grad, total), (slot, residuals) = carry, slot_and_residuals
             grad_dtype = jax.tree.leaves(total)[0].dtype
 
             def pull(grad: Array) -> tuple[Tree, Array]:
-                grads, grad = self._restore(own, saved)(grad)
+                gathered = self.storage.gather(own)
+                # The gradient is of the input's type.
+                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, index, grad, context)
+                grads, grad = pullback.restore(gathered, residuals)(grad)
                 return self.storage.scatter(grads, grad_dtype), grad
 
             def skip(grad: Array) -> tuple[Tree, Array]:
@@ -142,7 +164,7 @@ class Layers:
             grad_weights, grad = when(index < 0 if self.padded else False, skip, pull, grad)
             return (grad, jax.tree.map(lambda t, g: t.at[slot].add(g), total, grad_weights)), None
 
-        return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), saved), reverse=True)[0]
+        return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), residuals), reverse=True)[0]
 
     def _slots(self, chunk: int | Array) -> Array:
         """Positions of a chunk's layers in the stack."""
@@ -167,19 +189,13 @@ class Layers:
 
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
-    def _save(self, stored: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        weights = self.storage.gather(stored)
+    def _vjp(self, weights: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array], Pullback]:
+        """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback."""
         y, pullback = jax.vjp(lambda weights, x: self.function(weights, index, x, context), weights, x)
-        leaves, self._structure = jax.tree.flatten(pullback)
-        # Activations come after the weights, each once however often the backward pass uses it.
+        leaves, structure = jax.tree.flatten(pullback)
         known = jax.tree.leaves(weights)
         num_weights, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
         for leaf in leaves:
             if places.setdefault(id(leaf), len(known)) == len(known):
                 known.append(leaf)
-        self._place_of_leaf = [places[id(leaf)] for leaf in leaves]
-        return y, known[num_weights:]
-
-    def _restore(self, stored: Tree, saved: list[Array]) -> Callable:
-        known = [*jax.tree.leaves(self.storage.gather(stored)), *saved]
-        return jax.tree.unflatten(self._structure, [known[place] for place in self._place_of_leaf])
+        return y, known[num_weights:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.program.parts import sum_bytes
 from megajax.program.program import Program
 
 Tree = Any
@@ -36,5 +37,5 @@ def state_bytes(program: Program) -> dict[str, int]:
         "weights": local(state.params, specs.params),
         "main weights": 0 if state.main is None else local(state.main, specs.main),
         "moments": local(state.optimizer, specs.optimizer),
-        "gradients": program.sum_bytes + (local(owned, layout.owned_specs) if converted else 0),
+        "gradients": sum_bytes(program) + (local(owned, layout.owned_specs) if converted else 0),
     }

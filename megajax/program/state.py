@@ -1,7 +1,7 @@
 """What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
 form.
 
-On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be split over `data`
+On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be sharded over `data`
 (`parallel/shards.py`). Checkpoints and comparisons use the natural form, which depends on neither mesh nor precision:
 layers `[L, …]`, and main weights only.
 """
@@ -18,13 +18,13 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.config import Config
-from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, dim_over, mesh_spec, shardings, split_over_data
-from megajax.models.gpt import GPTFunctions
+from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, dim_over, mesh_spec, shard_over_data, shardings
+from megajax.models.family import CutModel
 from megajax.optim.adam import make_optimizer
-from megajax.optim.guard import no_norms
+from megajax.optim.guard import initial_norms
 from megajax.optim.loss_scale import LossScale
 from megajax.parallel.collectives import DATA, PIPE
-from megajax.parallel.shards import WHOLE, Shards
+from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
 
@@ -58,13 +58,13 @@ class StateLayout:
 
     Attributes:
         specs: where the state lies.
-        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` splits them over `data`.
-        per_step: that split where `params` are whole: cut and gathered once a step (ZeRO-1).
-        per_use: the split of `params` themselves, gathered before every use (ZeRO-3).
+        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
+        per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
+        per_use: the sharding of `params` themselves over `data`, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: GPTFunctions):
+    def __init__(self, config: Config, mesh: Mesh, model: CutModel):
         self.mesh = mesh
         self._config = config
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
@@ -78,10 +78,10 @@ class StateLayout:
         self.natural_shapes = jax.eval_shape(fresh)
         self._place(model, config.optimizer.zero)
 
-    def _place(self, model: GPTFunctions, zero: int) -> None:
+    def _place(self, model: CutModel, zero: int) -> None:
         rules = SPLIT_VOCABULARY_RULES if self._config.splits_vocabulary else RULES
         layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
-        whole = {
+        unsharded = {
             "shared": _map_specs(lambda spec: mesh_spec(spec, rules), model.logical_specs["shared"]),
             "blocks": _map_specs(lambda spec: mesh_spec(spec[1:], rules), model.logical_specs["blocks"]),
         }
@@ -91,11 +91,11 @@ class StateLayout:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes["blocks"]
             ),
         }
-        split = _map_specs(lambda spec, leaf: split_over_data(spec, leaf.shape, self.mesh), whole, one_layer)
-        owned = split if zero else whole
-        params = split if zero == 3 else whole
-        dims = _map_specs(_data_dim, split, one_layer)
-        nothing = jax.tree.map(lambda _: WHOLE, dims)
+        sharded = _map_specs(lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh), unsharded, one_layer)
+        owned = sharded if zero else unsharded
+        params = sharded if zero == 3 else unsharded
+        dims = _map_specs(_data_dim, sharded, one_layer)
+        nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
         self.per_step = Shards(dims if zero == 1 else nothing)
         self.per_use = Shards(dims if zero == 3 else nothing)
         has_main = self.compute_dtype != self.main_dtype
@@ -124,7 +124,7 @@ class StateLayout:
         """The natural state before the first step, of natural main weights."""
         optimizer = make_optimizer(self._config.optimizer).init(weights)
         loss_scale = LossScale.start(self.loss_scale)
-        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, no_norms())
+        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, initial_norms())
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, made in shards: of the natural form, which then goes to its stages."""
@@ -173,9 +173,9 @@ def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:
 
 
 def _data_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
-    """The dim of a weight that is split over `data`, counted from the last."""
+    """The dim of a weight that is sharded over `data`, counted from the last."""
     dim = dim_over(DATA, spec)
-    return WHOLE if dim is None else dim - len(leaf.shape)
+    return NOT_SHARDED if dim is None else dim - len(leaf.shape)
 
 
 def _stacked(specs: Tree, *leading) -> Tree:

@@ -12,7 +12,6 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
-from megajax.mesh import make_mesh
 from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
 from megajax.runs.directory import kept_config
@@ -35,7 +34,7 @@ class TrainedModel:
             UserError: there is no such checkpoint.
             RunError: it is damaged.
         """
-        program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+        program = Program.on(config)
         return cls(program, *restore_params(program, run_dir, step))
 
 

@@ -7,7 +7,7 @@ import jax
 from megajax.config import Config
 from megajax.data.blend import BlendedSamples
 from megajax.launch import gpu_flags
-from megajax.models.gpt import count_parameters
+from megajax.models.family import count_parameters
 from megajax.optim.adam import parameter_groups
 from megajax.program.memory import state_bytes
 from megajax.program.program import Program

@@ -20,10 +20,10 @@ from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import sample
 from megajax.launch import start
-from megajax.mesh import make_mesh
 from megajax.processes import is_first_process, on_first_process
 from megajax.program.program import Program
 from megajax.program.state import TrainState
+from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import claim
@@ -50,7 +50,7 @@ def train(config: Config) -> None:
     on_first_process(lambda: claim(run_dir, config))
     on_first_process(lambda: make_run_data(config, run_dir / "data"))
     data = open_run_data(config, run_dir / "data")
-    program = Program(config, make_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor))
+    program = Program.on(config)
     _say(describe(program, data))
     run = _Run(config, run_dir, program, data)
     if run.first < config.train.steps:
@@ -124,7 +124,7 @@ class _Run:
             batch = self.program.put_batch(loaded, rows)
             if step_function is None:
                 began = time.perf_counter()
-                step_function = self.program.train_step.lower(self.state, batch).compile()
+                step_function = train_step(self.program).lower(self.state, batch).compile()
                 self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
                 self.ready = time.perf_counter()
             dispatched = time.perf_counter()

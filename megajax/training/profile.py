@@ -12,12 +12,13 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.launch import start
-from megajax.mesh import make_mesh
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
 from megajax.processes import is_first_process, of_first_process
+from megajax.program.parts import one_part
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import loss_and_gradients
 from megajax.validation import validate
 
 ROUNDS = 5
@@ -53,8 +54,7 @@ def profile_pipeline(config: Config) -> Profile:
     """
     start(config)
     validate(config, jax.device_count())
-    mesh = config.mesh
-    program = Program(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor))
+    program = Program.on(config)
     found = measure(program)
     if is_first_process():
         print("\n".join(_report(program, found)), flush=True)
@@ -69,7 +69,7 @@ def measure(program: Program) -> Profile:
     batch = program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
 
     def part(name: Part) -> Callable[[int], float]:
-        run = program.one_part(name).lower(params, batch, np.int32(0), np.int32(1)).compile()
+        run = one_part(program, name).lower(params, batch, np.int32(0), np.int32(1)).compile()
         return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
 
     def of_stages(name: Part) -> np.ndarray:
@@ -81,7 +81,7 @@ def measure(program: Program) -> Profile:
     parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
     stages = StageTimes(forward, backward, **{name: part(name)(-1) for name in parts})
     times = dataclasses.replace(stages, hand_over=part("hand_over")(-1) / 2 if pipe > 1 else 0.0)
-    whole = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile()
+    whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
     step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
     predicted = wall_time(schedule, stages), wall_time(schedule, times)
     return Profile(

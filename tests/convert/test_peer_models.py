@@ -8,6 +8,7 @@ import pytest
 from hugging_face import peer_model
 from tiny import tiny_config, tiny_program
 
+from megajax.batch import IGNORED
 from megajax.config import MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
@@ -15,7 +16,7 @@ from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.generation.choice import Sampling
 from megajax.generation.window import sample
 from megajax.models.config import ModelConfig
-from megajax.parallel.vocabulary import IGNORED
+from megajax.program.scoring import next_logits
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.trained import restore_params
 
@@ -46,7 +47,7 @@ def test_logits_after_import(model: ModelConfig, mesh: tuple[int, int, int], tmp
     expected = peer(torch.tensor(tokens, dtype=torch.long)).logits.detach().numpy()
     batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, program.local_rows)
     for position in (0, 11, model.sequence_length - 1):
-        ours = np.asarray(program.next_logits(params, batch, np.int32(position)))[:, : model.vocab_size]
+        ours = np.asarray(next_logits(program)(params, batch, np.int32(position)))[:, : model.vocab_size]
         np.testing.assert_allclose(ours, expected[:, position], rtol=0, atol=1e-5 * np.abs(expected).max())
 
 

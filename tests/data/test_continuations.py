@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megajax.batch import IGNORED
 from megajax.data.continuations import ContinuationSamples
-from megajax.data.gpt import IGNORED
 
 LONGEST = 10
 

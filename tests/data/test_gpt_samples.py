@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.gpt import IGNORED, EvaluationSamples, TrainSamples, split_documents, train_and_validation
+from megajax.batch import IGNORED
+from megajax.data.gpt import EvaluationSamples, TrainSamples, split_documents, train_and_validation
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 

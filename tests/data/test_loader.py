@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from megajax.data.gpt import IGNORED, EvaluationSamples, TrainSamples
+from megajax.batch import IGNORED
+from megajax.data.gpt import EvaluationSamples, TrainSamples
 from megajax.data.loader import evaluation_batches, num_evaluation_batches, train_batches
 from megajax.data.tokens import TokenDocuments
 

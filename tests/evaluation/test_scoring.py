@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
+from megajax.batch import IGNORED
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokens import TokenDocuments
 from megajax.evaluation.perplexity import perplexity
 from megajax.evaluation.scoring import score_continuations, score_samples
-from megajax.parallel.vocabulary import IGNORED
+from megajax.program.scoring import next_logits
 
 LENGTH, VOCABULARY = 16, 101
 RNG = np.random.default_rng(0)
@@ -42,7 +43,7 @@ def one_window_per_token(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for part in np.split(rows, range(64, len(rows), 64)):
             chosen = np.resize(part, 64)  # fills the batch by repeating
             batch = {"tokens": tokens[chosen], "targets": np.full((64, LENGTH), IGNORED, np.int32)}
-            found = program.next_logits(params, program.put_batch(batch, program.local_rows), np.int32(position))
+            found = next_logits(program)(params, program.put_batch(batch, program.local_rows), np.int32(position))
             logits[part] = np.asarray(found)[: len(part), :VOCABULARY]
     log_sum = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     return log_sum - logits[np.arange(len(tokens)), ids[1:]], logits.argmax(-1) == ids[1:]

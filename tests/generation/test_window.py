@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
+from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling
 from megajax.generation.window import sample
-from megajax.parallel.vocabulary import IGNORED
+from megajax.program.scoring import next_logits, scores
 
 PROMPT = [5, 17, 99]
 
@@ -50,8 +51,8 @@ def test_next_logits_are_those_of_the_loss(mesh):
     targets = np.full_like(tokens, IGNORED)
     targets[:, position] = rng.integers(0, 101, 4)
     batch = program.put_batch({"tokens": tokens, "targets": targets}, program.local_rows)
-    logits = np.asarray(program.next_logits(params, batch, np.int32(position)), np.float64)[:, :101]
+    logits = np.asarray(next_logits(program)(params, batch, np.int32(position)), np.float64)[:, :101]
     log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -log_probability[np.arange(4), targets[:, position]].sum()
-    loss_BT, _ = program.scores(params, batch)
+    loss_BT, _ = scores(program)(params, batch)
     assert float(np.asarray(loss_BT).sum()) == pytest.approx(expected, rel=1e-5)

@@ -8,8 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
+from megajax.backend import CPU
 from megajax.models.cache import following, reading, visible_slots
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
 from megajax.parallel.collectives import complete
 from megajax.parallel.random import Dropout
 
@@ -21,7 +23,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 
 def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, T, V] of the whole sequences, and of each row from the end of its prompt on, by a cache."""
-    model = GPTFunctions(program.config.model)
+    model = CutModel(program.config.model, F_AND_G, CPU)
     num_layers, rest = program.config.model.num_layers, tokens.shape[1] - LENGTHS.max()
 
     def region(params, tokens_BT, length_B):

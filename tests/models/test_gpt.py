@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
+from megajax.backend import CPU
 from megajax.mesh import shardings
 from megajax.models.config import ModelConfig
-from megajax.models.gpt import GPTFunctions, count_parameters
+from megajax.models.family import CutModel, count_parameters
+from megajax.parallel.borders import F_AND_G
 from megajax.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
@@ -43,7 +45,7 @@ def test_the_count_is_the_formula(layers):
     assert count_parameters(config) == layers * (12 * h**2 + 13 * h) + (128 + config.sequence_length + 2) * h
 
 
-init_wide = jax.jit(GPTFunctions(WIDE).init)
+init_wide = jax.jit(CutModel(WIDE, F_AND_G, CPU).init)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_no_two_weights_are_drawn_alike(initial):
 
 def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
     """Of fewer layers the first ones are the same bit for bit, but for the factor 1 / sqrt(2L) of some."""
-    fewer = GPTFunctions(dataclasses.replace(WIDE, num_layers=2))
+    fewer = CutModel(dataclasses.replace(WIDE, num_layers=2), F_AND_G, CPU)
     for name, leaf in named_leaves(jax.jit(fewer.init)(SEED)).items():
         expected = initial[name][:2] if name.startswith("blocks") else initial[name]
         if name in ("blocks/attention/output/weight", "blocks/mlp/down/weight"):

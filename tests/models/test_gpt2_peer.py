@@ -8,9 +8,11 @@ import pytest
 from hugging_face import peer_model
 from tiny import tiny_config, tiny_program
 
+from megajax.batch import IGNORED
 from megajax.convert.weights import from_tensors
 from megajax.models.config import ModelConfig
-from megajax.parallel.vocabulary import IGNORED
+from megajax.program.scoring import next_logits
+from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
 
 pytestmark = pytest.mark.peer
@@ -44,7 +46,7 @@ def test_logits_loss_and_gradients_equal_transformers(mesh):
     natural = dataclasses.replace(fresh, params=our_weights(weights, model))
     params = program.layout.from_natural(natural).params
     batch = program.put_batch({"tokens": tokens[:, :-1], "targets": targets}, program.local_rows)
-    ours, grads = program.loss_and_gradients(params, batch, np.int32(0))
+    ours, grads = loss_and_gradients(program)(params, batch, np.int32(0))
     assert float(ours) == pytest.approx(loss.item(), rel=1e-6)
     expected = named_leaves(our_weights(gradients, model))
     actual = named_leaves(program.layout.natural_weights(jax.device_get(grads)))
@@ -53,6 +55,6 @@ def test_logits_loss_and_gradients_equal_transformers(mesh):
         np.testing.assert_allclose(actual[name], leaf, rtol=0, atol=1e-5 * max(np.abs(leaf).max(), 1e-2), err_msg=name)
 
     position = model.sequence_length - 3
-    ours_last = np.asarray(program.next_logits(params, batch, np.int32(position)))[:, : model.vocab_size]
+    ours_last = np.asarray(next_logits(program)(params, batch, np.int32(position)))[:, : model.vocab_size]
     peer_last = logits[:, position].detach().numpy()
     np.testing.assert_allclose(ours_last, peer_last, rtol=0, atol=1e-5 * np.abs(peer_last).max())

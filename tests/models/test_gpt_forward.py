@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
+from megajax.batch import IGNORED
 from megajax.config import Config
 from megajax.mesh import shardings
 from megajax.parallel.random import RandomBits
-from megajax.parallel.vocabulary import IGNORED
 from megajax.program.program import Program
+from megajax.program.scoring import next_logits, scores
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import loss_and_gradients
 
 STEP = 3
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
@@ -117,7 +119,7 @@ def losses(program: Program, steps: tuple[int, ...]) -> list[float]:
     """Losses of the same weights and batch in several steps."""
     params = place(program, random_weights(program))
     batch = program.put_batch(random_batch(program.config, STEP), program.local_rows)
-    run = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile(QUICKLY)
+    run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
     return [float(run(params, batch, np.int32(step))[0]) for step in steps]
 
 
@@ -143,7 +145,7 @@ def test_evaluation_is_numpy_s_without_dropout(split_program):
     """The loss of the targets, whatever the model's dropout."""
     batch = random_batch(split_program.config, STEP)
     params = place(split_program, random_weights(split_program))
-    loss_BT, hit_BT = split_program.scores(params, split_program.put_batch(batch, split_program.local_rows))
+    loss_BT, hit_BT = scores(split_program)(params, split_program.put_batch(batch, split_program.local_rows))
     counted_BT = batch["targets"] != IGNORED
     np.testing.assert_array_equal(np.asarray(hit_BT) == IGNORED, ~counted_BT)
     assert np.asarray(loss_BT)[counted_BT].mean() == pytest.approx(expected_loss(0.0), rel=1e-5)
@@ -157,7 +159,7 @@ def test_next_logits_are_numpy_s_and_causal(split_program):
 
     def logits(tokens: np.ndarray) -> np.ndarray:
         batch = split_program.put_batch({"tokens": tokens, "targets": tokens}, split_program.local_rows)
-        return np.asarray(split_program.next_logits(params, batch, np.int32(7)))
+        return np.asarray(next_logits(split_program)(params, batch, np.int32(7)))
 
     expected_BV = NumpyGPT2(config, weights, 0.0).logits(tokens)[:, 7]
     np.testing.assert_allclose(logits(tokens)[:, : config.model.vocab_size], expected_BV, rtol=1e-4, atol=1e-4)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.parallel.vocabulary import IGNORED
+from megajax.batch import IGNORED
 from megajax.program.program import Program
+from megajax.program.scoring import next_logits
+from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
 
 LENGTH, VOCABULARY = 16, 101
@@ -45,7 +47,7 @@ def logits(mesh: tuple[int, int, int], batch: dict[str, np.ndarray]) -> np.ndarr
     """Of every token, [B, T, V]."""
     program, params = model(mesh, len(batch["tokens"]))
     batch = program.put_batch(batch, program.local_rows)
-    run = program.next_logits.lower(params, batch, np.int32(0)).compile(QUICKLY)
+    run = next_logits(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
     return np.stack([run(params, batch, np.int32(place)) for place in range(LENGTH)], axis=1)[:, :, :VOCABULARY]
 
 
@@ -63,7 +65,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone():
     for batch in joined(), alone():
         program, params = model((1, 1, 1), len(batch["tokens"]))
         batch = program.put_batch(batch, program.local_rows)
-        run = program.loss_and_gradients.lower(params, batch, np.int32(0)).compile(QUICKLY)
+        run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
         loss, gradients = jax.device_get(run(params, batch, np.int32(0)))
         found.append((float(loss), named_leaves(gradients)))
     (loss, gradients), (expected_loss, expected) = found

@@ -8,10 +8,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
+from megajax.backend import CPU
 from megajax.mesh import shardings
-from megajax.models.gpt import GPTFunctions
+from megajax.models.family import CutModel
 from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, update
 from megajax.optim.learning_rate import learning_rate
+from megajax.parallel.borders import F_AND_G
 from megajax.program.program import Program
 from megajax.verify import named_leaves
 
@@ -136,7 +138,7 @@ def test_clipping_keeps_what_is_within_the_limit(norm):
 
 def test_only_matrices_and_embeddings_decay():
     """Exactly these six kinds of weights; no bias, nothing of a LayerNorm."""
-    mask = named_leaves(decay_mask(GPTFunctions(tiny_config().model).shapes))
+    mask = named_leaves(decay_mask(CutModel(tiny_config().model, F_AND_G, CPU).shapes))
     assert {name for name, decays in mask.items() if decays} == DECAYED
     assert all(name.endswith(("/bias", "/scale")) for name in mask.keys() - DECAYED)
 

@@ -15,8 +15,8 @@ from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.attention import Attention, attend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import MLP
+from megajax.parallel.borders import Borders
 from megajax.parallel.random import Dropout, NamedKey
-from megajax.parallel.split import Split
 from megajax.verify import named_leaves
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_heads=8, sequence_length=16, vocab_size=64, init_std=0.3)
@@ -46,7 +46,7 @@ PLAIN = {"mlp": plain_mlp, "attention": plain_attention}
 
 def split(block: str, sequence: bool = False) -> tuple:
     """Graph of a block, its weights' specs, and weights that are all random, biases included."""
-    made = nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Split(sequence=sequence)))
+    made = nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Borders(sequence_parallel=sequence)))
     graph, state = nnx.split(made)
     specs = jax.tree.map(mesh_spec, nnx.to_pure_dict(nnx.get_partition_spec(state)), is_leaf=lambda s: isinstance(s, P))
     rng = np.random.default_rng(0)

@@ -9,13 +9,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from megajax.batch import IGNORED
 from megajax.mesh import make_mesh
-from megajax.parallel.split import PAPER, Split
-from megajax.parallel.vocabulary import IGNORED, cross_entropy, embedding_lookup, greedy_ids, output_logits
+from megajax.parallel.borders import F_AND_G, Borders
+from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 SIZES = [1, 2, 8]
 BATCH, LENGTH, HIDDEN = 2, 8, 6
-SPLITS = {False: (PAPER, P()), True: (Split(sequence=True), P(None, "tensor"))}  # and the spec of x_BTD
+SPLITS = {False: (F_AND_G, P()), True: (Borders(sequence_parallel=True), P(None, "tensor"))}  # and the spec of x_BTD
 # (raw, padded): odd; a multiple already; the last of 8 devices has nothing but padding, the one before some.
 VOCABULARIES = [(101, 104), (64, 64), (101, 128)]
 
@@ -109,7 +110,7 @@ def test_padded_columns_have_no_probability(size):
 
     @region(size, (P(), P("tensor")), P(None, None, "tensor"))
     def logits(x_BTD, table_VD):
-        return output_logits(x_BTD, table_VD, 101, PAPER)
+        return output_logits(x_BTD, table_VD, 101, F_AND_G)
 
     probability_BTV = np.asarray(jax.nn.softmax(logits(x_BTD, table_VD)))
     assert not probability_BTV[..., 101:].any()

@@ -11,7 +11,9 @@ import pytest
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.pipeline.stages import Layers
+from megajax.program.parts import residual_bytes
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -35,8 +37,8 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
     params = program.layout.shapes.params
     arguments = params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
     outputs = 0 if program.schedule.turns_at_once else 4 * 64 * 128
-    predicted = program.schedule.num_slots * (program.kept_bytes + outputs)
-    return temp_bytes(fast_compile(program.loss_and_gradients.lower(*arguments))), predicted
+    predicted = program.schedule.num_slots * (residual_bytes(program) + outputs)
+    return temp_bytes(fast_compile(loss_and_gradients(program).lower(*arguments))), predicted
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "vocabulary"), [("1f1b", 1, "replicated"), ("interleaved", 2, "split")])
@@ -90,7 +92,7 @@ def test_nothing_weight_sized_is_kept(kept_and_weights, remat, num_layers, scan_
     config = tiny_config((1, 2, 2), remat=remat, precision=precision, scan_layers=scan_layers, **layout)
     program = tiny_program(config)
     arguments = program.layout.shapes.params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
-    jax.eval_shape(program.loss_and_gradients, *arguments)
+    jax.eval_shape(loss_and_gradients(program), *arguments)
     ((kept, weights),) = kept_and_weights
     slots = -(-num_layers // (2 * chunks))  # of a chunk
     assert {leaf.shape[0] for leaf in weights} == {slots * chunks}
@@ -129,7 +131,7 @@ def matrix_products(program) -> int:
                     total += count(part, inner) if hasattr(part, "eqns") else 0
         return total
 
-    return count(jax.make_jaxpr(program.loss_and_gradients)(*arguments).jaxpr)
+    return count(jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr)
 
 
 def test_selective_recomputes_no_matrix_product():
@@ -151,7 +153,7 @@ def compiled(remat: str, scan_layers: str) -> tuple:
     )
     params = jax.eval_shape(program.layout.init).params
     arguments = (params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32"))
-    loops = (program.loss_and_gradients, hand_written(program))
+    loops = (loss_and_gradients(program), hand_written(program))
     return program, *(fast_compile(loop.lower(*arguments)) for loop in loops)
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 from tiny import abstract_batch, tiny_config, tiny_program
 
-from megajax.models.gpt import count_parameters
+from megajax.models.family import count_parameters
 from megajax.program.memory import state_bytes
 from megajax.program.program import Program
 

@@ -15,6 +15,7 @@ from megajax.pipeline.executor import Pipeline
 from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -30,7 +31,7 @@ def step(config: Config, state: TrainState | None = None) -> tuple[Program, Trai
     state = state or program.layout.init(QUICKLY)
     before = jax.device_get(state)
     batch = program.put_batch(random_batch(config, 0), program.local_rows)
-    run = program.train_step.lower(state, batch).compile(QUICKLY)
+    run = train_step(program).lower(state, batch).compile(QUICKLY)
     state, metrics = run(state, batch)
     return program, before, jax.device_get(metrics), state
 
@@ -101,7 +102,7 @@ def test_a_scale_that_is_too_large_comes_down():
     program = tiny_program(config)
     state = program.layout.init(QUICKLY)
     batch = program.put_batch(random_batch(config, 0), program.local_rows)
-    run = program.train_step.lower(state, batch).compile(QUICKLY)
+    run = train_step(program).lower(state, batch).compile(QUICKLY)
     skipped, scales = [], []
     while len(skipped) < 40 and not (skipped and not skipped[-1]):
         state, metrics = run(state, batch)

@@ -14,7 +14,9 @@ from tiny import abstract_batch, tiny_config, tiny_program
 from megajax.backend import GPU
 from megajax.parallel.collectives import spec_axes
 from megajax.pipeline.executor import Pipeline
-from megajax.program.forms import scan_layers
+from megajax.program.parts import residual_bytes
+from megajax.program.program import scans_layers
+from megajax.program.train_step import train_step
 
 TENSOR = 4
 SEQUENCE = 20
@@ -120,7 +122,7 @@ def kept(config) -> list[tuple[int, ...]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "kept_types", look)
-        assert program.kept_bytes > 0
+        assert residual_bytes(program) > 0
     return [leaf.shape[1:] for leaf in found]
 
 
@@ -157,10 +159,10 @@ def test_scanned_layers_are_gathered_in_the_compiled_loop():
     for layers in (3, 6):
         config = tiny_config((2, 1, 1), zero=3, num_layers=layers)
         program = tiny_program(config)
-        step = program.train_step.lower(jax.eval_shape(program.layout.init), abstract_batch(config))
+        step = train_step(program).lower(jax.eval_shape(program.layout.init), abstract_batch(config))
         text = step.compile({"xla_backend_optimization_level": 0}).as_text()
         counts.append(len(re.findall(r" all-gather(?:-start)?\(", text)))
     assert counts[0] == counts[1] > 12
     on_gpu = dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="auto"))
     unsplit = dataclasses.replace(on_gpu, optimizer=dataclasses.replace(config.optimizer, zero=1))
-    assert scan_layers(on_gpu, GPU) and not scan_layers(unsplit, GPU)
+    assert scans_layers(on_gpu, GPU) and not scans_layers(unsplit, GPU)

@@ -1,0 +1,152 @@
+"""What a family of models is: the one seam between the models and whoever distributes their layers.
+
+A model is cut at its stage boundaries: the ends (embedding, head, all that is not a layer), and the layers, stacked. To
+add a family, write its `Model`, say what its batch holds, count its products, and enter it in `models/registry.py`.
+
+Letters: B batch, T tokens, D model.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax import Array
+
+from megajax.backend import CPU, Backend
+from megajax.batch import BatchForm
+from megajax.models.config import ModelConfig
+from megajax.models.flops import MatrixProduct
+from megajax.models.registry import FAMILIES
+from megajax.parallel.borders import Borders
+from megajax.parallel.random import Dropout, NamedKey
+
+Tree = Any
+Batch = Mapping[str, Array]  # the arrays of the family's `BatchForm`, of some rows
+
+
+class Block(Protocol):
+    """A layer."""
+
+    def __call__(self, x_BTD: Array, context: Tree, layer: Array) -> Array: ...
+
+
+class Model(Protocol):
+    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/stack.py`)."""
+
+    def context(self, batch: Batch, dropout: Dropout) -> Tree:
+        """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
+        ...
+
+    def embed(self, batch: Batch, context: Tree) -> Array:
+        """The first layer's input, x_BTD; any function of the weights."""
+        ...
+
+    def losses(self, x_BTD: Array, batch: Batch) -> dict[str, Array]:
+        """The sum of every loss of the batch's form over its targets, from the last layer's output; scalars."""
+        ...
+
+    def logits(self, x_BTD: Array) -> Array:
+        """This device's columns of the logits; of a language model."""
+        ...
+
+    def scores(self, x_BTD: Array, batch: Batch) -> Tree:
+        """What an evaluation wants of every target; of a language model see `GPT2.scores`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of models.
+
+    Attributes:
+        model: (configuration, key of the initial weights, borders, backend) -> `Model`.
+        form: what its batch holds; with `with_positions`, what it holds where attention starts anew with
+            every document.
+        products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
+        linear_embedding: `embed` is linear in the weights, so that its backward pass needs nothing of its forward pass.
+    """
+
+    model: Callable[[ModelConfig, NamedKey, Borders, Backend], Any]
+    form: Callable[..., BatchForm]
+    products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
+    linear_embedding: bool = False
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family that a configuration names."""
+    return importlib.import_module(FAMILIES[config.family]).FAMILY
+
+
+class CutModel:
+    """A model as functions of its weights, which are nested dicts: `shared`, those of the ends, which the first and
+    the last stage use, and `blocks`, those of the layers, stacked.
+
+    Attributes:
+        borders: of its tensor-parallel regions.
+        linear_embedding: see `Family`.
+        shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers `[L, …]`.
+        logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
+    """
+
+    def __init__(self, config: ModelConfig, borders: Borders, backend: Backend):
+        family = family_of(config)
+        self.borders, self.linear_embedding = borders, family.linear_embedding
+        self._new = lambda key: family.model(config, key, borders, backend)
+        with nnx.use_eager_sharding(False):  # there are no arrays yet, and no mesh
+            model = nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0)))
+            self._ends, self._blocks, weights = _cut(model)
+            self.shapes = nnx.to_pure_dict(weights)
+            self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
+
+    def init(self, seed: int) -> Tree:
+        """Fresh weights in fp32, layers `[L, …]`, each drawn from a key of its own name: the same on every mesh."""
+        with nnx.use_eager_sharding(False):
+            return nnx.to_pure_dict(_cut(self._new(NamedKey.from_seed(seed)))[2])
+
+    def ends(self, shared: Tree) -> Any:
+        """The model without its layers, to call `embed`, `losses`, … on."""
+        return _merge(self._ends, shared)
+
+    def block(self, weights: Tree) -> Any:
+        """One layer, whose weights have no leading dim."""
+        return _merge(self._blocks, weights)
+
+    def context(self, batch: Batch, dropout: Dropout) -> Tree:
+        """See `Model.context`."""
+        return self.ends(self.shapes["shared"]).context(batch, dropout)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Number of weights, the padded vocabulary included."""
+    any_backend = CPU  # the weights are the same on all
+    return sum(leaf.size for leaf in jax.tree.leaves(CutModel(config, Borders(), any_backend).shapes))
+
+
+def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    """All matrix products of a training step; attention takes the queries in blocks."""
+    return family_of(config).products(config, sequences, query_block)
+
+
+def step_flops(config: ModelConfig, sequences: int) -> int:
+    """Of a step over `sequences` sequences, as the paper counts: `72 B s L h² (1 + s / 6h + V / 12Lh)`.
+
+    Attention counts as if every query saw every key.
+    """
+    return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
+
+
+def _cut(model: Any) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:
+    """Take the layers out: graph of the ends, graph of the layers, and the weights of both by name."""
+    blocks = model.blocks
+    del model.blocks
+    ends_graph, shared = nnx.split(model, nnx.Param)
+    blocks_graph, stacked = nnx.split(blocks, nnx.Param)
+    return ends_graph, blocks_graph, nnx.State({"shared": shared, "blocks": stacked})
+
+
+def _merge(graph: nnx.GraphDef, weights: Tree) -> Any:
+    with nnx.use_eager_sharding(False):  # the arrays are this device's shards
+        return nnx.merge(graph, weights)

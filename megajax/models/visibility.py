@@ -1,0 +1,77 @@
+"""Which keys a query of attention may see: the only thing that attention knows of the task.
+
+Letters: B batch, T query positions, S key positions, H heads, N heads of all samples, one after the other.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Visibility:
+    """All of these at once. Query and key positions count from the same 0.
+
+    Attributes:
+        causal: a query sees the keys up to its own position; else all.
+        window: it sees its own position and `window - 1` keys on either side at most; None: any distance.
+        first_key_BT: the first key that each query sees, int32; None: key 0.
+        num_keys_B: how many keys a sample has, int32, the rest being padding; None: all.
+    """
+
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    first_key_BT: Array | None = None
+    num_keys_B: Array | None = None
+
+    @classmethod
+    def of_documents(cls, positions_BT: Array) -> "Visibility":
+        """Causal, and no further back than the document that a token belongs to; its place there is given."""
+        place_T = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)
+        return cls(causal=True, first_key_BT=place_T[None, :] - positions_BT)
+
+    @classmethod
+    def of_padded(cls, num_keys_B: Array) -> "Visibility":
+        """All keys of samples that have so many; one of none, which nobody looks at, counts as having one."""
+        return cls(num_keys_B=jnp.maximum(num_keys_B, 1))
+
+    @property
+    def only_causal(self) -> bool:
+        """Whether there is no other limit than causality."""
+        return self.causal and self.window is None and self.first_key_BT is None and self.num_keys_B is None
+
+    def of_heads(self, num_heads: int) -> "Visibility":
+        """The same for every head of every sample, N in place of B."""
+        return jax.tree.map(lambda x: jnp.repeat(x, num_heads, axis=0), self)
+
+    def key_range(self, start: int, end: int, num_keys: int) -> tuple[int, int]:
+        """Where the keys lie that queries `start` to `end` may see, whatever the sample."""
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        last = num_keys if self.window is None else min(num_keys, end + self.window - 1)
+        return first, min(last, end) if self.causal else last
+
+    def mask(self, query_T: Array, key_S: Array, queries: slice) -> Array | None:
+        """Which of the keys `key_S` the queries `query_T` see, those that `queries` takes of all; bool, [B, T, S] or
+        [1, T, S]. None: all of them."""
+        behind_TS = query_T[:, None] - key_S[None, :]
+        limits = []
+        if self.causal:
+            limits.append((key_S[None, :] <= query_T[:, None])[None])
+        if self.window is not None:
+            limits.append((jnp.abs(behind_TS) < self.window)[None])
+        if self.first_key_BT is not None:
+            limits.append(self.first_key_BT[:, queries, None] <= key_S[None, None, :])
+        if self.num_keys_B is not None:
+            limits.append(key_S[None, None, :] < self.num_keys_B[:, None, None])
+        seen = None
+        for limit in limits:
+            seen = limit if seen is None else seen & limit
+        return seen
+
+
+CAUSAL = Visibility(causal=True)
+EVERYTHING = Visibility()

@@ -1,0 +1,62 @@
+"""What stands at the borders of a tensor-parallel region: `f` and `g`, or the pair that takes their place.
+
+Between the regions activations are duplicated on the devices of a tensor group, and the borders are the paper's `f` and
+`g`. With sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence:
+LayerNorm, dropout and the residual path work on a device's own tokens, and the borders become another conjugate pair,
+all-gather and reduce-scatter, which together move the bytes of the one all-reduce they replace.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, gather_shards, own_shard, scatter_sum
+
+TOKENS = 1  # the dim of x_BTD that sequence parallelism shards
+
+
+@dataclass(frozen=True)
+class Borders:
+    """The borders of regions sharded over `tensor`, or over several axes with `tensor` the last of them.
+
+    Attributes:
+        vocabulary: axes that the rows of the embedding table are sharded over.
+        sequence_parallel: activations between the regions are sharded along the sequence, over `tensor`.
+        regather: what sequence parallelism gathered for a matrix product is not kept for the backward pass, but
+            gathered again. Without need where the layer as a whole is recomputed.
+    """
+
+    vocabulary: Axes = TENSOR
+    sequence_parallel: bool = False
+    regather: bool = True
+
+    def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
+        """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient is
+        reduce-scattered."""
+        if not self.sequence_parallel:
+            return f(x_BTD, axes)
+        return self._over_others(f, gather_shards(x_BTD, TOKENS, TENSOR), axes)
+
+    def leave(self, y_BTD: Array, axes: Axes = TENSOR) -> Array:
+        """Out of a region: `g`; with sequence parallelism the sum is reduce-scattered, and its gradient gathered."""
+        if not self.sequence_parallel:
+            return g(y_BTD, axes)
+        return self._over_others(g, scatter_sum(y_BTD, TOKENS, TENSOR), axes)
+
+    def _over_others(self, function, x_BTD: Array, axes: Axes) -> Array:
+        others = () if axes == TENSOR else tuple(axis for axis in axes if axis != TENSOR)
+        return function(x_BTD, others) if others else x_BTD
+
+    def token_index(self, x_BTD: Array) -> Array:
+        """Places in the sequence of the tokens of an activation between the regions, int32 [T]."""
+        size = x_BTD.shape[TOKENS]
+        first = axis_index(TENSOR) * size if self.sequence_parallel else 0
+        return first + jnp.arange(size, dtype=jnp.int32)
+
+    def own_tokens(self, x: Array, dim: int = TOKENS) -> Array:
+        """Of an array with an entry for every token along `dim`, the entries of this device's tokens."""
+        return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
+
+
+F_AND_G = Borders()  # the paper's

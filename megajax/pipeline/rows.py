@@ -1,0 +1,126 @@
+"""A stage's entries of one tick of a schedule's table, as the executor reads them.
+
+What is the same in every tick is a Python number or bool, decided while tracing; the rest are scalars of a scan's row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.pipeline.schedule import IDLE, Pass, Schedule
+
+Number = Array | int
+Predicate = Array | bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Work:
+    """What a stage runs in one direction.
+
+    Attributes:
+        runs: whether it runs anything.
+        microbatch, chunk: what.
+        slot: of the ring buffer, for what the backward needs of the forward.
+        arrival: inbox slot for what the neighbour sent in the tick before; a spare one where it sent nothing.
+        source: inbox slot of the input; a spare one where there is none.
+    """
+
+    runs: Predicate
+    microbatch: Number
+    chunk: Number
+    slot: Number
+    arrival: Number
+    source: Number
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class End:
+    """Whether a direction passes an end of the model.
+
+    Attributes:
+        here: on this stage.
+        anywhere: on any stage.
+        microbatch: which, on any stage.
+    """
+
+    here: Predicate
+    anywhere: Predicate
+    microbatch: Number
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Row:
+    """One tick of one stage.
+
+    Attributes:
+        forward, backward: the two directions.
+        embed: the forward begins, at the embedding.
+        finish: the forward leaves the last layer.
+        head: the backward begins, at the head.
+        embed_backward: the backward leaves the first layer, into the embedding.
+    """
+
+    forward: Work
+    backward: Work
+    embed: End
+    finish: End
+    head: End
+    embed_backward: End
+
+
+def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
+    """What changes from tick to tick in the table of `stage`, to scan over; and the row of such values of one tick."""
+    up, down, last = schedule.forward, schedule.backward, schedule.num_virtual - 1
+    tables = Row(
+        forward=_work(up),
+        backward=_work(down),
+        embed=_end(schedule, up, 0),
+        finish=_end(schedule, up, last),
+        head=_end(schedule, down, last),
+        embed_backward=_end(schedule, down, 0),
+    )
+    leaves, structure = jax.tree.flatten(tables)
+    columns = [_column(table, stage) for table in leaves]
+    changing = [column for column in columns if isinstance(column, Array)]
+
+    def row(values: list[Array]) -> Row:
+        now = iter(values)
+        return jax.tree.unflatten(structure, [next(now) if isinstance(column, Array) else column for column in columns])
+
+    return changing, row
+
+
+def _work(table: Pass) -> Any:
+    """Tables [ticks, stages] in place of a tick's values."""
+    spare = table.inbox_depth
+    return Work(
+        runs=table.active,  # type: ignore[arg-type]
+        microbatch=table.microbatch,  # type: ignore[arg-type]
+        chunk=np.maximum(table.chunk, 0),
+        slot=table.slot,  # type: ignore[arg-type]
+        arrival=np.where(table.arrival == IDLE, spare, table.arrival),  # type: ignore[arg-type]
+        source=np.where(table.source == IDLE, spare, table.source),  # type: ignore[arg-type]
+    )
+
+
+def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:
+    """Tables [ticks, stages] and [ticks] in place of a tick's values."""
+    here = schedule.at_virtual(table, virtual_stage)
+    microbatch = np.where(here, table.microbatch, IDLE).max(axis=1)
+    return End(here=here, anywhere=here.max(axis=1), microbatch=microbatch)  # type: ignore[arg-type]
+
+
+def _column(table: np.ndarray, stage: Array) -> Array | bool | int:
+    """A stage's column of a table [ticks, stages], or a table [ticks]; its one value where it has no other."""
+    if (table == table.flat[0]).all():
+        return table.flat[0].item()
+    column = jnp.asarray(table)
+    return column if table.ndim == 1 else column[:, stage]

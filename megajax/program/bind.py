@@ -1,0 +1,103 @@
+"""A model, its weights and a batch bound to the pipeline's loop. Inside the region: arrays are this device's shards."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.models.family import CutModel
+from megajax.models.transformer import save_expensive
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary
+from megajax.parallel.random import Dropout
+from megajax.pipeline.ends import Microbatch, StageFunctions
+from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.stages import Layers, rematerialized
+from megajax.program.program import Batch, Program, scans_layers
+
+Tree = Any
+UNSCALED = np.float32(1.0)
+_ROW = "row"  # of the global batch, an entry for each of a device's rows, beside the arrays of the batch
+
+
+def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
+    """How many targets every loss has in the global batch."""
+    return sum_over(program.form.counts(batch), (DATA,))
+
+
+def training_pipeline(
+    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32 = UNSCALED
+) -> Pipeline:
+    """The loop of a train step, its losses divided by the number of their targets in the global batch."""
+    return _bind(
+        program,
+        program.model,
+        params,
+        batch,
+        program.config.model.dropout,
+        step,
+        count_targets(program, batch),
+        jnp.asarray(loss_scale),
+    )
+
+
+def forward_pipeline(program: Program, params: Tree, batch: Batch) -> Pipeline:
+    """The loop of what runs forward only, dropout off."""
+    nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    counts = dict.fromkeys(program.form.targets, one)
+    return _bind(program, program.unsharded_model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED))
+
+
+def _bind(
+    program: Program,
+    model: CutModel,
+    params: Tree,
+    batch: Batch,
+    dropout: float,
+    step: Array,
+    counts: dict[str, Array],
+    loss_scale: Array,
+) -> Pipeline:
+    config, layout = program.config, program.layout
+    num_rows = next(iter(batch.values())).shape[0]
+    row_B = axis_index(DATA) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    # Declared varying once, here, gradients stay local sums until they are reduced once per step.
+    axes = (DATA, TENSOR) if model.borders.sequence_parallel else (DATA,)
+    shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
+    blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], axes))
+
+    def context(microbatch: Microbatch) -> Tree:
+        return model.context(microbatch, Dropout.at(dropout, config.seed, step, microbatch[_ROW]))
+
+    def embed(shared: Tree, microbatch: Microbatch) -> Array:
+        return model.ends(shared).embed(microbatch, context(microbatch))
+
+    def block(weights: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
+        return model.block(weights)(x_BTD, context, layer)
+
+    def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
+        totals = model.ends(shared).losses(x_BTD, microbatch)
+        return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
+
+    unroll = not scans_layers(config, program.backend)
+    functions = StageFunctions(
+        embed=embed,
+        linear_embedding=model.linear_embedding,
+        layers=Layers(
+            rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll),
+            jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
+            unroll,
+            layout.placement.padded,
+            layout.per_use["blocks"],
+            recompute_stage=config.train.remat == "stage",
+        ),
+        context=context,
+        losses=losses,
+        loss_names=tuple(counts),
+        storage=layout.per_use["shared"],
+        loss_scale=loss_scale,
+    )
+    weights = {"shared": shared, "blocks": blocks}
+    arrays = batch | {_ROW: row_B}
+    return Pipeline(functions, weights, arrays, program.num_microbatches, config.splits_vocabulary)

@@ -1,0 +1,53 @@
+"""What runs forward only: scores of targets, and the logits of a next token. Letters: B batch, T tokens, V
+vocabulary."""
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.stages import Wrapped
+
+from megajax.mesh import BATCH_SPEC
+from megajax.parallel.collectives import DATA, complete, gather_shards
+from megajax.pipeline.ends import Microbatch
+from megajax.program.bind import forward_pipeline
+from megajax.program.program import Batch, Program, vocabulary_axes
+
+Tree = Any
+
+
+def scores(program: Program) -> Wrapped:
+    """(params, batch) -> loss of every target and whether it is the arg-max (see `GPT2.scores`), each [B, T], on every
+    device; dropout off. Sequences may have any length that the model has positions for."""
+    return program.compiled(_scores, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
+
+
+def next_logits(program: Program) -> Wrapped:
+    """(params, batch, place) -> logits [B, V] of the token after the one at `place`, padded columns included; dropout
+    off."""
+    specs = (program.layout.specs.params, BATCH_SPEC, PartitionSpec())
+    return program.compiled(_next_logits, specs, PartitionSpec(DATA, vocabulary_axes(program.config)))
+
+
+def _scores(program: Program, params: Tree, batch: Batch) -> tuple[Array, Array]:
+    pipeline = forward_pipeline(program, params, batch)
+
+    def finish(x_BTD: Array, microbatch: Microbatch) -> tuple[Array, Array]:
+        return program.unsharded_model.ends(pipeline.ends.weights()).scores(x_BTD, microbatch)
+
+    found = pipeline.forward(program.forward_schedule, finish)
+    found = complete(found, (PartitionSpec(None, DATA), PartitionSpec(None, DATA)))
+    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, x.shape[-1]), 0, DATA, invariant=True), found)
+
+
+def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:
+    pipeline = forward_pipeline(program, params, batch)
+
+    def finish(x_BTD: Array, _: Microbatch) -> Array:
+        last_BTD = lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1)
+        return program.unsharded_model.ends(pipeline.ends.weights()).logits(last_BTD)[:, 0]
+
+    local_spec = PartitionSpec(None, DATA, vocabulary_axes(program.config))
+    logits = complete(pipeline.forward(program.forward_schedule, finish), local_spec)
+    return logits.reshape(-1, logits.shape[-1])

@@ -1,0 +1,96 @@
+"""The train step: losses and gradients of a batch, and the update of the state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.stages import Wrapped
+
+from megajax.mesh import BATCH_SPEC
+from megajax.optim.adam import clip_by_norm, global_norm, update
+from megajax.optim.guard import is_spike, remember
+from megajax.optim.learning_rate import learning_rate
+from megajax.parallel.collectives import complete
+from megajax.program.bind import UNSCALED, training_pipeline
+from megajax.program.program import Batch, Program
+from megajax.program.state import TrainState
+
+Tree = Any
+SCALAR = PartitionSpec()
+
+
+def train_step(program: Program) -> Wrapped:
+    """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
+    specs = program.layout.specs
+    return program.compiled(_train_step, (specs, BATCH_SPEC), (specs, SCALAR), donate_argnums=0)
+
+
+def train_step_with_gradients(program: Program) -> Wrapped:
+    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping."""
+    specs, owned = program.layout.specs, program.layout.owned_specs
+    return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, owned), donate_argnums=0)
+
+
+def loss_and_gradients(program: Program) -> Wrapped:
+    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
+    layout = program.layout
+    in_specs = (layout.specs.params, BATCH_SPEC, SCALAR)
+    return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.owned_specs))
+
+
+def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    return _train_step_with_gradients(program, state, batch)[:2]
+
+
+def _train_step_with_gradients(
+    program: Program, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, Array], Tree]:
+    config, layout = program.config, program.layout
+    scale = state.loss_scale.scale
+    losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale)
+    loss = _total(losses)
+    norm = global_norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
+    clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
+    main = layout.per_step.take(state.params) if state.main is None else state.main
+    main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    new_state = TrainState(
+        step=state.step + taken.astype(jnp.int32),
+        params=layout.per_step.gather(layout.computed(main), invariant=True),
+        main=None if state.main is None else main,
+        optimizer=optimizer,
+        loss_scale=state.loss_scale.after(finite, layout.loss_scale),
+        recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
+    )
+    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
+    parts = {f"loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
+    return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
+
+
+def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
+    losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED)
+    return _total(losses), grads
+
+
+def _losses_and_gradients(
+    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32
+) -> tuple[dict[str, Array], Tree]:
+    """The losses by name, and the gradients of their sum where `layout.owned_specs` have them, in the main dtype and
+    without the scale."""
+    layout = program.layout
+    pipeline = training_pipeline(program, params, batch, step, loss_scale)
+    losses, grads = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
+    grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"])
+    grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.owned_specs)
+    dtype = layout.main_dtype
+    grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
+    return complete(losses, dict.fromkeys(losses, SCALAR)), grads
+
+
+def _total(losses: dict[str, Array]) -> Array:
+    first, *others = losses.values()
+    return sum(others, start=first)
