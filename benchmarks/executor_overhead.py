@@ -43,25 +43,26 @@ def hand_written(program: Program):
         params = vary(params, (DATA, PIPE))
 
         def loss_of(params, microbatch):
-            dropout = Dropout.at(config.model.dropout, config.seed, step, microbatch["sample"])
+            dropout = Dropout.at(config.model.dropout, config.seed, step, microbatch["row"])
+            ends, context = model.ends(params["shared"]), model.context(microbatch, dropout)
 
             def layer(x, slot):
                 weights, index = slot
-                return model.block(weights, index, x, dropout), None
+                return model.block(weights)(x, context, index), None
 
             unroll = not scans_layers(config, CPU)
             if config.train.remat == "layer":
                 layer = jax.checkpoint(layer, prevent_cse=unroll)
-            x = model.embed(params["shared"], microbatch["tokens"], dropout)
+            x = ends.embed(microbatch, context)
             blocks = jax.tree.map(lambda w: w[0, 0], params["blocks"])
             x, _ = lax.scan(layer, x, (blocks, jnp.arange(config.model.num_layers)), unroll=unroll)
-            return model.loss(params["shared"], x, microbatch["targets"]) / count.astype(x.dtype)
+            return ends.losses(x, microbatch)["next_token"] / count.astype(x.dtype)
 
         def accumulate(carry, microbatch):
             loss, grads = jax.value_and_grad(loss_of)(params, microbatch)
             return jax.tree.map(jnp.add, carry, (loss, grads)), None
 
-        batch = batch | {"sample": jnp.arange(config.train.global_batch)}
+        batch = batch | {"row": jnp.arange(config.train.global_batch)}
         batch = vary(batch, (DATA, PIPE))
         batch = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
         zeros = (vary(jnp.zeros(()), (DATA, PIPE)), jax.tree.map(jnp.zeros_like, params))

@@ -36,6 +36,7 @@ from megajax.models.config import ModelConfig
 BENCHMARKS = Path(__file__).resolve().parent
 BATCHES = (1, 8)
 Prompts = list[list[int]]
+PROJECTIONS = "query", "key", "value"
 
 
 def random_weights(model: ModelConfig) -> dict[str, Any]:
@@ -58,7 +59,8 @@ def random_weights(model: ModelConfig) -> dict[str, Any]:
         "shared": {"table": table, "positions": draw(model.sequence_length, hidden), "final_norm": norm(hidden)},
         "blocks": {
             "attention_norm": norm(layers, hidden),
-            "attention": {"qkv": linear(hidden, 3, *heads), "output": linear(*heads, hidden, inputs=2)},
+            "attention": {part: linear(hidden, *heads) for part in PROJECTIONS}
+            | {"output": linear(*heads, hidden, inputs=2)},
             "mlp_norm": norm(layers, hidden),
             "mlp": {"up": linear(hidden, model.mlp_size), "down": linear(model.mlp_size, hidden)},
         },
@@ -112,9 +114,11 @@ def peer_side(config: Config, new_tokens: int, threads: int) -> Callable[[Prompt
     named = {"wte": shared["table"][: model.vocab_size], "wpe": shared["positions"]}
     tensors = {f"transformer.{name}.weight": array for name, array in named.items()}
     norms = {"ln_f": shared["final_norm"]}
+    parts = [blocks["attention"][part] for part in PROJECTIONS]
+    joint = {name: np.stack([part[name] for part in parts], axis=-3) for name in ("weight", "bias")}
     for layer in range(model.num_layers):
         products = {
-            "attn.c_attn": blocks["attention"]["qkv"],
+            "attn.c_attn": joint,
             "attn.c_proj": blocks["attention"]["output"],
             "mlp.c_fc": blocks["mlp"]["up"],
             "mlp.c_proj": blocks["mlp"]["down"],

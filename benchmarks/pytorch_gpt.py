@@ -6,6 +6,7 @@ computes on that. Letters: B batch, T tokens, N = B · T, D model, H heads, K he
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -227,16 +228,16 @@ def natural_weight(params: dict, name: str) -> Tensor:
     if words[0] == "blocks":
         tree, layer, words = params["blocks"], int(words[1]), words[2:]
     *path, last = words
+    if path and path[-1] == "qkv":
+        parts = [params["blocks"]["attention"][part][last][layer] for part in ("query", "key", "value")]
+        joint = torch.tensor(np.stack(parts))  # [3, D, H, K] or [3, H, K]
+        return joint.permute(2, 0, 3, 1).flatten(0, 2) if last == "weight" else joint.transpose(0, 1).flatten()
     for word in path:
         tree = tree[word]
     if path and path[-1].endswith("norm"):
         last = {"weight": "scale"}.get(last, last)
     leaf = torch.tensor(tree[last][layer])
     match [*path[-1:], last]:
-        case "qkv", "weight":  # [D, 3, H, K]
-            return leaf.permute(2, 1, 3, 0).flatten(0, 2)
-        case "qkv", "bias":  # [3, H, K]
-            return leaf.transpose(0, 1).flatten()
         case "output", "weight":  # [H, K, D]
             return leaf.flatten(0, 1).T
         case (("up" | "down"), "weight"):  # [in, out]

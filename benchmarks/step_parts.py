@@ -38,8 +38,13 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     from megajax.mesh import make_mesh
     from megajax.models.attention import attend
+    from megajax.models.gpt2.block import LAYER_NORM_EPSILON
+    from megajax.models.gpt2.model import GPT2
+    from megajax.models.stack import layer_of
     from megajax.models.transformer import LayerNorm
+    from megajax.models.visibility import CAUSAL
     from megajax.optim.adam import clip_by_norm, global_norm, update
+    from megajax.parallel.borders import F_AND_G
     from megajax.parallel.collectives import DATA, TENSOR, vary
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program
@@ -48,7 +53,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
-    gpt = GPT(model, NamedKey.from_seed(0), backend=program.backend)
+    gpt = GPT2(model, NamedKey.from_seed(0), F_AND_G, program.backend)
     dtype = program.layout.compute_dtype
     x_BTD = jax.random.normal(jax.random.key(0), (rows, model.sequence_length, model.hidden_size), jnp.float32)
     targets_BT = jax.random.randint(jax.random.key(1), (rows, model.sequence_length), 0, model.vocab_size, jnp.int32)
@@ -85,14 +90,14 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
 
     def attention(module, x_BTD, dropout):
-        return module(x_BTD, lambda qkv_BTCHK: (attend(qkv_BTCHK, dropout, program.backend), None))[0]
+        return module(x_BTD, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
 
-    block = nnx.merge(*_first_layer(gpt, nnx))
+    block = layer_of(gpt.blocks, 0)
     calls = {
         "attention": (block.attention, attention, layers),
         "MLP": (block.mlp, lambda module, x, _: module(x), layers),
-        "LayerNorm": (LayerNorm(model.hidden_size), lambda module, x, _: module(x), 2 * layers),
-        "head and loss": (gpt, lambda module, x, _: module.loss(x, targets_BT)[None], 1),
+        "LayerNorm": (LayerNorm(model.hidden_size, LAYER_NORM_EPSILON), lambda module, x, _: module(x), 2 * layers),
+        "head and loss": (gpt, lambda module, x, _: module.losses(x, {"targets": targets_BT})["next_token"][None], 1),
     }
     products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}
@@ -125,14 +130,6 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     found["the rest"] = step - config.train.global_batch // rows * sum(s for s, _ in found.values()), 0.0
     found["step"] = step, sum(alone.values()) * (config.train.global_batch // rows)
     return found
-
-
-def _first_layer(gpt, nnx):
-    """Graph and weights of the first of the stacked layers."""
-    import jax
-
-    graph, stacked = nnx.split(gpt.blocks, nnx.Param)
-    return graph, jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
 def main() -> None:

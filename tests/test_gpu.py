@@ -13,6 +13,7 @@ from tiny import tiny_config
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
 from megajax.models.attention import attend, fits_fused_attention
+from megajax.models.visibility import CAUSAL
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
 
@@ -53,22 +54,20 @@ def test_half_precision_is_near_fp32(gpu, precision):
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
 def test_cudnn_attention_is_our_own(gpu, heads, head_size, length):
     """Result and gradients in bf16, within 2% of the largest value."""
-    shape = (2, length, 3, heads, head_size)
+    shape = (2, length, heads, head_size)
     rng = np.random.default_rng(0)
-    qkv_BTCHK, grad_BTHK = (
-        jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for shape in (shape, shape[:2] + shape[3:])
-    )
-    assert fits_fused_attention(qkv_BTCHK)
+    arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
+    assert fits_fused_attention(arrays_BTHK[0])
 
     def run(backend):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=(P(), P()), out_specs=P())
-        def both(qkv_BTCHK, grad_BTHK):
+        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
+        def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
-            y_BTHK, pullback = jax.vjp(lambda qkv: attend(qkv, dropout, backend), qkv_BTCHK)
+            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, CAUSAL, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
             return y_BTHK, *pullback(grad_BTHK)
 
-        return [np.asarray(array, np.float32) for array in both(qkv_BTCHK, grad_BTHK)]
+        return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]
 
     for fused, own in zip(run(GPU), run(dataclasses.replace(GPU, fused_attention=False)), strict=True):
         np.testing.assert_allclose(fused, own, rtol=0, atol=0.02 * np.abs(own).max())

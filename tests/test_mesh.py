@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, split_over_data
+from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, shard_over_data
 from megajax.models.family import CutModel
 from megajax.parallel.borders import F_AND_G
 from megajax.parallel.collectives import spec_axes
@@ -24,8 +24,12 @@ SHARED_SPECS = {
 BLOCK_SPECS = {
     "blocks/attention_norm/scale": P(None),
     "blocks/attention_norm/bias": P(None),
-    "blocks/attention/qkv/weight": P(None, None, "tensor", None),  # columns, by head
-    "blocks/attention/qkv/bias": P(None, "tensor", None),
+    "blocks/attention/query/weight": P(None, "tensor", None),  # columns, by head
+    "blocks/attention/query/bias": P("tensor", None),
+    "blocks/attention/key/weight": P(None, "tensor", None),
+    "blocks/attention/key/bias": P("tensor", None),
+    "blocks/attention/value/weight": P(None, "tensor", None),
+    "blocks/attention/value/bias": P("tensor", None),
     "blocks/attention/output/weight": P("tensor", None, None),  # rows, by head
     "blocks/attention/output/bias": P(None),
     "blocks/mlp_norm/scale": P(None),
@@ -124,12 +128,12 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
         (P(), (), P()),
     ],
 )
-def test_the_dim_that_is_split_over_data(spec, shape, expected):
-    assert split_over_data(spec, shape, make_mesh(2, 2, 2)) == expected
+def test_the_dim_that_is_shard_over_data(spec, shape, expected):
+    assert shard_over_data(spec, shape, make_mesh(2, 2, 2)) == expected
 
 
 def test_data_of_one_splits_nothing():
-    assert split_over_data(P(), (8,), make_mesh(1, 4, 2)) == P(None)
+    assert shard_over_data(P(), (8,), make_mesh(1, 4, 2)) == P(None)
 
 
 def test_a_device_holds_its_share_only():
@@ -142,7 +146,7 @@ def test_a_device_holds_its_share_only():
     }
     assert local["shared/table"] == (128 // 2, 24)
     assert local["shared/positions"] == (16, 24)
-    assert local["blocks/attention/qkv/weight"] == (1, 1, 2, 24, 3, 8 // 2, 3)
+    assert local["blocks/attention/query/weight"] == (1, 1, 2, 24, 8 // 2, 3)
     assert local["blocks/attention/output/weight"] == (1, 1, 2, 8 // 2, 3, 24)
     assert local["blocks/mlp/up/weight"] == (1, 1, 2, 24, 96 // 2)
     assert local["blocks/mlp/down/weight"] == (1, 1, 2, 96 // 2, 24)

@@ -11,15 +11,16 @@ import pytest
 from tiny import tiny_config
 
 from megajax import verify
-from megajax.pipeline import schedule as schedule_module
-from megajax.pipeline.schedule import CHUNKED, SCHEDULES, Ticks
+from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.verify import Comparison, Trace, compare
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 1, 4), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
 PIPES = [(1, 2, 4), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
 GRID = {
     "mesh": MESHES + PIPES,
-    "schedule": [f"{name}-{chunks}" for name in sorted(SCHEDULES) for chunks in ([2, 4] if name in CHUNKED else [1])],
+    "schedule": [
+        f"{name}-{chunks}" for name in sorted(SCHEDULES) for chunks in ([2, 4] if SCHEDULES[name].chunked else [1])
+    ],
     "vocabulary": ["replicated", "split"],
     "remat": ["none", "selective", "layer", "stage"],
     "microbatches": ["fewer", "not a multiple", "a multiple"],  # of the stages
@@ -199,12 +200,11 @@ def test_a_new_schedule_is_one_function(monkeypatch):
     """Any ticks in which the input is there run: here everything waits, every other microbatch a tick longer."""
 
     def dawdling(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
-        ticks = SCHEDULES["interleaved"](num_stages, num_microbatches, num_chunks)
+        ticks = SCHEDULES["interleaved"].ticks(num_stages, num_microbatches, num_chunks)
         wait = np.arange(num_microbatches)[:, None, None] % 2
         return Ticks(2 * ticks.forward + wait, 2 * ticks.backward + wait + 3)
 
-    monkeypatch.setitem(SCHEDULES, "dawdling", dawdling)
-    monkeypatch.setattr(schedule_module, "CHUNKED", CHUNKED | {"dawdling"})
+    monkeypatch.setitem(SCHEDULES, "dawdling", ScheduleKind(dawdling, chunked=True))
     expected = trace(tiny_config(num_layers=5), 2)
     options = {"schedule": "dawdling", "chunks": 2, "remat": "layer"}
     for vocabulary in ("replicated", "split"):

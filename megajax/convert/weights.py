@@ -28,8 +28,12 @@ _SHARED = {
 _BLOCKS = {  # theirs below `h.LAYER.`
     "attention_norm/scale": ("ln_1.weight", "D"),
     "attention_norm/bias": ("ln_1.bias", "D"),
-    "attention/qkv/weight": ("attn.c_attn.weight", "DQ"),
-    "attention/qkv/bias": ("attn.c_attn.bias", "Q"),
+    "attention/query/weight": ("attn.c_attn.weight", "DQ"),
+    "attention/query/bias": ("attn.c_attn.bias", "Q"),
+    "attention/key/weight": ("attn.c_attn.weight", "DQ"),
+    "attention/key/bias": ("attn.c_attn.bias", "Q"),
+    "attention/value/weight": ("attn.c_attn.weight", "DQ"),
+    "attention/value/bias": ("attn.c_attn.bias", "Q"),
     "attention/output/weight": ("attn.c_proj.weight", "DD"),
     "attention/output/bias": ("attn.c_proj.bias", "D"),
     "mlp_norm/scale": ("ln_2.weight", "D"),
@@ -39,6 +43,7 @@ _BLOCKS = {  # theirs below `h.LAYER.`
     "mlp/down/weight": ("mlp.c_proj.weight", "FD"),
     "mlp/down/bias": ("mlp.c_proj.bias", "D"),
 }
+_THIRDS = ("attention/query", "attention/key", "attention/value")  # of the last dim of one of their tensors
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -63,7 +68,9 @@ def from_tensors(read: Callable[[str], Tensor], config: ModelConfig) -> dict[str
         whole = np.zeros(ours.shape, np.float32)
         if part == "blocks":
             for layer in range(config.num_layers):
-                whole[layer] = read(f"h.{layer}.{_BLOCKS[name][0]}").reshape(ours.shape[1:])
+                tensor = read(f"h.{layer}.{_BLOCKS[name][0]}")
+                own = tensor if (third := _third(name)) is None else np.split(tensor, 3, axis=-1)[third]
+                whole[layer] = own.reshape(ours.shape[1:])
         else:
             tensor = read(_SHARED[name][0])
             whole[: len(tensor)] = tensor
@@ -75,17 +82,30 @@ def from_tensors(read: Callable[[str], Tensor], config: ModelConfig) -> dict[str
 def to_tensors(weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of Hugging Face's GPT-2, by name without the prefix `transformer.`, of natural weights."""
     tensors: dict[str, Tensor] = {}
+    shapes = tensor_shapes(config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         part, name = _name(path)
         whole = np.asarray(leaf, np.float32)
-        if part == "blocks":
+        if part == "blocks" and (third := _third(name)) is not None:
+            for layer in range(config.num_layers):
+                theirs = f"h.{layer}.{_BLOCKS[name][0]}"
+                joint = tensors.setdefault(theirs, np.empty(shapes[theirs], np.float32))
+                width = joint.shape[-1] // 3
+                joint[..., third * width : (third + 1) * width] = whole[layer].reshape(*joint.shape[:-1], width)
+        elif part == "blocks":
             tensors |= {f"h.{layer}.{_BLOCKS[name][0]}": whole[layer] for layer in range(config.num_layers)}
         else:
             tensors[_SHARED[name][0]] = whole
     return {
         name: np.ascontiguousarray(tensors[name][: shape[0]] if name == "wte.weight" else tensors[name]).reshape(shape)
-        for name, shape in tensor_shapes(config).items()
+        for name, shape in shapes.items()
     }
+
+
+def _third(name: str) -> int | None:
+    """Which third of their tensor one of our weights of a layer is; None: all of it."""
+    place = name.rpartition("/")[0]
+    return _THIRDS.index(place) if place in _THIRDS else None
 
 
 def _name(path: Any) -> tuple[str, str]:

@@ -95,24 +95,21 @@ class CutModel:
         family = family_of(config)
         self.borders, self.linear_embedding = borders, family.linear_embedding
         self._new = lambda key: family.model(config, key, borders, backend)
-        with nnx.use_eager_sharding(False):  # there are no arrays yet, and no mesh
-            model = nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0)))
-            self._ends, self._blocks, weights = _cut(model)
-            self.shapes = nnx.to_pure_dict(weights)
-            self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
+        self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
+        self.shapes = nnx.to_pure_dict(weights)
+        self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
 
     def init(self, seed: int) -> Tree:
         """Fresh weights in fp32, layers `[L, …]`, each drawn from a key of its own name: the same on every mesh."""
-        with nnx.use_eager_sharding(False):
-            return nnx.to_pure_dict(_cut(self._new(NamedKey.from_seed(seed)))[2])
+        return nnx.to_pure_dict(_cut(self._new(NamedKey.from_seed(seed)))[2])
 
     def ends(self, shared: Tree) -> Any:
         """The model without its layers, to call `embed`, `losses`, … on."""
-        return _merge(self._ends, shared)
+        return nnx.merge(self._ends, shared)
 
     def block(self, weights: Tree) -> Any:
         """One layer, whose weights have no leading dim."""
-        return _merge(self._blocks, weights)
+        return nnx.merge(self._blocks, weights)
 
     def context(self, batch: Batch, dropout: Dropout) -> Tree:
         """See `Model.context`."""
@@ -145,8 +142,3 @@ def _cut(model: Any) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:
     ends_graph, shared = nnx.split(model, nnx.Param)
     blocks_graph, stacked = nnx.split(blocks, nnx.Param)
     return ends_graph, blocks_graph, nnx.State({"shared": shared, "blocks": stacked})
-
-
-def _merge(graph: nnx.GraphDef, weights: Tree) -> Any:
-    with nnx.use_eager_sharding(False):  # the arrays are this device's shards
-        return nnx.merge(graph, weights)

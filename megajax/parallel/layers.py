@@ -30,7 +30,8 @@ def normal(key: NamedKey, std: float) -> Initializer:
 
 def param(shape: tuple[int, ...], dims: tuple[str, ...], initial: Initializer) -> nnx.Param:
     """A weight whose dims are called `dims`."""
-    return nnx.Param(initial(shape), out_sharding=dims)
+    # There is no mesh yet, and inside `shard_map` the arrays are local shards.
+    return nnx.Param(initial(shape), out_sharding=dims, eager_sharding=False)
 
 
 def zeros_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
 from megajax.models.attention import FUSED_FORWARD, attend
+from megajax.models.visibility import CAUSAL, Visibility
 from megajax.parallel.random import Dropout, RandomBits
 
 BATCH, HEADS, HEAD_SIZE = 2, 4, 5
@@ -42,7 +43,8 @@ def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.nda
     )
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         def attention(*qkv):
-            return attend(jnp.stack(qkv, axis=2), dropout_at(rate), backend, positions_BT)
+            visible = CAUSAL if positions_BT is None else Visibility.of_documents(positions_BT)
+            return attend(*qkv, visible, dropout_at(rate), backend)
 
         y_BTHK, pullback = jax.vjp(attention, q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
@@ -129,10 +131,11 @@ def test_documents_are_kept_apart_on_gpus():
     """The form for GPUs; where cuDNN's attention would not keep them apart it is not asked."""
 
     def asks_cudnn(positions_BT) -> bool:
-        qkv_BTCHK = jax.ShapeDtypeStruct((BATCH, 16, 3, HEADS, 8), jnp.bfloat16)
+        visible = CAUSAL if positions_BT is None else Visibility.of_documents(positions_BT)
+        x_BTHK = jax.ShapeDtypeStruct((BATCH, 16, HEADS, 8), jnp.bfloat16)
         try:
             return FUSED_FORWARD in str(
-                jax.make_jaxpr(lambda x: attend(x, dropout_at(0.0), GPU, positions_BT))(qkv_BTCHK)
+                jax.make_jaxpr(lambda x: attend(x, x, x, visible, dropout_at(0.0), GPU))(x_BTHK)
             )
         except RuntimeError as error:
             return "cuDNN is not detected" in str(error)
@@ -149,16 +152,16 @@ def test_large_scores_do_not_overflow():
     assert all(np.isfinite(gradient).all() for gradient in actual[1:])
 
 
-CAUSAL = blocked(1, 0.0)
+blocked_causal = blocked(1, 0.0)
 
 
 @pytest.mark.parametrize("changed", [0, 5, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 11])
 def test_the_future_does_not_reach_back(changed):
     """Another key and value at one position change no earlier output by a bit, and change that position's."""
     q_BTHK, k_BSHK, v_BSHK, grad_BTHK = arrays(QUERY_BLOCK + 12, 4)
-    before = np.asarray(CAUSAL(q_BTHK, k_BSHK, v_BSHK, grad_BTHK)[0])
+    before = np.asarray(blocked_causal(q_BTHK, k_BSHK, v_BSHK, grad_BTHK)[0])
     for array in (k_BSHK, v_BSHK):
         array[:, changed] += 1
-    after = np.asarray(CAUSAL(q_BTHK, k_BSHK, v_BSHK, grad_BTHK)[0])
+    after = np.asarray(blocked_causal(q_BTHK, k_BSHK, v_BSHK, grad_BTHK)[0])
     np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
     assert (before[:, changed] != after[:, changed]).all()

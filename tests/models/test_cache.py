@@ -29,32 +29,39 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     def region(params, tokens_BT, length_B):
         shared = params["shared"]
         layers = [jax.tree.map(lambda w, n=n: w[0, 0, n], params["blocks"]) for n in range(num_layers)]
-        x_BTD = model.embed(shared, tokens_BT, Dropout.off())
+        ends = model.ends(shared)
+
+        def embed(tokens_BT, positions_BT):
+            batch = {"tokens": tokens_BT, "positions": positions_BT}
+            return ends.embed(batch, model.context(batch, Dropout.off()))
+
+        context = model.context({"tokens": tokens_BT}, Dropout.off())
+        x_BTD = ends.embed({"tokens": tokens_BT}, context)
         for number, layer in enumerate(layers):
-            x_BTD = model.block(layer, jnp.int32(number), x_BTD, Dropout.off())
-        whole_BTV = model.logits(shared, x_BTD)
+            x_BTD = model.block(layer)(x_BTD, context, jnp.int32(number))
+        whole_BTV = ends.logits(x_BTD)
 
         in_prompt = jnp.arange(PROMPT, dtype=jnp.int32)[None] < length_B[:, None]
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad
-        x_BTD = model.embed(shared, prompt_BT, Dropout.off(), jnp.arange(PROMPT, dtype=jnp.int32)[None])
+        x_BTD = embed(prompt_BT, jnp.arange(PROMPT, dtype=jnp.int32)[None])
         caches = []
         for layer in layers:
-            x_BTD, cache = model.attending_block(layer, x_BTD, reading(PROMPT + rest + 2, program.backend))
+            x_BTD, cache = model.block(layer).run(x_BTD, Dropout.off(), reading(PROMPT + rest + 2, program.backend))
             caches.append(cache)
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
 
         def step(caches, number):
             position_B1, slot = (length_B + number)[:, None], PROMPT + number
-            x_B1D = model.embed(shared, jnp.take_along_axis(tokens_BT, position_B1, axis=1), Dropout.off(), position_B1)
+            x_B1D = embed(jnp.take_along_axis(tokens_BT, position_B1, axis=1), position_B1)
             visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot)
             filled = []
             for layer, cache in zip(layers, caches, strict=True):
-                x_B1D, cache = model.attending_block(layer, x_B1D, following(cache, slot, visible_BS))
+                x_B1D, cache = model.block(layer).run(x_B1D, Dropout.off(), following(cache, slot, visible_BS))
                 filled.append(cache)
-            return filled, model.logits(shared, x_B1D)[:, 0]
+            return filled, ends.logits(x_B1D)[:, 0]
 
         steps_NBV = lax.scan(step, caches, jnp.arange(rest, dtype=jnp.int32))[1]
-        cached_BNV = jnp.concatenate([model.logits(shared, first_B1D), steps_NBV.swapaxes(0, 1)], axis=1)
+        cached_BNV = jnp.concatenate([ends.logits(first_B1D), steps_NBV.swapaxes(0, 1)], axis=1)
         return complete((whole_BTV, cached_BNV), (LOGITS, LOGITS))
 
     specs = program.layout.specs.params, P("data"), P("data")

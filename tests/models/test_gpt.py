@@ -59,7 +59,9 @@ def test_initial_weights_are_normal(initial):
     expected = {
         "shared/table": 0.02,
         "shared/positions": 0.02,
-        "blocks/attention/qkv/weight": 0.02,
+        "blocks/attention/query/weight": 0.02,
+        "blocks/attention/key/weight": 0.02,
+        "blocks/attention/value/weight": 0.02,
         "blocks/attention/output/weight": residual,
         "blocks/mlp/up/weight": 0.02,
         "blocks/mlp/down/weight": residual,

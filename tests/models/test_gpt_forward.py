@@ -53,8 +53,10 @@ class NumpyGPT2:
         return normal_BTD * weights["scale"] + weights["bias"]
 
     def attention(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
-        projected = np.einsum("BTD,DCHK->CBTHK", x_BTD, weights["qkv"]["weight"])
-        q_BTHK, k_BSHK, v_BSHK = projected + weights["qkv"]["bias"][:, None, None]
+        q_BTHK, k_BSHK, v_BSHK = (
+            np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part]["bias"]
+            for part in ("query", "key", "value")
+        )
         scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(q_BTHK.shape[-1])
         scores_BHTS = np.where(np.tri(x_BTD.shape[1], dtype=bool), scores_BHTS, -np.inf)
         exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))

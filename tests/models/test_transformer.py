@@ -12,7 +12,7 @@ SIZE = 96
 
 
 def layer_norm(scale_D: np.ndarray, bias_D: np.ndarray) -> LayerNorm:
-    norm = LayerNorm(SIZE)
+    norm = LayerNorm(SIZE, 1e-5)
     norm.scale, norm.bias = nnx.Param(jnp.asarray(scale_D)), nnx.Param(jnp.asarray(bias_D))
     return norm
 

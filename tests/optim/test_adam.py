@@ -20,7 +20,9 @@ from megajax.verify import named_leaves
 DECAYED = {
     "shared/table",
     "shared/positions",
-    "blocks/attention/qkv/weight",
+    "blocks/attention/query/weight",
+    "blocks/attention/key/weight",
+    "blocks/attention/value/weight",
     "blocks/attention/output/weight",
     "blocks/mlp/up/weight",
     "blocks/mlp/down/weight",
@@ -137,7 +139,7 @@ def test_clipping_keeps_what_is_within_the_limit(norm):
 
 
 def test_only_matrices_and_embeddings_decay():
-    """Exactly these six kinds of weights; no bias, nothing of a LayerNorm."""
+    """Exactly these eight kinds of weights; no bias, nothing of a LayerNorm."""
     mask = named_leaves(decay_mask(CutModel(tiny_config().model, F_AND_G, CPU).shapes))
     assert {name for name, decays in mask.items() if decays} == DECAYED
     assert all(name.endswith(("/bias", "/scale")) for name in mask.keys() - DECAYED)

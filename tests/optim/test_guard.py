@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.optim.config import LossScaleConfig
-from megajax.optim.guard import FEWEST, WINDOW, is_spike, no_norms, remember
+from megajax.optim.guard import FEWEST, WINDOW, initial_norms, is_spike, remember
 from megajax.optim.loss_scale import LossScale
 
 SCALE = LossScaleConfig(initial=256.0, growth_every=3, floor=2.0)
@@ -57,7 +57,7 @@ def test_the_defaults_are_the_usual_ones():
 
 
 def seen(norms: list[float]) -> jax.Array:
-    recent = no_norms()
+    recent = initial_norms()
     for step, norm in enumerate(norms):
         recent = remember(jnp.float32(norm), recent, jnp.int32(step))
     return recent

@@ -15,6 +15,7 @@ from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.attention import Attention, attend
 from megajax.models.config import ModelConfig
 from megajax.models.transformer import MLP
+from megajax.models.visibility import CAUSAL
 from megajax.parallel.borders import Borders
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.verify import named_leaves
@@ -32,8 +33,10 @@ def plain_mlp(weights: dict, x_BTD: jax.Array) -> jax.Array:
 
 
 def plain_attention(weights: dict, x_BTD: jax.Array) -> jax.Array:
-    qkv = jnp.einsum("BTD,DCHK->CBHTK", x_BTD, weights["qkv"]["weight"])
-    q_BHTK, k_BHSK, v_BHSK = qkv + weights["qkv"]["bias"][:, None, :, None, :]
+    q_BHTK, k_BHSK, v_BHSK = (
+        jnp.einsum("BTD,DHK->BHTK", x_BTD, weights[part]["weight"]) + weights[part]["bias"][None, :, None, :]
+        for part in ("query", "key", "value")
+    )
     scores_BHTS = jnp.einsum("BHTK,BHSK->BHTS", q_BHTK, k_BHSK) / q_BHTK.shape[-1] ** 0.5
     causal_TS = jnp.tril(jnp.ones(scores_BHTS.shape[-2:], bool))
     probability_BHTS = jax.nn.softmax(jnp.where(causal_TS[None, None], scores_BHTS, -jnp.inf))
@@ -46,7 +49,9 @@ PLAIN = {"mlp": plain_mlp, "attention": plain_attention}
 
 def split(block: str, sequence: bool = False) -> tuple:
     """Graph of a block, its weights' specs, and weights that are all random, biases included."""
-    made = nnx.eval_shape(lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Borders(sequence_parallel=sequence)))
+    made = nnx.eval_shape(
+        lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Borders(sequence_parallel=sequence), CPU)
+    )
     graph, state = nnx.split(made)
     specs = jax.tree.map(mesh_spec, nnx.to_pure_dict(nnx.get_partition_spec(state)), is_leaf=lambda s: isinstance(s, P))
     rng = np.random.default_rng(0)
@@ -77,7 +82,7 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
         module = nnx.merge(graph, nnx.State(weights))
         if block == "mlp":
             return module(x_BTD)
-        return module(x_BTD, lambda qkv_BTCHK: (attend(qkv_BTCHK, Dropout.off(), CPU), None))[0]
+        return module(x_BTD, lambda *qkv: (attend(*qkv, CAUSAL, Dropout.off(), CPU), None))[0]
 
     @jax.jit
     @partial(

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from megajax.backend import CPU
 from megajax.batch import IGNORED
 from megajax.mesh import make_mesh
 from megajax.parallel.borders import F_AND_G, Borders
@@ -67,7 +68,7 @@ def head(size: int, raw: int, sequence: bool):
     @region(size, (spec, P("tensor"), P(), P()), (P(), spec, P("tensor")))
     def run(x_BTD, table_VD, targets_BT, weight_BT):
         def loss(x_BTD, table_VD):
-            return cross_entropy(output_logits(x_BTD, table_VD, raw, split), targets_BT)
+            return cross_entropy(output_logits(x_BTD, table_VD, raw, split, CPU), targets_BT)
 
         loss_BT, pullback = jax.vjp(loss, x_BTD, table_VD)
         return loss_BT, *pullback(weight_BT)
@@ -110,7 +111,7 @@ def test_padded_columns_have_no_probability(size):
 
     @region(size, (P(), P("tensor")), P(None, None, "tensor"))
     def logits(x_BTD, table_VD):
-        return output_logits(x_BTD, table_VD, 101, F_AND_G)
+        return output_logits(x_BTD, table_VD, 101, F_AND_G, CPU)
 
     probability_BTV = np.asarray(jax.nn.softmax(logits(x_BTD, table_VD)))
     assert not probability_BTV[..., 101:].any()

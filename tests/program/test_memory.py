@@ -10,6 +10,7 @@ from tiny import abstract_batch, tiny_config, tiny_program
 from megajax.models.family import count_parameters
 from megajax.program.memory import state_bytes
 from megajax.program.program import Program
+from megajax.program.train_step import train_step
 
 PUBLISHED = {  # (precision, dtype of the gradients): replicated, and distributed as (replicated part, part over data)
     ("fp16", "fp16"): (20, (4, 16)),
@@ -47,7 +48,7 @@ def test_the_compiled_step_takes_that_state(zero, row):
     """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
     made = program(4, zero, *row)
     batch = abstract_batch(made.config)
-    step = made.train_step.lower(jax.eval_shape(made.layout.init), batch)
+    step = train_step(made).lower(jax.eval_shape(made.layout.init), batch)
     compiled = step.compile({"xla_backend_optimization_level": 0}).memory_analysis()
     parts = state_bytes(made)
     rows = sum(math.prod(leaf.shape) * 4 for leaf in batch.values()) // 4

@@ -46,19 +46,19 @@ def differing(before: TrainState, after: TrainState) -> set[str]:
 @pytest.fixture
 def overflow_on_one_device(monkeypatch):
     """The last device's gradient of one weight has one element too large for its format."""
-    real = Pipeline.loss_and_gradients
+    real = Pipeline.losses_and_gradients
 
     def overflowing(self, *args):
-        loss, grads = real(self, *args)
+        losses, grads = real(self, *args)
         here = jnp.asarray(True)
         for axis in ("data", "pipe", "tensor"):
             here &= axis_index(axis) == 1
         leaf = grads["blocks"]["mlp"]["up"]["weight"]
         broken = leaf.at[(0,) * leaf.ndim].set(jnp.asarray(jnp.inf, leaf.dtype))
         grads["blocks"]["mlp"]["up"]["weight"] = jnp.where(here, broken, leaf)
-        return loss, grads
+        return losses, grads
 
-    monkeypatch.setattr(Pipeline, "loss_and_gradients", overflowing)
+    monkeypatch.setattr(Pipeline, "losses_and_gradients", overflowing)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_zero_3_gathers_each_layer_for_each_pass(remat):
     expected = Counter({shape: 2 * passes * number for shape, number in Counter(layer).items()}) + Counter(
         {shape: num_microbatches * number for shape, number in ends.items()}
     )
-    assert len(layer) == 12 and count_shapes(gathered) == expected
+    assert len(layer) == 16 and count_shapes(gathered) == expected
     assert sum(c.count for c in scattered) == passes * len(layer) + num_microbatches * 2 * 4
     assert all(c.num_bytes == 4 * math.prod(c.shapes[0]) for c in scattered)
     assert all(c.num_bytes == 2 * math.prod(c.shapes[0]) for c in gathered)
@@ -113,7 +113,7 @@ def test_a_split_sequence_is_gathered_and_scattered(remat):
 def kept(config) -> list[tuple[int, ...]]:
     """Shapes of what a layer keeps until its backward, without the dim of stacked layers."""
     found: list = []
-    program, real = tiny_program(config), Pipeline.kept_types
+    program, real = tiny_program(config), Pipeline.residual_types
 
     def look(self):
         types = real(self)
@@ -121,7 +121,7 @@ def kept(config) -> list[tuple[int, ...]]:
         return types
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "kept_types", look)
+        patch.setattr(Pipeline, "residual_types", look)
         assert residual_bytes(program) > 0
     return [leaf.shape[1:] for leaf in found]
 
