@@ -28,12 +28,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, usage: str) -> None:
         """`usage` is the command line in one line, such as `train.py PRESET [--flag value ...]`."""
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
-        self.config_keys: list[str] = []
+        self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
-        """Add the flags of the named sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
+        """Add flags of the configuration.
 
-        `values`, by key, are the defaults that `--help` shows instead of the dataclasses'.
+        Args:
+            names: sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
+            owner: the dataclass that has them.
+            values: by key, the defaults that `--help` shows instead of the dataclass's.
         """
         groups = {}
         for key, option in options(owner).items():
@@ -44,7 +47,7 @@ class Parser(argparse.ArgumentParser):
                 title = sections(owner)[section].__doc__ if section else owner.__doc__
                 groups[section] = self.add_argument_group((title or section).splitlines()[0].rstrip("."))
             add_flag(groups[section], option, (values or {}).get(key, option.default))
-            self.config_keys.append(key)
+            self._keys.setdefault(owner, []).append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As in `argparse`, but with the nearest flags in the error about an unknown one."""
@@ -71,9 +74,10 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{name} takes no value; valid: {' or '.join(action.option_strings)}")
         raise UserError(f"{name} {reason}")
 
-    def overrides(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The values of the configuration's flags that were given, by key."""
-        return {key: value for key, value in vars(args).items() if key in self.config_keys}
+    def overrides(self, args: argparse.Namespace, owner: type | None = None) -> dict[str, Any]:
+        """The values of the configuration flags that were given, by key; of one owner's, or of all."""
+        owners = self._keys if owner is None else [owner]
+        return {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
 
 
 class _Value:
@@ -85,9 +89,12 @@ class _Value:
 
     def __call__(self, text: str) -> Any:
         try:
-            return self.option.parse(text)
+            value = self.option.parse(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r}; valid: {self.valid}") from None
+        if problem := self.option.problem(value):
+            raise argparse.ArgumentTypeError(problem)
+        return value
 
 
 def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from megajax.errors import UserError
 from megajax.evaluation.tasks import OVERLAPPING, PAPER_OVERLAP, TASKS
 from megajax.flags import Parser, add_flag
-from megajax.options import Option
+from megajax.options import Option, Range
 from megajax.processes import is_first_process
 
 USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--overlap N] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
+_ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the run
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     data = "what to evaluate on [perplexity: the run's validation split]"
     parser.add_argument("--data", default="", metavar="PATH", help=data)
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
-    add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap), PAPER_OVERLAP)
+    add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(argv)
     own = {"overlap": args.overlap} if "overlap" in args else {}

@@ -33,13 +33,6 @@ def main(argv: Sequence[str]) -> None:
     given = parser.overrides(args)
     stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
     pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
-    for flag, value in (
-        ("--mesh.pipe", stages),
-        ("--pipeline.chunks", pipeline.chunks),
-        ("--microbatches", microbatches),
-    ):
-        if value < 1:
-            raise UserError(f"{flag} {value}; valid: 1 or more")
     check_schedule(pipeline, stages)
     size = stages * pipeline.chunks * microbatches
     if size > MOST_CELLS or stages**2 > MOST_CELLS:

@@ -15,11 +15,11 @@ from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
+from megajax.options import check
 from megajax.preparation import duplicates
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
-from megajax.preparation.options import check
 from megajax.preparation.plan import (
     SHARD_BYTES,
     TRAINED,
