@@ -187,7 +187,8 @@ def check(given: object) -> None:
     Raises:
         UserError: the first one that is not valid, by its flag.
     """
-    for key, option in options(type(given)).items():
+    owner: Any = type(given)
+    for key, option in options(owner).items():
         if problem := option.problem(attrgetter(key)(given)):
             raise UserError(f"{option.flag} {problem}")
 
