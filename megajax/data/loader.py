@@ -19,7 +19,7 @@ _MAX_THREADS = 4
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """Endless batches for the steps `start_step`, `start_step + 1`, …
+    """The batches of the steps `start_step`, `start_step + 1`, …, without end.
 
     The row at (step, row) is sample `step * global_batch + row`, whatever `rows`, `start_step` and `prefetch` are.
 
