@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses.
+"""The configuration of a run, as frozen dataclasses.
 
 A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megajax.flags`). Values come from presets
 (`megajax.presets`) and are checked by `megajax.validation`.
@@ -46,7 +46,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, and how many stay."""
+    """When checkpoints are written, and how many are kept."""
 
     every: Annotated[int, "steps between two checkpoints; the last step always has one"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 3
@@ -63,7 +63,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes; found by itself under SLURM, Open MPI and Kubernetes."""
+    """Several processes; under SLURM, Open MPI and Kubernetes they are found without these flags."""
 
     coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
     num_processes: Annotated[int, "processes of the run; 0: not given", AT_LEAST_ZERO] = 0
@@ -74,7 +74,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The run as a whole."""
+    """A run."""
 
     seed: Annotated[int, "of weights, dropout, data order and sampling", SEED] = 0
     precision: Annotated[
@@ -106,12 +106,12 @@ class Config:
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether all stages hold a part of the vocabulary and run embedding and head together."""
+        """Whether every stage holds a part of the vocabulary, all of them running embedding and head."""
         return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a preset; loading and resolving it gives the identical one."""
+    """The configuration as the text of a preset; loading and resolving that gives an equal configuration."""
     import tomli_w
 
     return tomli_w.dumps(asdict(config))

@@ -1,4 +1,4 @@
-"""Flags: one for every field of the configuration, and parser errors of one line."""
+"""Flags: one for every field of the configuration; a parser's errors are one line."""
 
 import argparse
 import shutil
@@ -23,10 +23,13 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration.
 
     A flag's name in the namespace is its key (`mesh.data`), and it is there only if it was given.
+
+    Args:
+        description: what the command does.
+        usage: the command line in one line, such as `train.py PRESET [--flag value ...]`.
     """
 
     def __init__(self, description: str, usage: str) -> None:
-        """`usage` is the command line in one line, such as `train.py PRESET [--flag value ...]`."""
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
@@ -50,7 +53,11 @@ class Parser(argparse.ArgumentParser):
             self._keys.setdefault(owner, []).append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As in `argparse`, but with the nearest flags in the error about an unknown one."""
+        """The arguments, as in `argparse`.
+
+        Raises:
+            UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
+        """
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
@@ -60,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Raise the parser's error as a `UserError` that says what would be valid."""
+        """Raise `argparse`'s error as a `UserError` that says what would be valid."""
         name, _, reason = message.removeprefix("argument ").partition(": ")
         if name == "the following arguments are required":
             helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
@@ -81,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Value:
-    """The text of a flag as a value, for argparse's `type`."""
+    """A function from the text of a flag to its value, for argparse's `type`."""
 
     def __init__(self, option: Option) -> None:
         self.option = option
@@ -98,7 +105,7 @@ class _Value:
 
 
 def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
-    """Add an option's flag to a parser or a group of it. `default` is what `--help` shows."""
+    """Add an option's flag to a parser or to a group of it; `--help` shows `default`."""
     shown = (
         "required"
         if required
@@ -126,7 +133,10 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
     """The configuration of a command line `PRESET [--flag value ...]`.
 
-    Raises `UserError`; prints and exits with code 0 for `--help`, which shows the values of the preset before it.
+    With `--help` this prints all flags, with the values of the preset if one is named, and exits with code 0.
+
+    Raises:
+        UserError: a flag or the preset is not valid.
     """
     values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")

@@ -69,13 +69,13 @@ NOT_EMPTY = Range(bool, "one character or more")
 
 @dataclass(frozen=True)
 class Option:
-    """One field: as a preset's key (`train.global_batch`), as a flag (`--train.global-batch`).
+    """A field as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`).
 
     Attributes:
-        key: with its section, if it is in one.
+        key: its name, after that of its section if it is in one.
         kind: int, float, bool, str, a Literal of strings or whole numbers, or a tuple of a dataclass's records.
         default: dataclasses.MISSING where a value must be given.
-        help: what it says, for `--help`.
+        help: its text in `--help`.
         declared: the valid values that the field declares; None: all of the type, for numbers the positive ones.
     """
 
@@ -106,7 +106,7 @@ class Option:
 
     @property
     def valid(self) -> str:
-        """What may be written, in words."""
+        """The valid values of the type, in words."""
         if self.choices:
             return ", ".join(map(str, self.choices))
         if self.record:
@@ -115,7 +115,11 @@ class Option:
         return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in UTF-8"}[self.kind]
 
     def convert(self, value: Any) -> Any:
-        """`value` as this field's type. Raises `ValueError` where it isn't one: nothing is guessed, "8" is not 8."""
+        """`value` as this field's type; "8" is no number.
+
+        Raises:
+            ValueError: it has another type.
+        """
         if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)
@@ -133,7 +137,11 @@ class Option:
         return value
 
     def parse(self, text: str) -> Any:
-        """`convert` for the text of a flag. Raises `ValueError`."""
+        """The text of a flag as this field's type.
+
+        Raises:
+            ValueError: it is none.
+        """
         if self._literals:
             return self.convert({str(choice): choice for choice in self._literals}.get(text, text))
         if self.kind is bool:
@@ -149,7 +157,11 @@ class Option:
 
 
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:
-    """A list of tables, or of records that already are one, as records. Raises `ValueError`."""
+    """A list of tables, or of records, as records.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not isinstance(value, list | tuple):
         raise ValueError(value)
     known, records = options(kind), []

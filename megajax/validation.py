@@ -1,4 +1,4 @@
-"""Checks of a configuration's values, each by itself and against each other."""
+"""Checks of a configuration: of single values, of values that depend on each other, and against the devices."""
 
 import math
 import re

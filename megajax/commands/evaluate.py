@@ -1,4 +1,4 @@
-"""`eval.py`: the figures of a run's checkpoint on a task."""
+"""`eval.py`: evaluate a run's checkpoint on a task."""
 
 import json
 import math
@@ -17,7 +17,11 @@ _ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the r
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the command line, restore the checkpoint and run the task."""
+    """Restore the checkpoint that the command line names, run the task and print its figures as JSON.
+
+    Raises:
+        UserError: a flag, the run or the data cannot be used.
+    """
     parser = Parser("Evaluate a trained model.", USAGE)
     parser.add_argument("task", metavar="TASK", choices=sorted(TASKS), help=f"one of {', '.join(sorted(TASKS))}")
     parser.add_argument("--checkpoint", metavar="RUN", required=True, help="run directory of the training")

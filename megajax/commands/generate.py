@@ -23,7 +23,11 @@ CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the command line, restore the checkpoint and write the continuations as they come."""
+    """Restore the checkpoint that the command line names and print the continuations while they are generated.
+
+    Raises:
+        UserError: a flag, the run or a prompt cannot be used.
+    """
     parser = Parser(
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",

@@ -1,4 +1,4 @@
-"""The command `megajax prepare`."""
+"""`megajax prepare`: make a tokenized dataset of text."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,12 @@ from megajax.preparation.workers import num_cores
 
 
 def main(argv: Sequence[str]) -> None:
-    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
+    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx.
+
+    Raises:
+        UserError: a flag or the input cannot be used, or the output cannot be written.
+        RunError: a worker process ended.
+    """
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
     parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
     parser.add_argument(

@@ -41,7 +41,7 @@ def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of Zstandard frames, one after the other. The package's own reader would not notice a truncated file."""
+    """The content of Zstandard frames in order. A truncated file is an error, unlike in the package's own reader."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._pending, self._frame = raw, memoryview(b""), self._new_frame()

@@ -1,4 +1,4 @@
-"""The numbers that define a model. The text beside a type is the flag's help."""
+"""Models, as configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""How weights are updated, as configuration."""
+"""The optimizer, as configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -39,7 +39,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows when they long did not."""
+    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
 
     initial: Annotated[float, "scale at the start", Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")] = (
         2.0**16

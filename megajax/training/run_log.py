@@ -164,7 +164,7 @@ class RunLog:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """A record as a line of JSON, floats in full. A number that is not finite becomes null, as JSON has no such numbers."""
+    """A record as a line of JSON, floats in full. A number that is not finite becomes null, JSON having none."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
