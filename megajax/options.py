@@ -208,14 +208,14 @@ def check(given: object) -> None:
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
     """The end of an error message about an unknown key, flag or name: the valid ones nearest to it, or `otherwise`."""
 
-    def split(name: str) -> tuple[str, str]:
+    def parts(name: str) -> tuple[str, str]:
         section, _, word = name.rpartition(".")
         return section, word.lstrip("-").replace("_", "-")
 
-    (section, word), valid = split(unknown), list(valid)
-    same_section = {split(name)[1]: name for name in valid if split(name)[0] == section}
+    (section, word), valid = parts(unknown), list(valid)
+    same_section = {parts(name)[1]: name for name in valid if parts(name)[0] == section}
     near = (
-        [name for name in valid if split(name)[1] == word]
+        [name for name in valid if parts(name)[1] == word]
         or [same_section[match] for match in difflib.get_close_matches(word, same_section, n=2)]
         or difflib.get_close_matches(unknown, valid, n=2, cutoff=0.85)
     )

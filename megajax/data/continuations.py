@@ -9,7 +9,7 @@ from megajax.data.gpt import Sample, padded_sample
 
 
 class ContinuationSamples:
-    """Samples that predict the ends of token sequences, each from what stands before it.
+    """Samples that predict the ends of token sequences, each from the tokens before it.
 
     A sequence gives one sample, its last T tokens and their targets; a sequence whose end has more than T tokens gives
     several samples, which predict each of these tokens once.

@@ -1,4 +1,4 @@
-"""Batches from samples. Rows are positions in the global batch; a process asks for those that its devices need.
+"""Batches from samples. Rows are numbered in the global batch; a process asks for those that its devices need.
 
 A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T].
 """

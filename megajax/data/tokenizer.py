@@ -45,7 +45,7 @@ class Tokenizer(ABC):
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
-        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if nobody can tell."""
+        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if that is unknown."""
         return None
 
     def to_json(self) -> str:

@@ -32,7 +32,7 @@ _TOKENS_AT_ONCE = 16  # generated between two searches for stop texts
 
 @register_model("megajax")
 class MegajaxLM(TemplateLM):
-    """A run's model. Texts are split in context and continuation, and long ones cut, as for the harness's own models.
+    """A run's model. Context and continuation are encoded, and long texts cut, as for the harness's own models.
 
     Args:
         checkpoint: run directory of a training.

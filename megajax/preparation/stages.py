@@ -128,7 +128,7 @@ def _digest(text: str) -> npt.NDArray[np.uint64]:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(folder: Path, changed: int) -> Tokenizer:
+def _tokenizer(folder: Path, changed: int) -> Tokenizer:  # `changed` tells the cache of a new one in the same folder
     return load_tokenizer(folder)
 
 
