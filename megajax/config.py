@@ -1,7 +1,7 @@
-"""The configuration of a run: frozen dataclasses.
+"""The configuration of a run, as frozen dataclasses.
 
 A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megajax.flags`). Values come from presets
-(`megajax.presets`), are checked by `megajax.validation`.
+(`megajax.presets`) and are checked by `megajax.validation`.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
+from megajax.options import AT_LEAST_ZERO, SEED, Range
 from megajax.pipeline.config import PipelineConfig
 
 
@@ -39,13 +40,13 @@ class TrainConfig:
         "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
     ] = "none"
     eval_every: Annotated[int, "steps between two validations"] = 100
-    eval_batches: Annotated[int, "global batches per validation; 0: the whole split"] = 0
+    eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 0
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, and how many stay."""
+    """When checkpoints are written, and how many are kept."""
 
     every: Annotated[int, "steps between two checkpoints; the last step always has one"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 3
@@ -56,24 +57,26 @@ class SampleConfig:
     """The continuation that is printed at the end of training."""
 
     prompt: Annotated[str, "text to continue"] = ""
-    tokens: Annotated[int, "tokens to sample; 0: none"] = 64
-    temperature: Annotated[float, "0: always the most probable token"] = 0.8
+    tokens: Annotated[int, "tokens to sample; 0: none", AT_LEAST_ZERO] = 64
+    temperature: Annotated[float, "0: always the most probable token", AT_LEAST_ZERO] = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes; found by itself under SLURM, Open MPI and Kubernetes."""
+    """Several processes; under SLURM, Open MPI and Kubernetes they are found without these flags."""
 
     coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
-    num_processes: Annotated[int, "processes of the run; 0: not given"] = 0
-    process_id: Annotated[int, "number of this process, from 0; -1: not given"] = -1
+    num_processes: Annotated[int, "processes of the run; 0: not given", AT_LEAST_ZERO] = 0
+    process_id: Annotated[
+        int, "number of this process, from 0; -1: not given", Range(lambda x: x >= -1, "0 or more, or -1: not given")
+    ] = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The run as a whole."""
+    """A run."""
 
-    seed: Annotated[int, "of weights, dropout, data order and sampling"] = 0
+    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED] = 0
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
     ] = "fp32"
@@ -82,7 +85,9 @@ class Config:
         Literal["auto", "never", "must"],
         "continue from the last checkpoint: if there is one, never, or fail without one",
     ] = "auto"
-    simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices"] = 0
+    simulate_devices: Annotated[
+        int, "CPU devices to simulate in this process; 0: use the real devices", AT_LEAST_ZERO
+    ] = 0
     sequence_parallel: Annotated[
         bool, "split activations between the blocks along the sequence, over tensor (all-gather, reduce-scatter)"
     ] = False
@@ -101,12 +106,12 @@ class Config:
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether all stages hold a part of the vocabulary and run embedding and head together."""
+        """Whether every stage holds a part of the vocabulary, all of them running embedding and head."""
         return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a preset; loading and resolving it gives the identical one."""
+    """The configuration as the text of a preset; loading and resolving that gives an equal configuration."""
     import tomli_w
 
     return tomli_w.dumps(asdict(config))

@@ -1,4 +1,4 @@
-"""Flags: one for every field of the configuration, and parser errors of one line."""
+"""Flags: one for every field of the configuration; a parser's errors are one line."""
 
 import argparse
 import shutil
@@ -23,17 +23,23 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration.
 
     A flag's name in the namespace is its key (`mesh.data`), and it is there only if it was given.
+
+    Args:
+        description: what the command does.
+        usage: the command line in one line, such as `train.py PRESET [--flag value ...]`.
     """
 
     def __init__(self, description: str, usage: str) -> None:
-        """`usage` is the command line in one line, such as `train.py PRESET [--flag value ...]`."""
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
-        self.config_keys: list[str] = []
+        self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
-        """Add the flags of the named sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
+        """Add flags of the configuration.
 
-        `values`, by key, are the defaults that `--help` shows instead of the dataclasses'.
+        Args:
+            names: sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
+            owner: the dataclass that has them.
+            values: by key, the defaults that `--help` shows instead of the dataclass's.
         """
         groups = {}
         for key, option in options(owner).items():
@@ -44,10 +50,14 @@ class Parser(argparse.ArgumentParser):
                 title = sections(owner)[section].__doc__ if section else owner.__doc__
                 groups[section] = self.add_argument_group((title or section).splitlines()[0].rstrip("."))
             add_flag(groups[section], option, (values or {}).get(key, option.default))
-            self.config_keys.append(key)
+            self._keys.setdefault(owner, []).append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As in `argparse`, but with the nearest flags in the error about an unknown one."""
+        """The arguments, as in `argparse`.
+
+        Raises:
+            UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
+        """
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
@@ -57,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Raise the parser's error as a `UserError` that says what would be valid."""
+        """Raise `argparse`'s error as a `UserError` that says what would be valid."""
         name, _, reason = message.removeprefix("argument ").partition(": ")
         if name == "the following arguments are required":
             helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
@@ -71,13 +81,14 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{name} takes no value; valid: {' or '.join(action.option_strings)}")
         raise UserError(f"{name} {reason}")
 
-    def overrides(self, args: argparse.Namespace) -> dict[str, Any]:
-        """The values of the configuration's flags that were given, by key."""
-        return {key: value for key, value in vars(args).items() if key in self.config_keys}
+    def overrides(self, args: argparse.Namespace, owner: type | None = None) -> dict[str, Any]:
+        """The values of the configuration flags that were given, by key; of one owner's, or of all."""
+        owners = self._keys if owner is None else [owner]
+        return {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
 
 
 class _Value:
-    """The text of a flag as a value, for argparse's `type`."""
+    """A function from the text of a flag to its value, for argparse's `type`."""
 
     def __init__(self, option: Option) -> None:
         self.option = option
@@ -85,13 +96,16 @@ class _Value:
 
     def __call__(self, text: str) -> Any:
         try:
-            return self.option.parse(text)
+            value = self.option.parse(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r}; valid: {self.valid}") from None
+        if problem := self.option.problem(value):
+            raise argparse.ArgumentTypeError(problem)
+        return value
 
 
 def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
-    """Add an option's flag to a parser or a group of it. `default` is what `--help` shows."""
+    """Add an option's flag to a parser or to a group of it; `--help` shows `default`."""
     shown = (
         "required"
         if required
@@ -119,7 +133,10 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
     """The configuration of a command line `PRESET [--flag value ...]`.
 
-    Raises `UserError`; prints and exits with code 0 for `--help`, which shows the values of the preset before it.
+    With `--help` this prints all flags, with the values of the preset if one is named, and exits with code 0.
+
+    Raises:
+        UserError: a flag or the preset is not valid.
     """
     values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")

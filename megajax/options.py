@@ -1,26 +1,89 @@
-"""The fields of configuration dataclasses as options: a key, a type, a default and a help text each.
+"""The fields of configuration dataclasses as options: a key, a type, a default, a help text and what is valid.
 
-A field is declared once, as in `keep: Annotated[int, "newest checkpoints to keep"] = 3`; presets, flags, `--help` and
-error messages are derived from it. A field whose type is a dataclass is a section.
+A field is declared once, as in `dropout: Annotated[float, "probability to drop", SHARE] = 0.1`; presets, flags,
+`--help`, checks and error messages are derived from it. A number without a range must be positive. A field whose type
+is a dataclass is a section.
 """
 
 import difflib
 import functools
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from megajax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Range:
+    """The valid values of a field.
+
+    Attributes:
+        contains: whether a value of the field's type is valid.
+        words: the valid values, as error messages name them.
+    """
+
+    contains: Callable[[Any], bool]
+    words: str
+
+    def problem(self, value: Any) -> str:
+        """The end of the error message about `value`; empty if it is valid."""
+        return "" if self.contains(value) else f"{'is empty' if value == '' else value}; valid: {self.words}"
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """The valid texts of a field, looked up whenever they are needed.
+
+    Attributes:
+        names: such as the keys of a dict, which may grow after the field was declared.
+    """
+
+    names: Collection[str]
+
+    def problem(self, value: str) -> str:
+        """The end of the error message about `value`, with the nearest name; empty if it is valid."""
+        if value in self.names:
+            return ""
+        near = suggest(value, self.names, otherwise="")
+        return f"{value!r}; valid: {', '.join(self.names)}{near and f' ({near})'}"
+
+
+def between(least: float, most: float) -> Range:
+    """The numbers from `least` to `most`, both included."""
+    return Range(lambda x: least <= x <= most, f"{least} to {most}")
+
+
+AT_LEAST_ONE = Range(lambda x: x >= 1, "1 or more")
+AT_LEAST_ZERO = Range(lambda x: x >= 0, "0 or more")
+MORE_THAN_ZERO = Range(lambda x: x > 0, "more than 0")
+MORE_THAN_ONE = Range(lambda x: x > 1, "more than 1")
+SHARE = Range(lambda x: 0 <= x < 1, "0 or more and less than 1")
+POSITIVE_SHARE = Range(lambda x: 0 < x < 1, "more than 0 and less than 1")
+SEED = between(0, 2**31 - 1)
+NOT_EMPTY = Range(bool, "one character or more")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field: as a preset's key (`train.global_batch`), as a flag (`--train.global-batch`)."""
+    """A field as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`).
+
+    Attributes:
+        key: its name, after that of its section if it is in one.
+        kind: int, float, bool, str, a Literal of strings or whole numbers, or a tuple of a dataclass's records.
+        default: dataclasses.MISSING where a value must be given.
+        help: its text in `--help`.
+        declared: the valid values that the field declares; None: all of the type, for numbers the positive ones.
+    """
 
     key: str
-    kind: Any  # int, float, bool, str, a Literal of strings or whole numbers, or a tuple of a dataclass's records
-    default: Any  # dataclasses.MISSING where a value must be given
+    kind: Any
+    default: Any
     help: str
+    declared: Range | OneOf | None = None
 
     @property
     def flag(self) -> str:
@@ -29,7 +92,11 @@ class Option:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values of a Literal; empty for any other type."""
+        """The values of a Literal, or the names of a `OneOf`; empty for anything else."""
+        return tuple(self.declared.names) if isinstance(self.declared, OneOf) else self._literals
+
+    @property
+    def _literals(self) -> tuple[Any, ...]:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
@@ -39,7 +106,7 @@ class Option:
 
     @property
     def valid(self) -> str:
-        """What may be written, in words."""
+        """The valid values of the type, in words."""
         if self.choices:
             return ", ".join(map(str, self.choices))
         if self.record:
@@ -48,10 +115,14 @@ class Option:
         return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in UTF-8"}[self.kind]
 
     def convert(self, value: Any) -> Any:
-        """`value` as this field's type. Raises `ValueError` where it isn't one: nothing is guessed, "8" is not 8."""
-        if self.choices:
+        """`value` as this field's type; "8" is no number.
+
+        Raises:
+            ValueError: it has another type.
+        """
+        if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
-            good = any(type(value) is type(choice) and value == choice for choice in self.choices)
+            good = any(type(value) is type(choice) and value == choice for choice in self._literals)
         elif self.record:
             return _records(self.record, value)
         elif self.kind is float:
@@ -66,18 +137,31 @@ class Option:
         return value
 
     def parse(self, text: str) -> Any:
-        """`convert` for the text of a flag. Raises `ValueError`."""
-        if self.choices:
-            return self.convert({str(choice): choice for choice in self.choices}.get(text, text))
+        """The text of a flag as this field's type.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if self._literals:
+            return self.convert({str(choice): choice for choice in self._literals}.get(text, text))
         if self.kind is bool:
             return self.convert({"true": True, "false": False}.get(text))
         if self.record:
             return self.convert(tomllib.loads(f"value = {text}")["value"])
         return self.convert(self.kind(text))
 
+    def problem(self, value: Any) -> str:
+        """What an error message says of a value of the right type, after the flag; empty if the value is valid."""
+        valid = self.declared or {int: AT_LEAST_ONE, float: MORE_THAN_ZERO}.get(self.kind)
+        return valid.problem(value) if valid else ""
+
 
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:
-    """A list of tables, or of records that already are one, as records. Raises `ValueError`."""
+    """A list of tables, or of records, as records.
+
+    Raises:
+        ValueError: it is none.
+    """
     if not isinstance(value, list | tuple):
         raise ValueError(value)
     known, records = options(kind), []
@@ -104,22 +188,34 @@ def options(owner: type) -> dict[str, Option]:
         hints = get_type_hints(part, include_extras=True)
         for field in fields(part):
             if get_origin(hints[field.name]) is Annotated:
-                kind, help_text = get_args(hints[field.name])
-                table[prefix + field.name] = Option(prefix + field.name, kind, field.default, help_text)
+                kind, help_text, *valid = get_args(hints[field.name])
+                table[prefix + field.name] = Option(prefix + field.name, kind, field.default, help_text, *valid)
     return table
 
 
-def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
-    """The end of an error message about an unknown key or flag: the valid ones nearest to it, or else `otherwise`."""
+def check(given: object) -> None:
+    """Check the fields of an instance of a configuration dataclass, and of its sections, each by itself.
 
-    def split(name: str) -> tuple[str, str]:
+    Raises:
+        UserError: the first one that is not valid, by its flag.
+    """
+    owner: Any = type(given)
+    for key, option in options(owner).items():
+        if problem := option.problem(attrgetter(key)(given)):
+            raise UserError(f"{option.flag} {problem}")
+
+
+def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
+    """The end of an error message about an unknown key, flag or name: the valid ones nearest to it, or `otherwise`."""
+
+    def parts(name: str) -> tuple[str, str]:
         section, _, word = name.rpartition(".")
         return section, word.lstrip("-").replace("_", "-")
 
-    (section, word), valid = split(unknown), list(valid)
-    same_section = {split(name)[1]: name for name in valid if split(name)[0] == section}
+    (section, word), valid = parts(unknown), list(valid)
+    same_section = {parts(name)[1]: name for name in valid if parts(name)[0] == section}
     near = (
-        [name for name in valid if split(name)[1] == word]
+        [name for name in valid if parts(name)[1] == word]
         or [same_section[match] for match in difflib.get_close_matches(word, same_section, n=2)]
         or difflib.get_close_matches(unknown, valid, n=2, cutoff=0.85)
     )

@@ -1,4 +1,4 @@
-"""Presets, TOML files of a configuration's values: finding them, reading them, and putting flags in their place."""
+"""Presets, TOML files with values of a configuration: finding and reading them, and replacing values by flags."""
 
 import reprlib
 import tomllib
@@ -14,17 +14,21 @@ from megajax.validation import check_values
 
 
 def preset_folders() -> tuple[Path, ...]:
-    """Where bare names are looked up: ./configs, then the source checkout's."""
+    """The folders where bare names are looked up: ./configs, then the source checkout's."""
     return Path("configs"), Path(__file__).resolve().parents[1] / "configs"
 
 
 def preset_names() -> list[str]:
-    """The bare names there are, sorted."""
+    """The bare names of all presets, sorted."""
     return sorted({file.stem for folder in preset_folders() for file in folder.glob("*.toml")})
 
 
 def find_preset(name_or_file: str | Path) -> Path:
-    """The file of a preset, given by its bare name or as a file. Raises `UserError` where there is none."""
+    """The file of a preset, given by its bare name or as a file.
+
+    Raises:
+        UserError: there is none.
+    """
     path = Path(name_or_file)
     if path.suffix != ".toml" and path.name == str(name_or_file):
         for candidate in (folder / f"{path}.toml" for folder in preset_folders()):
@@ -39,7 +43,11 @@ def find_preset(name_or_file: str | Path) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises `UserError`, with the line where it is malformed."""
+    """The tables of a TOML file.
+
+    Raises:
+        UserError: it cannot be read or is malformed, with the line.
+    """
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -51,9 +59,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
-    """Read a preset: a bare name from configs/, or a TOML file. Returns values by key, `run_dir` always among them.
+    """The values of a preset by key; without a `run_dir` in it, that is runs/ and its name.
 
-    Raises `UserError` naming the file: malformed TOML, an unknown key, a value of the wrong type.
+    Raises:
+        UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type.
     """
     path = find_preset(name_or_file)
     tables = read_toml(path)
@@ -71,7 +80,7 @@ def load_preset(name_or_file: str | Path) -> dict[str, Any]:
 
 
 def _convert(key: str, value: object, name: str) -> Any:
-    """`value` as the type of `key`. `name` is what error messages call it: with its file, or as a flag."""
+    """`value` as the type of `key`; `name` is the key with its file, or the flag, for error messages."""
     table = options(Config)
     if key not in table:
         section = key.rpartition(".")[0]
@@ -84,9 +93,10 @@ def _convert(key: str, value: object, name: str) -> Any:
 
 
 def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace what the preset says.
+    """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace those of the preset.
 
-    Raises `UserError` for an unknown key, a wrong type, a value out of range, and a value that is given nowhere.
+    Raises:
+        UserError: an unknown key, a value that is not valid, or a value that is given nowhere.
     """
     overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
     values = {key: _convert(key, value, key) for key, value in preset.items()}

@@ -1,44 +1,25 @@
-"""Checks of a configuration's values, each by itself and against each other."""
+"""Checks of a configuration: of single values, of values that depend on each other, and against the devices."""
 
 import math
 import re
-from collections.abc import Callable
-from operator import attrgetter
 
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
-from megajax.options import options
+from megajax.options import check
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_OR_ZERO = "optimizer.min_learning_rate optimizer.warmup_steps optimizer.weight_decay train.eval_batches sample.tokens"
-_OR_ZERO += " sample.temperature simulate_devices distributed.num_processes"
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {  # every other number must be positive
-    "seed": (lambda x: 0 <= x < 2**31, f"0 to {2**31 - 1}"),
-    "model.dropout": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
-    "optimizer.beta1": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
-    "optimizer.beta2": (lambda x: 0 <= x < 1, "0 or more and less than 1"),
-    "optimizer.skip_above": (lambda x: x == 0 or x > 1, "more than 1, or 0: no step is skipped for its norm"),
-    "optimizer.max_skipped": (lambda x: x >= 0, "0 or more"),
-    "loss_scale.initial": (lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64"),
-    "loss_scale.growth": (lambda x: x > 1, "more than 1"),
-    "loss_scale.backoff": (lambda x: 0 < x < 1, "more than 0 and less than 1"),
-    "data.validation_fraction": (lambda x: 0 < x < 1, "more than 0 and less than 1"),
-    "distributed.process_id": (lambda x: x >= -1, "0 or more, or -1: not given"),
-    **{key: (lambda x: x >= 0, "0 or more") for key in _OR_ZERO.split()},
-}
 
 
 def check_values(config: Config) -> None:
-    """Every check that needs neither devices nor a mesh."""
-    for key, option in options(Config).items():
-        value = attrgetter(key)(config)
-        if option.kind in (int, float):
-            inside, valid = _RANGES.get(key, (lambda x: x > 0, "1 or more" if option.kind is int else "more than 0"))
-            if not inside(value):
-                raise UserError(f"{option.flag} {value}; valid: {valid}")
+    """Check what needs neither devices nor a mesh: every value by itself, and those that depend on each other.
+
+    Raises:
+        UserError: the first mistake, with its flags.
+    """
+    check(config)
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
     if model.hidden_size % model.num_heads:
         below = model.head_size * model.num_heads
@@ -105,7 +86,11 @@ def _check_data(data: DataConfig) -> None:
 
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
-    """Check a schedule's chunks against the stages, and against the layers where there is a model."""
+    """Check a schedule's chunks against the stages, and against the layers where there is a model.
+
+    Raises:
+        UserError: the schedule cannot have them.
+    """
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
     if not SCHEDULES[pipeline.schedule].chunked:
@@ -130,9 +115,10 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
 
 
 def validate(config: Config, num_devices: int) -> None:
-    """Check the values against each other, the mesh, and `num_devices`, those of all processes together.
+    """Check a training: the values by themselves, against each other, and against the devices of all processes.
 
-    Raises one `UserError`, naming flags.
+    Raises:
+        UserError: the first mistake, with its flags.
     """
     check_values(config)
     validate_mesh(config, num_devices)
@@ -151,7 +137,11 @@ def validate(config: Config, num_devices: int) -> None:
 
 
 def validate_mesh(config: Config, num_devices: int) -> None:
-    """The part of `validate` that any use of the model needs, not only training."""
+    """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes.
+
+    Raises:
+        UserError: the first mistake, with its flags.
+    """
     model, mesh = config.model, config.mesh
     check_schedule(config.pipeline, mesh.pipe, model.num_layers)
     if mesh.num_devices != num_devices:

@@ -1,1 +1,1 @@
-"""The arguments of every command."""
+"""The commands: their arguments, and what they print."""

@@ -1,4 +1,4 @@
-"""The command `megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`."""
+"""`megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`: GPT-2 in Hugging Face's format."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,11 @@ from megajax.launch import start
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2 in Hugging Face's format."""
+    """Make a run directory at step 0 from a GPT-2 in Hugging Face's format.
+
+    Raises:
+        UserError: the model, the run directory or a flag cannot be used.
+    """
     parser = Parser(
         "Make a run directory at step 0 from a GPT-2 in Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
@@ -46,7 +50,11 @@ def import_hf(argv: Sequence[str]) -> None:
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Write a checkpoint of a run as a folder that transformers loads."""
+    """Write a checkpoint of a run as a folder that transformers loads.
+
+    Raises:
+        UserError: the run, the step or the folder cannot be used.
+    """
     parser = Parser(
         "Write a checkpoint of a run as a folder that transformers loads.",
         "megajax convert export-hf RUN PATH [--step N|latest|best]",
@@ -74,7 +82,11 @@ ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the action that the command line names."""
+    """Run the action that the command line names.
+
+    Raises:
+        UserError: there is none of that name, or it cannot do what its arguments say.
+    """
     helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
     if argv and argv[0] in ACTIONS:
         ACTIONS[argv[0]](argv[1:])
@@ -95,7 +107,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _start(config: Config) -> None:
-    """Start JAX on one CPU device, whatever else there is: numbers are only moved."""
+    """Start JAX on one CPU device, also where there are GPUs: nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
 
 

@@ -8,36 +8,26 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
+from megajax.generation.options import GenerateOptions
 from megajax.generation.text import Screen, continuation_text, read_prompts
 from megajax.options import Option
 from megajax.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
-OPTIONS = (
-    Option("max_tokens", int, 64, "tokens that a prompt gets at most"),
-    Option("temperature", float, 0.8, "0: always the most probable token; higher is more random"),
-    Option("top_k", int, 0, "choose among the k most probable tokens; 0: all"),
-    Option("top_p", float, 1.0, "choose among the most probable tokens that together have this probability"),
-    Option("seed", int, 0, "of the random choice"),
-    Option("batch", int, 8, "prompts that are continued at once"),
-)
-VALID = {
-    "max_tokens": (lambda x: x >= 1, "1 or more"),
-    "temperature": (lambda x: x >= 0, "0 or more"),
-    "top_k": (lambda x: x >= 0, "0 or more"),
-    "top_p": (lambda x: 0 < x <= 1, "more than 0 and at most 1"),
-    "seed": (lambda x: 0 <= x < 2**31, f"0 to {2**31 - 1}"),
-    "batch": (lambda x: x >= 1, "1 or more"),
-}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the command line, restore the checkpoint and write the continuations as they come."""
+    """Restore the checkpoint that the command line names and print the continuations while they are generated.
+
+    Raises:
+        UserError: a flag, the run or a prompt cannot be used.
+    """
     parser = Parser(
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
@@ -46,21 +36,16 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
     parser.add_argument("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")
-    for option in OPTIONS:
-        add_flag(parser, option, option.default)
+    parser.add_config_flags(owner=GenerateOptions)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(argv)
-    values = {option.key: getattr(args, option.key, option.default) for option in OPTIONS}
-    for option in OPTIONS:
-        inside, valid = VALID[option.key]
-        if not inside(values[option.key]):
-            raise UserError(f"{option.flag} {values[option.key]}; valid: {valid}")
-    overrides = parser.overrides(args)
+    options = GenerateOptions(**parser.overrides(args, GenerateOptions))
+    overrides = parser.overrides(args, Config)
     if overrides.get("mesh.pipe", 1) != 1:
         raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
     prompts = read_prompts(args.prompt, args.prompt_file)
-    report = continue_texts(Path(args.checkpoint), args.step, prompts, values, overrides, show=not args.json)
+    report = continue_texts(Path(args.checkpoint), args.step, prompts, options, overrides, show=not args.json)
     if is_first_process():
         if args.json:
             print(json.dumps(report))
@@ -72,14 +57,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 def continue_texts(
-    run_dir: Path, step: str, prompts: list[str], values: dict[str, Any], overrides: dict[str, Any], *, show: bool
+    run_dir: Path, step: str, prompts: list[str], options: GenerateOptions, overrides: dict[str, Any], *, show: bool
 ) -> dict[str, Any]:
-    """Continue `prompts` by a checkpoint; the report of `--json`.
+    """Continue prompts by a run's checkpoint.
 
     Args:
-        values: of `OPTIONS`, by key.
-        overrides: of the run's configuration, by key.
+        run_dir: the run.
+        step: of the checkpoint: a step, latest, or best.
+        prompts: the texts to continue.
+        options: how.
+        overrides: values that replace those of the run's configuration, by key.
         show: also write the texts on standard output as they come.
+
+    Returns:
+        The report that `--json` prints.
 
     Raises:
         UserError: the run, the step, the prompts or the mesh cannot be used.
@@ -94,7 +85,7 @@ def continue_texts(
                 f"prompt {number} has {len(prompt)} tokens; valid: at most {length}, the context of {run_dir}"
             )
     trained = TrainedModel.restore(run_dir, config, step)
-    sampling = Sampling(values["temperature"], values["top_k"], values["top_p"], values["seed"])
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     decoder = Decoder(trained.program, trained.params, sampling, tokenizer.end_of_text)
     found_step = trained.step
     del trained  # the decoder has its own form of the weights
@@ -102,7 +93,7 @@ def continue_texts(
     new: list[list[int]] = [[] for _ in prompts]
     stops: list[str | None] = [None] * len(prompts)
     began = time.perf_counter()
-    for number, more, stopped_by in decoder.stream(ids, max_tokens=values["max_tokens"], batch=values["batch"]):
+    for number, more, stopped_by in decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch):
         new[number] += more
         stops[number] = stopped_by
         if screen:
@@ -129,5 +120,5 @@ def continue_texts(
 
 
 def _note(text: str) -> None:
-    """Beside the texts, which alone are standard output."""
+    """Print on standard error, since standard output is the texts alone."""
     print(text, file=sys.stderr)

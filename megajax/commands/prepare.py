@@ -1,4 +1,4 @@
-"""The command `megajax prepare`."""
+"""`megajax prepare`: make a tokenized dataset of text."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
-from megajax.options import Option
+from megajax.options import Option, Range
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
 from megajax.preparation.prepare import prepare_dataset
@@ -17,7 +17,12 @@ from megajax.preparation.workers import num_cores
 
 
 def main(argv: Sequence[str]) -> None:
-    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
+    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx.
+
+    Raises:
+        UserError: a flag or the input cannot be used, or the output cannot be written.
+        RunError: a worker process ended.
+    """
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
     parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
     parser.add_argument(
@@ -32,13 +37,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
     )
-    add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core"), 0)
+    at_least = Range(lambda x: x >= 0, "1 or more, or 0: one for each core")
+    add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)
     parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever PREFIX names")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
     args = parser.parse_args(argv)
     workers = getattr(args, "workers", 0)
-    if workers < 0:
-        raise UserError(f"--workers {workers}; valid: 1 or more, or 0: one for each core")
     if not args.output or args.output.endswith("/"):
         raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)

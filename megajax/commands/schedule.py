@@ -1,4 +1,4 @@
-"""`megajax schedule`: a pipeline schedule as a table, a timeline and its figures."""
+"""`megajax schedule`: print and draw a pipeline schedule."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,15 @@ from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, publ
 from megajax.validation import check_schedule
 
 PLOT_FORMATS = (".png", ".svg")
-MOST_CELLS = 250_000  # a table of some seconds
+MOST_CELLS = 250_000  # a table that takes some seconds
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print a pipeline schedule: its table, ticks, bubble and chunks in flight."""
+    """Print a pipeline schedule: its table, ticks, bubble and chunks in flight.
+
+    Raises:
+        UserError: a flag is not valid, or the plot cannot be written.
+    """
     parser = Parser(
         "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick.",
         "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
@@ -33,13 +37,6 @@ def main(argv: Sequence[str]) -> None:
     given = parser.overrides(args)
     stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
     pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
-    for flag, value in (
-        ("--mesh.pipe", stages),
-        ("--pipeline.chunks", pipeline.chunks),
-        ("--microbatches", microbatches),
-    ):
-        if value < 1:
-            raise UserError(f"{flag} {value}; valid: 1 or more")
     check_schedule(pipeline, stages)
     size = stages * pipeline.chunks * microbatches
     if size > MOST_CELLS or stages**2 > MOST_CELLS:

@@ -1,4 +1,4 @@
-"""Where a model lies: a local folder, or the Hugging Face hub."""
+"""The folder of a model: a local one, or one downloaded from the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,10 @@ _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.jso
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a model: `path` itself, or, where that is the name of a model on the hub, what is downloaded.
+    """The folder of a model: `path` itself, or, if that is the name of a model on the hub, a download of it.
 
     Raises:
-        UserError: there is no such folder, or the hub does not give it.
+        UserError: there is no such folder, and the model cannot be downloaded.
     """
     folder = Path(path)
     if folder.is_dir():

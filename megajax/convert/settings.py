@@ -20,7 +20,7 @@ _SIZES = {  # theirs -> ours
     "vocab_size": "model.vocab_size",
 }
 _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FIXED = {  # what our model is: the defaults of GPT2Config too, so that a field may be missing
+_FIXED = {  # what our model is; also the defaults of GPT2Config, so a field may be missing
     "activation_function": "gelu_new",
     "layer_norm_epsilon": LAYER_NORM_EPSILON,
     "scale_attn_weights": True,
@@ -29,7 +29,7 @@ _FIXED = {  # what our model is: the defaults of GPT2Config too, so that a field
     "tie_word_embeddings": True,
     "add_cross_attention": False,
 }
-_RECIPE = {  # to train on: steps that do not undo what is there
+_RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
     "train.steps": 1000,
     "train.global_batch": 8,
     "train.microbatch": 1,
@@ -43,7 +43,11 @@ _RECIPE = {  # to train on: steps that do not undo what is there
 
 
 def read_settings(folder: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run that trains on what `folder/config.json` describes; `overrides` by key replace it.
+    """The configuration of a run that trains the model of `folder/config.json` further.
+
+    Args:
+        folder: of the model.
+        overrides: values by key that replace those of the model and of the recipe.
 
     Raises:
         UserError: it is not the GPT-2 that our model is.
@@ -73,7 +77,7 @@ def read_settings(folder: Path, overrides: Mapping[str, Any]) -> Config:
         raise UserError(f"{file}: n_inner is {json.dumps(inner)}; valid: null, or {4 * hidden} (4 x n_embd)")
     dropout = {} if "model.dropout" in overrides else {"model.dropout": _dropout(file, fields)}
     std = fields.get("initializer_range", 0.02)
-    init_std = {"model.init_std": std} if type(std) is float and std > 0 else {}  # of no use to weights that exist
+    init_std = {"model.init_std": std} if type(std) is float and std > 0 else {}  # weights that exist do not need it
     return resolve(_RECIPE | sizes | dropout | init_std, overrides)
 
 
@@ -94,7 +98,12 @@ def _check(file: Path, name: str, value: object, valid: object) -> None:
 
 
 def to_settings(model: ModelConfig, end_of_text: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`config.json` and `generation_config.json` of a model; `end_of_text` is its tokenizer's, if it has one."""
+    """The contents of `config.json` and `generation_config.json`.
+
+    Args:
+        model: whose they are.
+        end_of_text: the id in its tokenizer, if it has one.
+    """
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     sizes = {
         "n_layer": model.num_layers,

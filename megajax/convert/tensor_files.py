@@ -1,5 +1,7 @@
-"""The tensors in a folder's safetensors files, one file or several with an index. Nothing else is ever read: other
-formats of weights are pickles, which run code."""
+"""The tensors in a folder's safetensors files, one file or several with an index.
+
+Other formats of weights are never read: they are pickles, which can run any code.
+"""
 
 import json
 from collections.abc import Mapping
@@ -19,18 +21,20 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """Tensors by name; each is read when it is asked for.
+    """Tensors by name. Only the files' headers are read at once; a tensor is read when it is asked for.
+
+    Args:
+        folder: where the files are.
 
     Attributes:
-        shapes: of all there are, by name.
+        folder: as given.
+        shapes: of all tensors, by name.
+
+    Raises:
+        UserError: there are no such files, or one is missing or damaged.
     """
 
     def __init__(self, folder: Path):
-        """Opens the files of `folder` and reads their headers.
-
-        Raises:
-            UserError: there are none, or one is missing or damaged.
-        """
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -55,7 +59,11 @@ class TensorFiles:
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `UserError` unless the tensors of these names are there in these shapes, in fp32, fp16 or bf16."""
+        """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16.
+
+        Raises:
+            UserError: they are not.
+        """
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
             raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of a GPT-2")
@@ -70,7 +78,11 @@ class TensorFiles:
                 raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(_DTYPES)}")
 
     def check_no_others(self, names: set[str]) -> None:
-        """Raises `UserError` if there are tensors of other names."""
+        """Check that there are no tensors of other names.
+
+        Raises:
+            UserError: there are.
+        """
         others = sorted(self.shapes.keys() - names)
         if others:
             raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a GPT2LMHeadModel has")
@@ -79,7 +91,7 @@ class TensorFiles:
         """A tensor in fp32.
 
         Raises:
-            UserError: it has values that are no finite numbers.
+            UserError: it has values that are NaN or infinite.
         """
         tensor = self._files[name].get_tensor(name).astype(np.float32)
         if not np.isfinite(tensor).all():

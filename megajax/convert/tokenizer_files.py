@@ -10,7 +10,7 @@ from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 
 _SINGLE = "tokenizer.json"
-_PLAIN = {  # what a byte-level tokenizer as GPT-2's has, or none of it
+_PLAIN = {  # the valid values of a byte-level tokenizer like GPT-2's; None: the field may be missing
     "normalizer": (None,),
     "pre_tokenizer.type": ("ByteLevel",),
     "pre_tokenizer.add_prefix_space": (False,),
@@ -25,7 +25,7 @@ _PLAIN = {  # what a byte-level tokenizer as GPT-2's has, or none of it
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a folder, None where there is none, and its added tokens that ours does not know.
+    """The tokenizer of a folder, and its added tokens that ours leaves out; None and no tokens where there is none.
 
     Raises:
         UserError: it is damaged, or not a byte-level BPE as GPT-2's.

@@ -25,12 +25,15 @@ class Blend:
 
     The k-th sample of a source with the share w has its place in the window from ⌊k/w⌋ to ⌈(k+1)/w⌉. In every place
     stands the source whose window ends first among those whose window has begun (earliest deadline first, which meets
-    all windows of shares that sum to 1; Baruah et al., "Proportionate progress", 1996). All in whole numbers: weights
-    count as the decimal fractions they are written as, and after their common denominator the order repeats. So far it
-    is worked out from the start, at about a million places a second and two bytes for each.
+    all windows of shares that sum to 1; Baruah et al., "Proportionate progress", 1996). The computation is in whole
+    numbers: weights count as the decimal fractions they are written as, and after their common denominator the order
+    repeats. The order is worked out from its start, at about a million samples a second and two bytes for each.
 
     Args:
         weights: above 0, one for each source; shares are in proportion to them.
+
+    Attributes:
+        period: samples after which the order of the sources repeats.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -42,10 +45,8 @@ class Blend:
         )
         counts = [int(fraction / unit) for fraction in fractions]
         common = math.gcd(*counts)
-        self._counts = [count // common for count in counts]
-        """Samples of each source in a period."""
+        self._counts = [count // common for count in counts]  # samples of each source in a period
         self.period = sum(self._counts)
-        """Samples after which the order of the sources repeats."""
         self._sources = array.array("H")  # of the samples of a period, as far as they were asked for
         self._before: list[list[int]] = []  # samples of each source before each block
         self._waiting = [(0, source, 0) for source in range(len(counts))]  # begin of the window, source, its sample
@@ -54,11 +55,11 @@ class Blend:
 
     @property
     def shares(self) -> list[float]:
-        """Of each source, with the sum 1."""
+        """The share of each source; they sum to 1."""
         return [count / self.period for count in self._counts]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The source of a sample, and which one of that source's samples it is."""
+        """The source of sample `number`, and the number that the sample has there."""
         period, slot = divmod(number, self.period)
         with self._lock:
             while len(self._sources) <= slot:
@@ -68,7 +69,7 @@ class Blend:
         return source, period * self._counts[source] + self._before[block][source] + int((here == source).sum())
 
     def _extend(self) -> None:
-        """Work out one block more."""
+        """Work out the sources of one more block."""
         given = self._before[-1].copy() if self._before else [0] * len(self._counts)
         last = np.array(self._sources[-_BLOCK:], np.uint16)
         for source, count in enumerate(np.bincount(last, minlength=len(given))):
@@ -90,7 +91,12 @@ class BlendedSamples:
 
     Args:
         sources: at least one, all with the same sequence length.
-        weights: one for each.
+        weights: one for each source.
+
+    Attributes:
+        sources: as given.
+        blend: which source each sample comes from.
+        sequence_length: of all sources.
     """
 
     def __init__(self, sources: Sequence[TrainSamples], weights: Sequence[float]) -> None:
@@ -105,10 +111,13 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """The samples of several corpora to evaluate on, in turn, so that any first part of them is of all in proportion.
+    """The samples of several corpora to evaluate on, in turn: any first part has of each in proportion to its size.
 
     Args:
         parts: at least one, all with the same sequence length.
+
+    Attributes:
+        sequence_length: of all parts.
     """
 
     def __init__(self, parts: Sequence[EvaluationSamples]) -> None:

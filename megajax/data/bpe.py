@@ -15,7 +15,7 @@ from megajax.errors import UserError
 
 
 class BytePairTokenizer(Tokenizer):
-    """A byte-level BPE with GPT-2's pre-tokenizer: no prefix space, every text can be encoded and comes back unchanged.
+    """A byte-level BPE with GPT-2's pre-tokenizer: no prefix space; decoding an encoded text gives it back unchanged.
 
     Args:
         vocabulary: id of every token, tokens in GPT-2's printable form of bytes.
@@ -32,7 +32,11 @@ class BytePairTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "BytePairTokenizer":
-        """See `train_tokenizer`. Ids are laid out as GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
+        """Learn a vocabulary, as `train_tokenizer` describes. Ids are GPT-2's: 256 bytes, merges, `<|endoftext|>` last.
+
+        Raises:
+            UserError: `vocab_size` is less than 257.
+        """
         from tokenizers import models, pre_tokenizers, trainers
 
         if vocab_size < 257:
@@ -52,7 +56,11 @@ class BytePairTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, vocabulary_file: Path, merges_file: Path) -> "BytePairTokenizer":
-        """See `load_tokenizer`."""
+        """Read a tokenizer's two files, as `load_tokenizer` describes.
+
+        Raises:
+            UserError: a file cannot be read or is malformed.
+        """
         vocabulary = _parse_vocabulary(vocabulary_file)
         return cls(vocabulary, _parse_merges(merges_file, vocabulary))
 
@@ -68,7 +76,11 @@ class BytePairTokenizer(Tokenizer):
         return lengths
 
     def save(self, folder: str | Path) -> None:
-        """Write `vocab.json` and `merges.txt`, each atomically."""
+        """Write `vocab.json` and `merges.txt`, each atomically.
+
+        Raises:
+            UserError: they cannot be written.
+        """
         merges = "".join(f"{left} {right}\n" for left, right in self._merges)
         write_atomically(Path(folder, "merges.txt"), "#version: 0.2\n" + merges)
         write_atomically(Path(folder, "vocab.json"), json.dumps(self._vocabulary, ensure_ascii=False))
@@ -92,7 +104,11 @@ def _parse_vocabulary(file: Path) -> dict[str, int]:
 
 
 def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
-    """`vocabulary`, read from `file`, if it is one of a byte-level tokenizer. Raises `UserError` otherwise."""
+    """`vocabulary`, read from `file`, as that of a byte-level tokenizer.
+
+    Raises:
+        UserError: it is none.
+    """
     from tokenizers import pre_tokenizers
 
     if not isinstance(vocabulary, dict) or not all(type(token) is int and token >= 0 for token in vocabulary.values()):

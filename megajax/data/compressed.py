@@ -11,7 +11,7 @@ from typing import IO, Any
 SUFFIXES = (".gz", ".zst")
 
 _BLOCK_BYTES = 1 << 20
-_ZSTD_BYTES = 1 << 14  # read at a time: their content, which is held at once, may be thousands of times as much
+_ZSTD_BYTES = 1 << 14  # read at a time; uncompressed, they may take thousands of times as much memory
 
 
 class Damaged(Exception):
@@ -20,10 +20,10 @@ class Damaged(Exception):
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file: its content, and the file as it lies there, whose position tells how far the reading is.
+    """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read.
 
     Raises:
-        Damaged: while reading.
+        Damaged: while reading: the file is truncated or not what its name says.
         OSError: the file cannot be opened or read.
     """
     with file.open("rb") as raw:
@@ -41,7 +41,7 @@ def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of frames of Zstandard, one after the other. Unlike the package's own reader it notices a cut."""
+    """The content of Zstandard frames in order. A truncated file is an error, unlike in the package's own reader."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._pending, self._frame = raw, memoryview(b""), self._new_frame()

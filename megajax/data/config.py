@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from megajax.options import POSITIVE_SHARE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -26,7 +28,9 @@ class DataConfig:
 
     path: Annotated[str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib"] = ""
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
-    validation_fraction: Annotated[float, "share of the tokens kept for validation, in whole documents"] = 0.03
+    validation_fraction: Annotated[
+        float, "share of the tokens kept for validation, in whole documents", POSITIVE_SHARE
+    ] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
     reset_attention: Annotated[
         bool, "attention and positions start anew with every document, also where several share a sequence"

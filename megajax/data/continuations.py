@@ -9,19 +9,22 @@ from megajax.data.gpt import Sample, padded_sample
 
 
 class ContinuationSamples:
-    """Samples that predict the ends of token sequences, each from what stands before it.
+    """Samples that predict the ends of token sequences, each from the tokens before it.
 
-    A sequence gives one sample, its last T tokens and their targets; one whose end has more than T tokens gives several
-    that together predict each of them once.
+    A sequence gives one sample, its last T tokens and their targets; a sequence whose end has more than T tokens gives
+    several samples, which predict each of these tokens once.
 
     Args:
-        sequences: ids, and the position of the first one to predict, at least 1.
-        sequence_length: the most tokens a model takes. T is the least power of two that is enough, or this.
+        sequences: ids, and the index of the first one to predict, at least 1.
+        sequence_length: the most tokens that the model takes.
+
+    Attributes:
+        owners: for every sample the number of its sequence.
+        sequence_length: T, the least power of two that is enough, or the model's.
     """
 
     def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:
         self.owners: list[int] = []
-        """For every sample the number of its sequence."""
         self._windows: list[tuple[npt.NDArray[np.int32], int]] = []  # up to T + 1 tokens, how many are predicted
         for owner, (ids, first) in enumerate(sequences):
             assert first >= 1, "nothing to predict the first token from"

@@ -48,7 +48,15 @@ def train_and_validation(
     overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the two splits, no document being in both; `overlap` is that of `EvaluationSamples`.
+    """Samples of the training and of the validation split, no document being in both.
+
+    Args:
+        documents: the corpus.
+        sequence_length: tokens of a sample.
+        validation_fraction: share of all tokens that the validation split has, about.
+        seed: of the split, and of the order of training.
+        overlap: that of `EvaluationSamples`.
+        with_positions: samples have positions, too.
 
     Raises:
         UserError: the fraction is not between 0 and 1, a split would have no document, or a split is too short.
@@ -111,9 +119,9 @@ def split_documents(
 class TrainSamples:
     """An endless sequence of training samples; sample i is a pure function of the seed and i.
 
-    In every epoch the documents are put in a new random order and joined; a sample is T + 1 tokens of that, sharing one
-    with the next sample; samples are drawn in a random order (Grain's index shuffle). The last tokens of an epoch, too
-    few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
+    In every epoch the documents are joined in a new random order and cut in samples of T + 1 tokens, of which the last
+    is also the first of the next sample. Samples are drawn in a random order (Grain's index shuffle). The last tokens
+    of an epoch, too few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
 
     Args:
         documents: the corpus.
@@ -121,6 +129,10 @@ class TrainSamples:
         sequence_length: T.
         seed: any whole number from 0.
         with_positions: samples have positions, too.
+
+    Attributes:
+        sequence_length: T.
+        epoch_size: samples per epoch.
     """
 
     def __init__(
@@ -137,7 +149,6 @@ class TrainSamples:
         num_tokens = int(np.diff(documents.document_offsets)[numbers].sum())
         self.sequence_length, self._with_positions = sequence_length, with_positions
         self.epoch_size = (num_tokens - 1) // sequence_length
-        """Samples per epoch."""
         assert self.epoch_size > 0, "shorter than one sequence"
         shuffle_seed = int(np.random.SeedSequence((_SAMPLE_ORDER, seed)).generate_state(1)[0])
         self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
@@ -163,8 +174,8 @@ class TrainSamples:
 class EvaluationSamples:
     """Samples that predict every token but the first exactly once, in natural order; the last one is padded.
 
-    They are windows of T tokens that advance by `overlap` targets. The first counts all its targets, every other one
-    the last `overlap`, which so are predicted from T - `overlap` earlier tokens at least.
+    They are windows of T tokens that advance by `overlap` targets. The first window counts all its targets, every other
+    one its last `overlap`, each of which is predicted from at least T - `overlap` earlier tokens.
 
     Args:
         documents: the corpus.
@@ -172,6 +183,10 @@ class EvaluationSamples:
         sequence_length: T.
         overlap: 1 to T; 0: T, no token is in two windows.
         with_positions: samples have positions, too.
+
+    Attributes:
+        sequence_length: T.
+        overlap: as given, or T.
 
     Raises:
         UserError: there are fewer than two tokens.
@@ -227,15 +242,19 @@ def padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignor
 
 
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
-    """Every token's place in its document, int32 [length]: 0 at the first token, whose document may have begun earlier,
-    and at every one of `begins`, ascending places where a document begins."""
+    """Every token's place in its document, int32 [length].
+
+    Args:
+        begins: indices of the tokens that begin a document, ascending. The first token counts as the begin of one.
+        length: how many tokens there are.
+    """
     begin_T = np.zeros(length, np.int32)
     begin_T[begins] = begins
     return np.arange(length, dtype=np.int32) - np.maximum.accumulate(begin_T)
 
 
 class _TokenStream:
-    """Documents joined in a given order, read without ever being in memory as a whole."""
+    """Documents joined in a given order; only what is read is in memory."""
 
     def __init__(self, documents: TokenDocuments, order: npt.NDArray[np.int64]) -> None:
         self._documents = documents
@@ -246,21 +265,22 @@ class _TokenStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Tokens [stop - start]."""
+        """The tokens from `start` to `stop`, int32 [stop - start]."""
         assert 0 <= start < stop <= len(self), (start, stop)
         window = np.empty(stop - start, np.int32)
         place = int(np.searchsorted(self._ends, start, side="right"))
-        position = start
-        while position < stop:
+        done = start
+        while done < stop:
             end = int(self._ends[place])
             shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # from here to the corpus
             until = min(stop, end)
-            window[position - start : until - start] = self._documents.tokens[position + shift : until + shift]
-            position, place = until, place + 1
+            window[done - start : until - start] = self._documents.tokens[done + shift : until + shift]
+            done, place = until, place + 1
         return window
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Places of tokens in their documents, [stop - start]; of a document that began before `start`, from there."""
+        """Places of tokens in their documents, int32 [stop - start]; a document that began before `start` counts from
+        there."""
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(self._ends, stop, side="left")
         return document_positions(self._ends[first:last] - start, stop - start)

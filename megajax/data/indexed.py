@@ -31,7 +31,7 @@ class IndexedDataset(TokenDocuments):
     """A dataset on disk, memory-mapped and checked.
 
     Attributes:
-        sequence_lengths: int32 [S], in tokens. Documents have one sequence each unless they were split in sentences.
+        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
         document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
 
     Raises:
@@ -61,10 +61,10 @@ class IndexedDataset(TokenDocuments):
 
 
 class IndexedWriter:
-    """Writes a dataset, document by document, in a `with` block.
+    """A dataset that is being written, document by document, in a `with` block.
 
-    Everything is written under temporary names. Only when the block ends without an exception do the files get theirs,
-    the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
+    The files have temporary names until the block ends without an exception. The index is renamed last, so PREFIX.idx
+    exists only beside a complete PREFIX.bin.
 
     Args:
         prefix: path of the two files without their suffixes.
@@ -93,7 +93,11 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends one document, ids [length], as one sequence."""
+        """Append one document, ids [length], as one sequence.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         ids = np.asarray(tokens, dtype=np.int64)
         assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
         with self._writable():
@@ -184,28 +188,28 @@ def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
 def _check_sequences(
     lengths: npt.NDArray[Any], pointers: npt.NDArray[Any], tokens: npt.NDArray[Any], index_file: Path, tokens_file: Path
 ) -> None:
-    """Sequences must lie back to back and fill the .bin exactly."""
+    """Check that sequences lie back to back and fill the .bin exactly."""
     num_bytes = tokens_file.stat().st_size
-    position = 0
+    reached = 0  # bytes
     for start in range(0, len(lengths), _CHECK_SEQUENCES):
         chunk = lengths[start : start + _CHECK_SEQUENCES]
         if chunk.min() < 0:
             number = start + int(np.argmax(chunk < 0))
             raise UserError(f"{index_file}: sequence {number} has a negative length ({lengths[number]})")
-        ends = position + np.cumsum(chunk, dtype=np.int64) * tokens.itemsize
-        wrong = pointers[start : start + len(chunk)] != np.concatenate([[position], ends[:-1]])
+        ends = reached + np.cumsum(chunk, dtype=np.int64) * tokens.itemsize
+        wrong = pointers[start : start + len(chunk)] != np.concatenate([[reached], ends[:-1]])
         if wrong.any():
             number = start + int(np.argmax(wrong))
             raise UserError(
                 f"{index_file}: sequence {number} starts at byte {pointers[number]}, not where the one before it ends"
             )
-        position = int(ends[-1])
-        if position > num_bytes:
+        reached = int(ends[-1])
+        if reached > num_bytes:
             break
-    if position != num_bytes:
-        more = "at least " if position > num_bytes else ""
+    if reached != num_bytes:
+        more = "at least " if reached > num_bytes else ""
         raise UserError(
-            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{position} bytes of tokens; "
+            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{reached} bytes of tokens; "
             "one of the two is truncated or belongs to another dataset"
         )
 

@@ -1,4 +1,4 @@
-"""Batches from samples. Rows are positions in the global batch; a process asks for those that its devices need.
+"""Batches from samples. Rows are numbered in the global batch; a process asks for those that its devices need.
 
 A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T].
 """
@@ -20,7 +20,7 @@ _MAX_THREADS = 4
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """Endless batches for the steps `start_step`, `start_step + 1`, …
+    """The batches of the steps `start_step`, `start_step + 1`, …, without end.
 
     The row at (step, row) is sample `step * global_batch + row`, whatever `rows`, `start_step` and `prefetch` are.
 

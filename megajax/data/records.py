@@ -1,6 +1,6 @@
 """Raw records of text sources: lines of JSONL, rows of Parquet, plain text; compressed or not, read as a stream.
 
-Reading is apart from understanding (`text_of`), so that one process can read what several make sense of.
+Reading records is separate from taking their texts out of them (`text_of`), so that one process can read for several.
 """
 
 import codecs
@@ -16,14 +16,9 @@ from megajax.data import compressed
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 
-STANDARD_LIBRARY = "python-stdlib"
-"""Name that stands for the `.py` files of the running Python's standard library."""
-
-DOCUMENT_CHARACTERS = 4096
-"""Characters after which a single text file is cut at the next blank line."""
-
-TEXT_KEY = "text"
-"""Key of the text in a line of JSONL, and column of a Parquet file."""
+STANDARD_LIBRARY = "python-stdlib"  # stands for the .py files of the running Python's standard library
+DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
+TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
 
 _NOT_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
@@ -32,11 +27,18 @@ _ROWS = 256  # of a Parquet file in memory at once
 
 
 class Record(NamedTuple):
-    """One document as it was read."""
+    """One document as it was read.
 
-    file: int  # position in `TextFiles.files`
-    number: int  # of the line, row or piece, from 1
-    kind: Literal["text", "json", "file"]  # the text itself, a line of JSONL, the bytes of a file
+    Attributes:
+        file: index in `TextFiles.files`.
+        number: of the line, row or piece, from 1.
+        kind: what the content is: the text itself, a line of JSONL, or the bytes of a file.
+        content: that.
+    """
+
+    file: int
+    number: int
+    kind: Literal["text", "json", "file"]
     content: str | bytes
 
 
@@ -86,7 +88,7 @@ class TextFiles:
     - A `.parquet` file: one document per row.
     - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
     - Any other file is plain text. Where it contains `<|endoftext|>`, that separates its documents. Otherwise it is cut
-      in several documents, so that a split by document is possible: each ends at the first blank line after 4096
+      in several documents, of which some can be for validation: each ends at the first blank line after 4096
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
       at a line end or a space. Nothing is lost: the pieces joined are the file.
 
@@ -96,29 +98,32 @@ class TextFiles:
         paths: files, folders, `python-stdlib`.
         flag: the flag that named the paths, for error messages.
 
+    Attributes:
+        files: all files, in order.
+        sizes: bytes of each file on disk.
+
     Raises:
         UserError: a path is missing or neither file nor folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
         self.files: list[Path] = []
-        self._whole: list[bool] = []  # one document, being in a folder
+        self._in_folder: list[bool] = []  # such a file of text is one document
         self._flag = flag
         try:
             for path in paths:
                 found, named = _find(str(path), flag)
                 self.files += found
-                self._whole += [not named] * len(found)
+                self._in_folder += [not named] * len(found)
             self.sizes = [file.stat().st_size for file in self.files]
-            """Bytes of every file, as it lies there."""
         except OSError as error:
-            unreadable(flag, error, paths[0])
+            raise_unreadable(flag, error, paths[0])
 
     def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
         """Every record, and how many bytes of its file were read by then.
 
         Args:
-            cut: False to keep a single text file whole, as one document.
+            cut: whether a single text file is cut in several documents.
             key: column of a Parquet file.
 
         Raises:
@@ -130,20 +135,20 @@ class TextFiles:
             except compressed.Damaged as error:
                 raise UserError(f"{self._flag}: {file} is truncated or damaged: {error}") from None
             except OSError as error:
-                unreadable(self._flag, error, file)
+                raise_unreadable(self._flag, error, file)
 
     def _file_records(self, index: int, file: Path, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
-        kind = "lines" if file.suffix.lower() == ".json" and not self._whole[index] else _kind(file)
+        kind = "lines" if file.suffix.lower() == ".json" and not self._in_folder[index] else _kind(file)
         if kind == "parquet":
-            for number, (text, position) in enumerate(_rows(file, key, self._flag), start=1):
-                yield Record(index, number, "text", text), position
+            for number, (text, num_read) in enumerate(_rows(file, key, self._flag), start=1):
+                yield Record(index, number, "text", text), num_read
             return
         with compressed.reading(file) as (content, raw):
             if kind == "lines":
                 for number, line in enumerate(content, start=1):
                     if line.strip():
                         yield Record(index, number, "json", line), raw.tell()
-            elif self._whole[index]:
+            elif self._in_folder[index]:
                 yield Record(index, 1, "file", content.read()), raw.tell()
             else:
                 blocks = _decoded(content, file, self._flag)
@@ -166,8 +171,8 @@ def valid_paths(flag: str) -> str:
     return f"give UTF-8 text as a file, {files}, {prepared}or the word {STANDARD_LIBRARY}"
 
 
-def unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
-    """Raise an error of reading `path` as a `UserError`."""
+def raise_unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
+    """Raise a `UserError` for an error of reading `path`."""
     raise UserError(f"{flag}: cannot read {error.filename or path}: {error.strerror or error}") from None
 
 
@@ -251,9 +256,9 @@ def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            position = offset - undecoded + error.start
+            place = offset - undecoded + error.start
             raise UserError(
-                f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {position}); "
+                f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {place}); "
                 "convert it to UTF-8, for example with iconv"
             ) from None
         yield text.removeprefix("\ufeff") if offset == 0 else text
@@ -272,7 +277,7 @@ def _separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
 
 
 def _pieces(blocks: Iterable[str], target: int) -> Iterator[str]:
-    """Cuts a text in pieces of about `target` characters, at most four times as many."""
+    """A text in pieces of about `target` characters, at most four times as many."""
     longest = 4 * target
     pending, start = "", 0
     for block in blocks:
@@ -288,12 +293,12 @@ def _pieces(blocks: Iterable[str], target: int) -> Iterator[str]:
 
 
 def _end_of_piece(text: str, earliest: int, latest: int) -> int:
-    """Where to cut between two positions: after blank lines if there are any, else after a line, else after a word."""
+    """Where to cut, from `earliest` to `latest`: after blank lines, without those after a line, else after a word."""
     blank_lines = _BLANK_LINES.search(text, earliest, latest)
     if blank_lines:
         return blank_lines.end()
     for separator in "\n", " ":
-        position = text.find(separator, earliest, latest)
-        if position >= 0:
-            return position + 1
+        found = text.find(separator, earliest, latest)
+        if found >= 0:
+            return found + 1
     return latest

@@ -10,12 +10,19 @@ from megajax.errors import UserError
 
 @dataclass
 class TextReport:
-    """What one pass over a text source read."""
+    """What one pass over a text source read.
+
+    Attributes:
+        files: how many files were read.
+        documents: how many documents were in them.
+        num_bytes: of the documents in UTF-8.
+        skipped_files: files of a folder that are not UTF-8.
+    """
 
     files: int = 0
     documents: int = 0
-    num_bytes: int = 0  # of UTF-8, in the documents
-    skipped_files: int = 0  # files of a folder that are not UTF-8
+    num_bytes: int = 0
+    skipped_files: int = 0
 
 
 class TextDocuments:
@@ -26,9 +33,14 @@ class TextDocuments:
 
     Args:
         path: a file, a folder, or `python-stdlib`.
-        cut: False to keep a single text file whole, as one document.
+        cut: whether a single text file is cut in several documents.
         flag: the flag that named the path, for error messages.
         key: of the text in JSONL, and column of a Parquet file.
+
+    Attributes:
+        path: as given.
+        report: counts of the latest iteration.
+        size: bytes of all files on disk.
 
     Raises:
         UserError: the path is missing or neither file nor folder. While iterating: a file cannot be read; a named text
@@ -38,18 +50,16 @@ class TextDocuments:
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:
         self.path = str(path)
         self.report = TextReport()
-        """Counts of the latest iteration."""
         self._files = TextFiles([path], flag)
         self._cut, self._key = cut, key
         self._flag = flag
         self.size = sum(self._files.sizes)
-        """Bytes of all files."""
 
     def __iter__(self) -> Iterator[str]:
         return (text for _, text in self.placed())
 
     def placed(self) -> Iterator[tuple[str, str]]:
-        """Where each document stands, as FILE:NUMBER of the line, row or piece; and the document."""
+        """The place of each document, as FILE:NUMBER of the line, row or piece; and its text."""
         self.report = report = TextReport(files=len(self._files.files))
         for record, _ in self._files.records(cut=self._cut, key=self._key):
             where = f"{self._files.files[record.file]}:{record.number}"
@@ -71,7 +81,7 @@ class TextDocuments:
 
 
 def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Documents in lists of at least so many characters, but for the last one."""
+    """Documents in lists of at least so many characters each; the last list may have fewer."""
     part: list[str] = []
     size = 0
     for text in documents:

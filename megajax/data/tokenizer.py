@@ -10,28 +10,30 @@ import numpy.typing as npt
 
 from megajax.errors import UserError
 
+# The special token that ends every document in GPT-2's vocabulary, and separates documents in a text file.
 END_OF_TEXT = "<|endoftext|>"
-"""The special token that ends every document in GPT-2's vocabulary, and separates documents in a text file."""
 
 
 class Tokenizer(ABC):
-    """A vocabulary with the way to split text.
+    """A vocabulary, and how text is cut in its tokens.
 
     Args:
         core: the tokenizer of the package `tokenizers` that does the work.
         vocabulary: id of every token.
         end: the token that ends every document.
+
+    Attributes:
+        size: ids that a model needs: the largest id plus one.
+        end_of_text: id of the token that ends every document.
     """
 
     def __init__(self, core: Any, vocabulary: dict[str, int], end: str) -> None:
         self._core, self._vocabulary = core, vocabulary
         self.size = max(vocabulary.values()) + 1
-        """Ids that a model needs: the largest id plus one."""
         self.end_of_text = vocabulary[end]
-        """Id of the token that ends every document."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end. The end written out in the text (`<|endoftext|>`) becomes its token."""
+        """Ids of a text; no end is added. The end written out in the text (`<|endoftext|>`) becomes its token."""
         return self._core.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -43,7 +45,7 @@ class Tokenizer(ABC):
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
-        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if nobody can tell."""
+        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if that is unknown."""
         return None
 
     def to_json(self) -> str:

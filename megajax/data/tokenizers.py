@@ -24,7 +24,7 @@ def train_tokenizer(
     Args:
         documents: the texts.
         vocab_size: ids wanted; a small corpus may yield fewer, because only pairs seen twice are merged.
-        kind: whose way to split text.
+        kind: GPT-2's byte-level BPE, or BERT's WordPiece.
         flag: the flag that gave the size, for error messages.
 
     Raises:

@@ -34,12 +34,12 @@ class TokenDocuments:
 
     @property
     def num_documents(self) -> int:
-        """D, empty documents included."""
+        """D, the number of documents, empty ones included."""
         return len(self.document_offsets) - 1
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """N, the number of tokens."""
         return len(self.tokens)
 
     def document(self, number: int) -> npt.NDArray[np.integer]:
@@ -52,7 +52,7 @@ class TokenDocuments:
         return max((int(self.tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
 
     def check_vocabulary(self, size: int) -> None:
-        """Checks that every id is one of 0 … size - 1. Reads all tokens, a part at a time.
+        """Check that every id is one of 0 … size - 1. Reads all tokens, a part at a time.
 
         Raises:
             UserError: the first id outside, and where it is.
@@ -62,8 +62,8 @@ class TokenDocuments:
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
             chunk = self.tokens[start : start + _SCAN_TOKENS]
             if chunk.min() < 0 or chunk.max() >= size:
-                position = int(np.argmax((chunk < 0) | (chunk >= size)))
+                first = int(np.argmax((chunk < 0) | (chunk >= size)))
                 raise UserError(
-                    f"{self.name}: token id {chunk[position]} at position {start + position} is beyond the vocabulary; "
+                    f"{self.name}: token id {chunk[first]} at position {start + first} is beyond the vocabulary; "
                     f"--model.vocab-size {size} allows 0 to {size - 1}, the largest id here is {self.max_token()}"
                 )

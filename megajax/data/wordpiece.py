@@ -11,7 +11,7 @@ from megajax.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-_LETTERS = 1000  # that a learned vocabulary has, at most
+_LETTERS = 1000  # of a learned vocabulary, at most
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -32,7 +32,11 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "WordPieceTokenizer":
-        """See `train_tokenizer`. The special tokens have the first ids; text is lower-cased."""
+        """Learn a vocabulary, as `train_tokenizer` describes. Special tokens have the first ids; text is lower-cased.
+
+        Raises:
+            UserError: `vocab_size` is less than 100.
+        """
         from tokenizers import models, trainers
 
         if vocab_size < 100:
@@ -59,7 +63,11 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def read(cls, file: Path) -> "WordPieceTokenizer":
-        """See `load_tokenizer`: one token a line, its id the number of the line."""
+        """Read a vocabulary, one token a line; its id is the number of the line, from 0.
+
+        Raises:
+            UserError: the file cannot be read or is malformed.
+        """
         tokens = read_text(file).rstrip("\n").replace("\r\n", "\n").split("\n")
         vocabulary = {token: number for number, token in enumerate(tokens)}
         if len(vocabulary) < len(tokens):
@@ -71,7 +79,11 @@ class WordPieceTokenizer(Tokenizer):
         return cls(vocabulary)
 
     def save(self, folder: str | Path) -> None:
-        """Write `vocab.txt`, atomically."""
+        """Write `vocab.txt` atomically.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         tokens = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
         write_atomically(Path(folder, "vocab.txt"), "".join(f"{token}\n" for token in tokens))
 

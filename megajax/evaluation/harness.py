@@ -4,7 +4,7 @@
     import megajax.evaluation.harness
     lm_eval.simple_evaluate(model="megajax", model_args="checkpoint=runs/demo,mesh.tensor=2", tasks=["lambada_openai"])
 
-or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Of several processes every one makes the same calls.
+or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Every process of a run makes the same calls.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from megajax.generation.window import sample
 from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
-_TOKENS_AT_ONCE = 16  # generated before stop texts are looked for
+_TOKENS_AT_ONCE = 16  # generated between two searches for stop texts
 
 
 @register_model("megajax")
 class MegajaxLM(TemplateLM):
-    """A run's model. Texts are split in context and continuation, and long ones cut, as for the harness's own models.
+    """A run's model. Context and continuation are encoded, and long texts cut, as for the harness's own models.
 
     Args:
         checkpoint: run directory of a training.
@@ -55,11 +55,11 @@ class MegajaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end of text, which also stands before a text without context."""
+        """Id of the end of text; it is also the context of a text without one."""
         return self._text.end_of_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; none are ever added."""
+        """Ids of a text, without special tokens."""
         return self._text.encode(string)
 
     def _loglikelihood_tokens(
@@ -70,7 +70,7 @@ class MegajaxLM(TemplateLM):
         return [(score.log_probability, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, each after an end of text."""
+        """Log-probabilities of texts, each after an end of text."""
         texts = [[self.eot_token_id, *self._text.encode(request.args[0])] for request in requests]
         scores = score_continuations(self._trained.program, self._trained.params, [(ids, 1) for ids in texts])
         return [score.log_probability for score in scores]
@@ -79,7 +79,7 @@ class MegajaxLM(TemplateLM):
         """Continuations of texts, each up to the first of its stop texts.
 
         Raises:
-            UserError: a request asks for a way of sampling that there is not.
+            UserError: a request has settings of sampling that are not supported.
         """
         return [self._generate(*request.args) for request in requests]
 
@@ -101,7 +101,7 @@ class MegajaxLM(TemplateLM):
         return postprocess_generated_text(text, stops, None)
 
     def _continued(self, prompt: list[int], limit: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Up to `limit` new ids, some at a time: with a cache, or on a pipe by whole windows."""
+        """Up to `limit` new ids, some at a time: with a KV cache, or, on a pipe, without one."""
         config = self._trained.program.config
         length = config.model.sequence_length
         if config.mesh.pipe == 1 and config.optimizer.zero != 3 and limit < length:

@@ -1,4 +1,4 @@
-"""LAMBADA: the last word of a passage from what stands before it, every subword given those before (paper §5.3)."""
+"""LAMBADA: the last word of a passage from the text before it, each subword given those before (paper §5.3)."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from megajax.evaluation.scoring import Continuation
 
 
 def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
-    """Ids of every passage, and where its last word begins: what `score_continuations` takes.
+    """Ids of every passage, and the index at which its last word begins, for `score_continuations`.
 
     The last word is what follows the last white space, and is encoded with a space before it.
 
     Raises:
-        UserError: it is not a JSONL file of passages, with the line's number; a passage has less than two words.
+        UserError: the file is not a JSONL file of passages (the message has the line's number); a passage is one word.
     """
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
@@ -34,26 +34,31 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
 
 
 def split_last_word(text: str) -> tuple[str, str]:
-    """What stands before the last word, without the white space between them; and the word."""
+    """The text before the last word, without the white space between them, and the word."""
     word = text.split()[-1]
     return text.rstrip().removesuffix(word).rstrip(), word
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """Attributes: accuracy: share of last words whose every subword is the most probable one; loss: mean cross-entropy
-    of a word, in nats."""
+    """The figures of the last words of many passages.
+
+    Attributes:
+        accuracy: share of words whose every subword is the most probable one.
+        loss: mean cross-entropy of a word, in nats.
+    """
 
     accuracy: float
     loss: float
 
     @classmethod
     def of(cls, words: Sequence[Continuation]) -> "LastWords":
+        """The figures of at least one word."""
         mean = -math.fsum(word.log_probability for word in words) / len(words)
         accuracy = sum(word.greedy for word in words) / len(words)
         return cls(accuracy, mean)
 
     @property
     def perplexity(self) -> float:
-        """Per word."""
+        """The perplexity per word, exp(loss)."""
         return exponential(self.loss)

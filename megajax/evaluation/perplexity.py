@@ -11,7 +11,12 @@ from megajax.program.program import Program
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Attributes: total_loss: cross-entropy of all predicted tokens, in nats; tokens: how many were predicted."""
+    """The loss of a set of samples.
+
+    Attributes:
+        total_loss: cross-entropy of all predicted tokens, in nats.
+        tokens: how many were predicted.
+    """
 
     total_loss: float
     tokens: int
@@ -27,7 +32,7 @@ class Perplexity:
         return self.per(self.tokens)
 
     def per(self, units: int) -> float:
-        """Perplexity per word, or whatever the text has `units` of: exp(total loss / units)."""
+        """Perplexity per word, if the text has `units` words, or per anything else: exp(total loss / units)."""
         return exponential(self.total_loss / max(units, 1))
 
 

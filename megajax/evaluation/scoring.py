@@ -1,7 +1,7 @@
-"""What a model gives every target of some samples: the one function that all language-model evaluations stand on.
+"""The loss of every target of some samples, on which all language-model evaluations are built.
 
-Figures are the same on every mesh and for every size of batch, but for the rounding of one token's loss: per token they
-come from the devices, and are added up here in float64. All processes call these functions together and get the same.
+Figures agree on every mesh and for every size of batch up to the rounding of each token's loss: devices compute the
+losses of tokens, and the host sums them in float64. Every process calls these functions and gets the same result.
 """
 
 from collections import deque
@@ -27,8 +27,8 @@ class SampleScores:
     """The counted targets of one sample, in order.
 
     Attributes:
-        loss: cross-entropy of each, minus the log of its probability, in nats.
-        hit: whether each is the id that the model finds most probable.
+        loss: cross-entropy of each, in nats, float64 [targets].
+        hit: whether each is the most probable id, [targets].
     """
 
     loss: npt.NDArray[np.float64]
@@ -39,7 +39,7 @@ def score_samples(program: Program, params: Any, samples: Samples, *, batches: i
     """Scores of every sample in order, dropout off.
 
     Args:
-        program: its global batch is the size of the batches; the last one is filled up.
+        program: compiled for batches of its global batch; the last batch is padded.
         params: weights on the program's mesh.
         samples: what to predict; no longer than the model's sequences.
         batches: at most this many batches; 0: all.
@@ -65,11 +65,11 @@ def score_samples(program: Program, params: Any, samples: Samples, *, batches: i
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model makes of the end of a token sequence.
+    """The score of the end of a token sequence.
 
     Attributes:
-        log_probability: of all its tokens together, given what stands before them.
-        greedy: every one of them is the most probable id.
+        log_probability: of the continuation, given the tokens before it; the sum over its tokens.
+        greedy: whether each of its tokens is the most probable id.
     """
 
     log_probability: float
@@ -79,7 +79,13 @@ class Continuation:
 def score_continuations(
     program: Program, params: Any, sequences: Sequence[tuple[Sequence[int], int]]
 ) -> list[Continuation]:
-    """Score the end of every token sequence; see `ContinuationSamples`."""
+    """Scores of the ends of token sequences, in order.
+
+    Args:
+        program: as of `score_samples`.
+        params: weights on the program's mesh.
+        sequences: ids, and the index of the first one to score, at least 1.
+    """
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):
         return [Continuation(0.0, True) for _ in sequences]
@@ -91,7 +97,7 @@ def score_continuations(
 
 
 def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
-    """Compile what `score_samples` runs on samples of this length, by scoring a batch without targets."""
+    """Compile what `score_samples` runs on samples of `sequence_length` tokens, by scoring a batch without targets."""
     rows = program.local_rows
     tokens = np.zeros((len(rows), sequence_length), np.int32)
     batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)

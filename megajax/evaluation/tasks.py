@@ -1,4 +1,4 @@
-"""The tasks of `eval.py`: each restores a run's checkpoint on the mesh asked for and returns its figures as a dict."""
+"""The tasks of `eval.py`: each restores a run's checkpoint on the mesh asked for and returns figures by name."""
 
 import math
 import time
@@ -21,7 +21,7 @@ from megajax.evaluation.wikitext import read_wikitext
 from megajax.runs.data import has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
-PAPER_OVERLAP = 32
+PAPER_OVERLAP = 32  # targets that a window advances by (paper §5.3)
 
 
 def evaluate_perplexity(
@@ -57,8 +57,8 @@ def evaluate_wikitext103(
 ) -> dict[str, Any]:
     """The paper's perplexity per word of the original text, over windows that advance by `overlap` targets.
 
-    Figures: `T_o` words of the original, `T` subwords that are predicted, `loss` per word; `tokens_per_second` are
-    predicted subwords, compiling left out.
+    Figures: `T_o` words of the original, `T` predicted subwords, `loss` per word in nats, `tokens_per_second` predicted
+    subwords a second, without the time of compiling.
 
     Raises:
         UserError: the run, the step, the data, the overlap or the mesh cannot be used.
@@ -87,7 +87,9 @@ def evaluate_wikitext103(
 
 
 def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Accuracy and perplexity of the last words of passages; `several_subwords` words have more than one.
+    """Accuracy and perplexity of the last words of passages.
+
+    `several_subwords` counts the words of more than one subword.
 
     Raises:
         UserError: the run, the step, the data or the mesh cannot be used.
@@ -108,7 +110,7 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
 
 
 def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[EvaluationSamples, Tokenizer | None]:
-    """A text in the run's tokens with its tokenizer, or a dataset that is tokenized already."""
+    """The samples of a text with the run's tokenizer, or of a tokenized dataset without one."""
     tokenizer: Tokenizer | None = None
     if prefix := prepared_prefix(data, flag="--data"):
         tokens: TokenDocuments = IndexedDataset(prefix)
@@ -147,5 +149,4 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "perplexity": evaluate_perplexity,
     "wikitext103": evaluate_wikitext103,
 }
-OVERLAPPING = ("perplexity", "wikitext103")
-"""Tasks that take `overlap`."""
+OVERLAPPING = ("perplexity", "wikitext103")  # the tasks that take `overlap`

@@ -13,7 +13,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
-# The corpus is cut in words, with spaces around punctuation. What is put in the place of what, in this order:
+# The corpus is cut in words, with spaces around punctuation. Replacements that undo this, in this order:
 _WORDS = [("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")]
 _MARKS = [(f" {mark} ", f"{mark} ") for mark in ":;.!?,"]
 _PAIRS = [("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'")]  # no spaces just inside
@@ -26,7 +26,7 @@ class WikiText:
     """A test text.
 
     Attributes:
-        original_tokens: words and marks of the text as it lies in the file, the paper's T_o.
+        original_tokens: words and punctuation marks of the text in the file, the paper's T_o.
         ids: subwords of the text without its word tokenization.
         name: the file.
     """
@@ -57,7 +57,7 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
 
 
 def detokenize(text: str) -> str:
-    """The text as it is written: words and punctuation without the spaces that the corpus puts between them."""
+    """The text as it was written, without the spaces that the corpus puts around punctuation."""
     for spaced, plain in (*_WORDS, *_MARKS):
         text = text.replace(spaced, plain)
     for opening, closing in _PAIRS:

@@ -1,8 +1,8 @@
-"""The choice of the next token: the one place that knows of temperature, top-k, top-p and the noise.
+"""The choice of the next token: temperature, top-k, top-p and the random noise.
 
-A token is drawn by adding Gumbel noise to the logits and taking the highest. The noise hashes the seed, the prompt's
-text, the token's position and the column of the vocabulary, so that a continuation depends on neither the mesh nor the
-other prompts, nor on their order. Letters: B batch, V vocabulary, N the most probable tokens.
+A token is drawn by adding Gumbel noise to the logits and taking the highest. The noise is a hash of the seed, the
+prompt's text, the token's position and its column of the vocabulary, so a continuation does not depend on the mesh or
+on the other prompts. Letters: B batch, V vocabulary, N the most probable tokens.
 """
 
 import zlib
@@ -26,8 +26,8 @@ class Sampling:
 
     Attributes:
         temperature: logits are divided by it; 0: always the most probable token.
-        top_k: only among the k most probable tokens; 0: all.
-        top_p: only among the most probable tokens that together have at least this probability, after `top_k`.
+        top_k: choose among the k most probable tokens; 0: all.
+        top_p: choose among the most probable tokens, after `top_k`, whose probabilities sum to at least this.
         seed: of the noise.
     """
 
@@ -38,8 +38,7 @@ class Sampling:
 
 
 def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
-    """The state of the noise for every prompt, [number of prompts]; of equal prompts, the first has its own, the second
-    another, ..."""
+    """The state of the noise for every prompt, [prompts]; equal prompts have different ones, by their order."""
     texts = [np.asarray(prompt, np.int32).tobytes() for prompt in prompts]
     seen: Counter[bytes] = Counter()
     repeats = []
@@ -51,7 +50,17 @@ def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
 
 
 def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
-    """Ids of the tokens at the positions `position_B`, int32 [B], from all logits without the padding's."""
+    """The next token of every row.
+
+    Args:
+        logits_BV: of all tokens; the vocabulary's padding is left out.
+        bits_B: the state of the noise of each row's prompt.
+        position_B: int32, the position of the token that is chosen.
+        sampling: how it is chosen.
+
+    Returns:
+        Ids, int32 [B].
+    """
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:
         below_BV = logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)  # the highest is 0, divided by anything
@@ -62,14 +71,14 @@ def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sa
 
 
 def gumbel_noise(bits_B: RandomBits, size: int) -> Array:
-    """Noise whose highest of logits plus noise is distributed as the softmax of the logits, fp32 [B, size]."""
+    """Gumbel noise, fp32 [B, size]: the highest of logits plus noise is distributed as the softmax of the logits."""
     bits_BV = bits_B[:, None].last(jnp.arange(size, dtype=jnp.int32)[None])
     uniform_BV = (bits_BV.astype(jnp.float32) + 0.5) * 2.0**-32  # fine near 0, where the highest noise comes from
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform_BV, 1 - 2.0**-24)))
 
 
 def _mask_unlikely(logits_BV: Array, sampling: Sampling) -> Array:
-    """The logits with -inf for tokens that may not be chosen. Tokens as probable as the last that may, may too."""
+    """The logits, with -inf for tokens that top-k or top-p excludes; ties with the last one included are included."""
     size = logits_BV.shape[1]
     num_likely = min(sampling.top_k or size, size)
     if num_likely == size and sampling.top_p == 1:
@@ -79,6 +88,6 @@ def _mask_unlikely(logits_BV: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         weights_BN = jnp.exp(likely_BN - likely_BN[:, :1])
         before_BN = jnp.cumsum(weights_BN, axis=1) - weights_BN  # of the tokens that are more probable
-        kept_BN = before_BN < sampling.top_p * jnp.sum(weights_BN, axis=1, keepdims=True)
-        lowest_B1 = jnp.min(jnp.where(kept_BN, likely_BN, jnp.inf), axis=1, keepdims=True)
+        included_BN = before_BN < sampling.top_p * jnp.sum(weights_BN, axis=1, keepdims=True)
+        lowest_B1 = jnp.min(jnp.where(included_BN, likely_BN, jnp.inf), axis=1, keepdims=True)
     return jnp.where(logits_BV >= lowest_B1, logits_BV, jnp.asarray(-jnp.inf, logits_BV.dtype))

@@ -1,16 +1,16 @@
-"""Prompts from the command line, and continuations on their way to the terminal."""
+"""Prompts from the command line, and continuations as text that appears while it is generated."""
 
 from pathlib import Path
 
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 
-_CONTEXT = 8  # ids
-UNDECODED = "\ufffd"  # what the tokenizer makes of bytes that are no character, or not a whole one yet
+_CONTEXT = 8  # earlier ids that are decoded with new ones
+UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or only the first of one
 
 
 def read_prompts(given: list[str], file: str) -> list[str]:
-    """The prompts that were given one by one, or the lines of a file that are not blank.
+    """The prompts of the command line: those given one by one, or the lines of a file that are not blank.
 
     Raises:
         UserError: neither or both were given; the file cannot be read or holds no prompt; one is not UTF-8.
@@ -37,30 +37,31 @@ def read_prompts(given: list[str], file: str) -> list[str]:
 
 
 class TextStream:
-    """Text of ids that come some at a time, in whole characters.
+    """The text of ids that come some at a time, never with a part of a character.
 
     Args:
-        before: ids that stand before them: what a token looks like may depend on the one before it.
+        tokenizer: of the ids.
+        before: ids that stand before them: a token's text may depend on the token before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._before = before[-_CONTEXT:]
-        self._ids: list[int] = []  # since the last place where no character was cut
-        self._shown = 0  # characters of theirs that were returned
+        self._ids: list[int] = []  # since the text was last complete
+        self._shown = 0  # characters of their text that were returned
 
     def add(self, ids: list[int]) -> str:
-        """The text that is complete with `ids`; bytes that may become a character with the next ones are kept."""
+        """The text that is complete with `ids`; bytes of a character that is not complete wait for the next ones."""
         self._ids += ids
         text = self._text()
-        whole = text.rstrip(UNDECODED)
-        new, self._shown = whole[self._shown :], len(whole)
-        if whole == text:
+        complete = text.rstrip(UNDECODED)
+        new, self._shown = complete[self._shown :], len(complete)
+        if complete == text:
             self._before, self._ids, self._shown = (self._before + self._ids)[-_CONTEXT:], [], 0
         return new
 
     def end(self) -> str:
-        """What is left."""
+        """The text that `add` has not returned, when no ids follow."""
         return self._text()[self._shown :]
 
     def _text(self) -> str:
@@ -75,11 +76,12 @@ def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -
 
 
 class Screen:
-    """Several texts that grow at once, written one after the other: the first unfinished one is shown as it grows.
+    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows.
 
     Args:
-        starts: how each text starts.
-        ids: of that.
+        tokenizer: of the ids.
+        starts: the prompt of each text.
+        ids: those of each prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
@@ -90,7 +92,7 @@ class Screen:
         self._begin()
 
     def add(self, number: int, ids: list[int], *, finished: bool) -> None:
-        """More of a text, and whether that was all."""
+        """Continue text `number` by `ids`; `finished`: these are its last ones."""
         stream = self._streams[number]
         self._waiting[number] += stream.add(ids) + (stream.end() if finished else "")
         self._finished[number] = finished

@@ -1,7 +1,9 @@
-"""The numbers that define a model. The text beside a type is the flag's help."""
+"""Models, as configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
+
+from megajax.options import SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,9 @@ class ModelConfig:
     sequence_length: Annotated[int, "tokens per sequence, and number of learned positions"]
     vocab_size: Annotated[int, "tokens in the vocabulary, before padding"]
     vocab_multiple: Annotated[int, "the vocabulary is padded to a multiple of this, on every mesh"] = 1024
-    dropout: Annotated[float, "probability to drop: embedding, attention probabilities, both residual branches"] = 0.1
+    dropout: Annotated[
+        float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE
+    ] = 0.1
     init_std: Annotated[float, "standard deviation of the initial weights"] = 0.02
     scan_layers: Annotated[
         Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"

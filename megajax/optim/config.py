@@ -1,7 +1,9 @@
-"""How weights are updated, as configuration."""
+"""The optimizer, as configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
+
+from megajax.options import AT_LEAST_ZERO, MORE_THAN_ONE, POSITIVE_SHARE, SHARE, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +15,12 @@ class OptimizerConfig:
     schedule: Annotated[
         Literal["cosine", "linear", "constant"], "way of the learning rate from the peak down to the floor"
     ] = "cosine"
-    warmup_steps: Annotated[int, "steps of linear warm-up from 0"] = 0
-    min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used"] = 0.0
-    beta1: Annotated[float, "decay of the mean of the gradients"] = 0.9
-    beta2: Annotated[float, "decay of the mean of their squares"] = 0.999
+    warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
+    min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", AT_LEAST_ZERO] = 0.0
+    beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9
+    beta2: Annotated[float, "decay of the mean of their squares", SHARE] = 0.999
     epsilon: Annotated[float, "added to the denominator"] = 1e-8
-    weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases"] = 0.01
+    weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases", AT_LEAST_ZERO] = 0.01
     clip_norm: Annotated[float, "largest global norm of the gradients"] = 1.0
     zero: Annotated[
         Literal[0, 1, 3],
@@ -28,17 +30,21 @@ class OptimizerConfig:
         Literal["fp32", "bf16", "fp16"], "gradients are summed in this: fp32 (fp64 with it), or that of --precision"
     ] = "fp32"
     skip_above: Annotated[
-        float, "skip a step whose gradient norm is more than this times the median of recent ones; 0: none"
+        float,
+        "skip a step whose gradient norm is more than this times the median of recent ones; 0: none",
+        Range(lambda x: x == 0 or x > 1, "more than 1, or 0: no step is skipped for its norm"),
     ] = 0.0
-    max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run"] = 20
+    max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run", AT_LEAST_ZERO] = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows when they long did not."""
+    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
 
-    initial: Annotated[float, "scale at the start"] = 2.0**16
-    growth: Annotated[float, "factor of growth"] = 2.0
+    initial: Annotated[float, "scale at the start", Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")] = (
+        2.0**16
+    )
+    growth: Annotated[float, "factor of growth", MORE_THAN_ONE] = 2.0
     growth_every: Annotated[int, "good steps in a row before it grows"] = 1000
-    backoff: Annotated[float, "factor after an overflow"] = 0.5
+    backoff: Annotated[float, "factor after an overflow", POSITIVE_SHARE] = 0.5
     floor: Annotated[float, "smallest scale"] = 1.0

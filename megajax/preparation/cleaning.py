@@ -2,14 +2,14 @@
 
 import re
 
-_MAY_NEED_REPAIR = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")  # ftfy leaves all other text as it is; & begins an entity
+_MAY_NEED_REPAIR = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")  # ftfy changes no other text; & begins an entity
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _END_OF_LINE = re.compile(r"[ \t]*(?:\r\n?|\n)")
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
-    """A document as it goes into the corpus; empty if nothing but white space is left.
+    """The text of a document as it goes into the corpus; empty if only white space is left.
 
     Args:
         text: any text.
@@ -24,7 +24,7 @@ def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
 
 
 def _repaired(text: str) -> str:
-    """What `ftfy.fix_text` makes of it, which works line by line; most lines need no look."""
+    """`ftfy.fix_text(text)`, called only for the lines that it may change; it works line by line."""
     if not _MAY_NEED_REPAIR.search(text):
         return text
     import ftfy
@@ -39,5 +39,5 @@ def _repaired(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """What duplicates are compared by: lower case, one space for any white space."""
+    """The text by which duplicates are compared: in lower case, with one space for any white space."""
     return " ".join(text.lower().split())

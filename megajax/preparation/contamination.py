@@ -1,4 +1,4 @@
-"""Test sets found again in a corpus, by word 8-grams (paper §5.2).
+"""Parts of test sets in a corpus, found by word 8-grams (paper §5.2).
 
 A gram is eight words in a row of a test document, in lower case, without punctuation and with letters of one form
 (NFKC). In scripts without spaces every character counts as a word. G different grams.
@@ -13,13 +13,12 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-GRAM = 8
-"""Words of a gram."""
+GRAM = 8  # words of a gram
 
+# Thai, Lao, Burmese, Khmer, kana, Chinese characters.
 _NO_SPACES = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-"""Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
 
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+")
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(GRAM)], np.uint64)
@@ -52,7 +51,7 @@ class TestSets:
 
     @classmethod
     def collect(cls, test_sets: Iterable[Iterable[str]]) -> "TestSets":
-        """From the documents of each test set."""
+        """The grams of test sets, each given as its documents."""
         ids: dict[str, int] = {}
         numbers: dict[tuple[int, ...], int] = {}
         members, too_short = [], []
@@ -68,16 +67,16 @@ class TestSets:
         return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members, too_short)
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
-        """Numbers of the grams that a text has, ascending."""
+        """Numbers of the grams that are in a text, int64, ascending, each once."""
         if not len(self._hashes):
             return np.empty(0, np.int64)
         words = np.array([self._ids.get(word, -1) for word in _words(text)], np.int32)
         if len(words) < GRAM:
             return np.empty(0, np.int64)
         hashes = _hashes(words)
-        place = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        starts = np.flatnonzero(self._hashes[place] == hashes)
-        numbers = self._order[place[starts]]
+        nearest = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        starts = np.flatnonzero(self._hashes[nearest] == hashes)
+        numbers = self._order[nearest[starts]]
         same = (words[starts[:, None] + np.arange(GRAM)] == self.grams[numbers]).all(axis=1)
         return np.unique(numbers[same])
 
@@ -105,7 +104,7 @@ def _words(text: str) -> list[str]:
 
 
 def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """A hash of every eight words in a row, [words - 7]."""
+    """A hash of every eight words in a row, uint64 [words - 7]."""
     values = (words.astype(np.int64) + 2).astype(np.uint64)  # unknown words are -1
     count = len(values) - GRAM + 1
     hashes = np.zeros(count, np.uint64)

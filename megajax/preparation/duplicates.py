@@ -1,11 +1,11 @@
 """Which documents are copies of earlier ones, over all shards, in bounded memory (paper §5.2).
 
-N documents over all shards, numbered in the order of the input. First identical texts are dropped, then similar ones,
-each only for a document that stays: of a chain of gradual changes nothing goes that is not similar to something kept.
+N documents over all shards, numbered in the order of the input. First identical texts are dropped, then similar ones. A
+document is dropped only if the document that it is similar to is kept, so every dropped one is similar to a kept one.
 
 The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7) for each document,
-304 in all. One band at a time is sorted, and of that at most `_ENTRIES` documents at a time (some 60 bytes each). The
-pairs to compare lie there, too, 8 bytes each: few where documents differ, at most 33 for a document and band.
+304 in all. One band at a time is sorted, at most `_ENTRIES` documents of it in memory (some 60 bytes each). The pairs
+to compare are on disk, too, 8 bytes each: few where documents differ, at most 33 for each document and band.
 """
 
 import collections
@@ -23,21 +23,28 @@ from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
 from megajax.preparation.workers import Workers
 
 _ENTRIES = 1 << 25  # documents sorted at a time
-_NEIGHBOURS = 32  # in a bucket, a document is compared with so many before it, and with the first
+_NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
 _PART = 1 << 18  # documents whose candidates lie in one file
-_PAIRS_BYTES = 1 << 27  # of a file of candidates before it is looked through for repetitions
+_PAIRS_BYTES = 1 << 27  # of a file of candidates, after which repeated pairs are dropped from it
 _PAIRS = 4096  # candidates that a worker compares at a time
-_CACHED_GRAMS = 1 << 20  # of documents compared last that a worker keeps
+_CACHED_GRAMS = 1 << 20  # of a worker's cache
 
 
 @dataclass
 class Copies:
-    """The documents dropped as copies, ascending; beside each the one that it is a copy of, and their similarity."""
+    """The documents that were dropped as copies.
+
+    Attributes:
+        documents: their numbers, int64, ascending.
+        originals: for each the number of the document that it is a copy of, int64.
+        similarity: of each to its original, float64, 0 to 1.
+        candidates: pairs that were compared.
+    """
 
     documents: npt.NDArray[np.int64]
     originals: npt.NDArray[np.int64]
     similarity: npt.NDArray[np.float64]
-    candidates: int = 0  # pairs that were compared
+    candidates: int = 0
 
     @classmethod
     def none(cls) -> "Copies":
@@ -51,15 +58,19 @@ class Shards:
     Args:
         work: the work folder, every shard analysed.
         num_shards: how many there are.
+
+    Attributes:
+        work: as given.
+        num_shards: as given.
+        rule: what became of every document, uint8 [N]; a document that is dropped later is marked here.
+        starts: the first document of every shard, and N at the end, int64 [num_shards + 1].
     """
 
     def __init__(self, work: WorkFolder, num_shards: int) -> None:
         self.work, self.num_shards = work, num_shards
         rules = [work.load("tokens", shard, "rule")[0] for shard in range(num_shards)]
         self.rule = np.concatenate([np.empty(0, np.uint8), *rules])
-        """What became of every document, uint8 [N]; a document that is dropped later is marked here."""
         self.starts = np.cumsum([0, *map(len, rules)])
-        """The first document of every shard, and N at the end."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -81,7 +92,7 @@ def index_bytes(options: PrepareOptions) -> int:
 
 
 def drop_exact(corpus: Shards) -> Copies:
-    """Drop documents whose text stands earlier in the corpus."""
+    """Drop documents whose text is that of an earlier one; the documents dropped."""
     documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
         begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
@@ -95,7 +106,16 @@ def drop_exact(corpus: Shards) -> Copies:
 
 
 def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
-    """Drop documents whose grams are those of an earlier, kept document by more than `threshold`."""
+    """Drop documents that are similar to an earlier one that is kept.
+
+    Args:
+        corpus: all shards.
+        threshold: two documents are similar if the Jaccard similarity of their 5-grams is above this.
+        workers: processes that compare.
+
+    Returns:
+        The documents dropped.
+    """
     work, total = corpus.work, len(corpus)
     if not (work / "pairs.done").exists():
         _write_candidates(corpus, bands_for(threshold)[0])
@@ -122,13 +142,19 @@ def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
 
 
 def compare(work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Jaccard similarity of the 5-grams of pairs of documents [pairs, 2], exactly; a worker's piece."""
+    """The exact Jaccard similarity of the 5-grams of pairs of documents, float64 [pairs]; called in a worker.
+
+    Args:
+        work: the work folder.
+        starts: the first document of every shard.
+        pairs: numbers of documents, int64 [pairs, 2].
+    """
     grams = _GramSets(work, starts)
     return np.array([jaccard(grams[one], grams[other]) for one, other in pairs.tolist()])
 
 
 class _GramSets:
-    """The gram sets of documents, those used last kept."""
+    """The gram sets of documents, with a cache of those used last."""
 
     def __init__(self, work: WorkFolder, starts: npt.NDArray[np.int64]) -> None:
         self._work, self._starts = work, starts
@@ -149,7 +175,7 @@ class _GramSets:
 
 
 def _write_candidates(corpus: Shards, num_bands: int) -> None:
-    """Write the pairs that share a bucket, as document * N + earlier document, one file for `_PART` documents."""
+    """Write the pairs that share a bucket as document * N + earlier document, one file for every `_PART` documents."""
     work, total = corpus.work, len(corpus)
     for part in range(-(-total // _PART)):
         _candidates_file(work, part).unlink(missing_ok=True)
@@ -173,7 +199,7 @@ def _write_candidates(corpus: Shards, num_bands: int) -> None:
 
 
 def _compact(work: WorkFolder, part: int) -> int:
-    """Write every pair once; returns the bytes, at least `_PAIRS_BYTES` / 2."""
+    """Drop repeated pairs from a file; its size in bytes, or half of `_PAIRS_BYTES` if that is more."""
     file = _candidates_file(work, part)
     pairs = np.unique(np.fromfile(file, np.int64))
     with work.writing(file) as handle:
@@ -193,22 +219,22 @@ def _candidates_file(work: WorkFolder, part: int) -> Path:
 
 
 def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
-    """Of sorted keys, each document with those before it in its bucket, as document * N + earlier document."""
+    """Pairs of each document and earlier ones in its bucket, as document * N + earlier document, from sorted keys."""
     begins = np.concatenate([[True], keys[1:] != keys[:-1]])
     first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
-    place = np.arange(len(keys)) - first  # in the bucket
+    rank = np.arange(len(keys)) - first  # in the bucket
     pairs = []
-    for distance in range(1, min(_NEIGHBOURS, int(place.max(initial=0))) + 1):
-        later = np.flatnonzero(place >= distance)
+    for distance in range(1, min(_NEIGHBOURS, int(rank.max(initial=0))) + 1):
+        later = np.flatnonzero(rank >= distance)
         pairs.append(documents[later] * total + documents[later - distance])
-    far = np.flatnonzero(place > _NEIGHBOURS)
+    far = np.flatnonzero(rank > _NEIGHBOURS)
     return np.concatenate([np.empty(0, np.int64), *pairs, documents[far] * total + documents[first[far]]])
 
 
 def _sorted_entries(
     corpus: Shards, keys: Callable[[int], npt.NDArray[np.uint64]]
 ) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
-    """The keys of the kept documents, sorted, [n, k], and beside each its document; a part of all hashes at a time.
+    """The keys of the kept documents, sorted, [n, k], and the document of each, [n]; a range of hashes at a time.
 
     Args:
         corpus: all shards.

@@ -1,4 +1,4 @@
-"""What a preparation is to do, and whose a work folder is: nothing of another preparation is taken for one's own."""
+"""What a preparation does, and which preparation a work folder belongs to."""
 
 import contextlib
 import fcntl
@@ -17,11 +17,9 @@ from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import WorkFolder
 
+# Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work.
 SHARD_BYTES = 1 << 20, 4 << 20
-"""Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work."""
-
-TRAINED = ("bpe", "wordpiece")
-"""Values of `--tokenizer` that train one."""
+TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
 
 _FORMAT = 1  # of the work folder; a later version of this code may write another
 
@@ -33,6 +31,7 @@ class Task:
     Attributes:
         inputs: files, folders, or the word python-stdlib.
         output: PREFIX of the dataset.
+        options: how.
         test_sets: files or folders of test sets that must not be in the corpus.
     """
 
@@ -43,7 +42,11 @@ class Task:
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """What the result depends on; an interrupted preparation goes on only with the same."""
+    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan.
+
+    Raises:
+        UserError: the tokenizer or a test set cannot be read.
+    """
 
     def described(paths: Sequence[Path]) -> list[list[Any]]:
         return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in paths]
@@ -62,7 +65,11 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 
 def finished(output: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a preparation that is done."""
+    """The report of a preparation that is done; None if it is not.
+
+    Raises:
+        UserError: the files are there, but from another plan.
+    """
     there = [file for file in (*dataset_files(output), report_file(output)) if file.exists()]
     if not there:
         return None
@@ -82,9 +89,15 @@ def finished(output: str, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
-    """The work folder for this process alone, made if missing; whether it goes on with an interrupted preparation.
+    """Lock the work folder for this process in a `with` block, made if missing.
 
-    With `overwrite` all that is done is forgotten; an older dataset stays until the new one takes its place.
+    Args:
+        work: the folder.
+        plan: of this preparation.
+        overwrite: begin anew; an older dataset stays until it is replaced.
+
+    Yields:
+        Whether an interrupted preparation goes on.
 
     Raises:
         UserError: another process has it, it holds another preparation, or it cannot be written.
@@ -122,7 +135,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder so that no half of it is ever taken for a whole one."""
+    """Remove a work folder; if this is interrupted, no part of the folder is used later."""
     discarded = folder.with_name(folder.name + ".discarded")
     shutil.rmtree(discarded, ignore_errors=True)
     folder.rename(discarded)
@@ -130,5 +143,5 @@ def remove(folder: Path) -> None:
 
 
 def report_file(output: str) -> Path:
-    """PREFIX.report.json."""
+    """The report's file, PREFIX.report.json."""
     return Path(f"{output}.report.json")

@@ -1,4 +1,4 @@
-"""From raw text to a tokenized dataset: the stages one after the other, each going on where it was interrupted."""
+"""From raw text to a tokenized dataset, stage by stage; an interrupted stage goes on where it was."""
 
 import json
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
+from megajax.options import check
 from megajax.preparation import duplicates
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
-from megajax.preparation.options import check
 from megajax.preparation.plan import (
     SHARD_BYTES,
     TRAINED,
@@ -40,16 +40,16 @@ _SHARD_RECORDS = 1 << 16
 
 
 def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
-    """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, in this order and each whole.
+    """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically.
 
-    PREFIX.work holds what is done so far. The same call goes on from there after an interruption; it returns the report
-    at once where all is done. The result does not depend on the number of workers.
+    PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
+    that is complete only returns its report. The result does not depend on the number of workers.
 
     Args:
         task: what to do.
         workers: processes.
         overwrite: begin anew, whatever is there.
-        show: told how far it is.
+        show: where progress is shown.
 
     Returns:
         The report.
@@ -75,7 +75,7 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
 
 
 def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
-    """All stages; returns the report."""
+    """Run all stages; the report without its plan."""
     options, clock = task.options, Clock()
     with Workers(workers) as pool:
         with clock.measuring("cleaning"):
@@ -88,13 +88,13 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
         corpus = Shards(work, num_shards)
         exact = near = Copies.none()
         with clock.measuring("duplicates"):
-            show.stage("looking for duplicates")
+            show.begin("looking for duplicates")
             if options.duplicates != "keep":
                 exact = duplicates.drop_exact(corpus)
             if options.duplicates == "near":
                 near = duplicates.drop_near(corpus, options.jaccard, pool)
     with clock.measuring("writing"):
-        show.stage("writing")
+        show.begin("writing")
         found = report(task, corpus, files, tokenizer, test_sets, exact, near) | {"resumed": resumed}
         if not (corpus.rule == KEPT).any():
             dropped = ", ".join(f"{rule['count']} {name}" for name, rule in found["dropped"].items() if rule["count"])
@@ -104,18 +104,18 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
 
 
 def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:
-    """Read and clean the input; returns the number of shards."""
+    """Read and clean the input; the number of shards."""
     if (work / "clean.json").exists():
         return int(json.loads((work / "clean.json").read_text()))
-    show.stage("cleaning", sum(files.sizes))
+    show.begin("cleaning", sum(files.sizes))
     before = np.cumsum([0, *files.sizes])
     num_shards = 0
     broken = _Broken(task, files, work)
 
     def pieces() -> Iterator[tuple[Any, ...]]:
         nonlocal num_shards
-        for records, position in _shards(files, task.options.text_key, work):
-            show.done(int(before[records[-1].file]) + position)
+        for records, num_read in _shards(files, task.options.text_key, work):
+            show.advance(int(before[records[-1].file]) + num_read)
             if not work.has("clean", num_shards):
                 yield work, num_shards, records, task.options
             num_shards += 1
@@ -134,9 +134,9 @@ def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: 
 
 
 def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list[Record], int]]:
-    """The records of each shard, and how many bytes of the last one's file were read.
+    """The records of each shard, and the bytes read so far of the file of its last record.
 
-    Input that cannot be read ends the preparation: once it is put right, it is another input.
+    Input that cannot be read ends the preparation and its work folder: once mended, it is another input.
     """
     try:
         yield from _cut(files, key)
@@ -149,26 +149,30 @@ def _cut(files: TextFiles, key: str) -> Iterator[tuple[list[Record], int]]:
     least, most = SHARD_BYTES
     wanted = min(max(sum(files.sizes) // 64, least), most)
     records: list[Record] = []
-    size, position = 0, 0
-    for record, position in files.records(key=key):
+    size, num_read = 0, 0
+    for record, num_read in files.records(key=key):
         records.append(record)
         size += len(record.content)
         if size >= wanted or len(records) == _SHARD_RECORDS:
-            yield records, position
+            yield records, num_read
             records, size = [], 0
     if records:
-        yield records, position
+        yield records, num_read
 
 
 class _Broken:
-    """Counts the broken lines of the shards in their order, so that the first one is named whoever found it."""
+    """The broken lines of the shards, counted in order: the first one is the same for any number of workers."""
 
     def __init__(self, task: Task, files: TextFiles, work: WorkFolder) -> None:
         self._task, self._files, self._work = task, files, work
         self._next, self._count, self._first = 0, 0, ""
 
     def check(self) -> None:
-        """Raises `UserError` where there are more than are passed over."""
+        """Count the lines of the shards that are done since the last call.
+
+        Raises:
+            UserError: there are more than `--max-broken`.
+        """
         while self._work.has("clean", self._next):
             lines, problem = self._work.load("clean", self._next, "broken", "problem")
             if len(lines) and not self._first:
@@ -191,11 +195,11 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
     if not folder.exists():
         given = task.options.tokenizer
         if given in TRAINED:
-            show.stage(f"training the tokenizer ({given})")
+            show.begin(f"training the tokenizer ({given})")
             size = sum(int(work.load("clean", shard, "starts")[0][-1]) for shard in range(num_shards))
-            texts = (text for shard in range(num_shards) for text in work.texts(shard) if text)
-            sample = evenly(texts, TRAINING_BYTES / max(size, 1))
-            tokenizer = train_tokenizer(sample, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
+            texts: Iterator[str] = (text for shard in range(num_shards) for text in work.texts(shard) if text)
+            texts = evenly(texts, TRAINING_BYTES / max(size, 1))
+            tokenizer = train_tokenizer(texts, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
         else:
             tokenizer = load_tokenizer(given, flag="--tokenizer")
         with folder_atomically(folder) as new:
@@ -208,7 +212,7 @@ def _test_sets(task: Task, work: WorkFolder) -> TestSets:
     if not file.exists():
         options = task.options
 
-        def cleaned(path: str) -> Iterator[str]:  # as the corpus, else a repaired text is not found
+        def cleaned(path: str) -> Iterator[str]:  # like the corpus, else a repaired text is not found
             for text in TextDocuments(path, cut=False, flag="--decontaminate", key=options.test_key):
                 yield clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
 
@@ -218,11 +222,11 @@ def _test_sets(task: Task, work: WorkFolder) -> TestSets:
 
 
 def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show: Show) -> None:
-    show.stage("tokenizing", num_shards)
+    show.begin("tokenizing", num_shards)
     missing = [shard for shard in range(num_shards) if not work.has("tokens", shard)]
     pieces = ((work, shard, task.options) for shard in missing)
     for done, _ in enumerate(pool.map(analyse_shard, pieces), start=1):
-        show.done(num_shards - len(missing) + done)
+        show.advance(num_shards - len(missing) + done)
 
 
 def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What a person watching a preparation sees: a bar on a terminal, plain lines anywhere else; on standard error."""
+"""The progress of a preparation as it is shown on standard error: a bar on a terminal, plain lines anywhere else."""
 
 import contextlib
 import sys
@@ -12,7 +12,11 @@ _EVERY = 10.0  # seconds between two plain lines
 
 
 class Show:
-    """Tells how far a preparation is. Prints nothing if `shown` is false."""
+    """A bar or lines about the stages of a preparation.
+
+    Args:
+        shown: False: nothing is printed.
+    """
 
     def __init__(self, shown: bool = True) -> None:
         self._shown = shown
@@ -25,16 +29,16 @@ class Show:
             self._task = self._bar.add_task("", total=None)
             self._bar.start()
 
-    def stage(self, name: str, total: float = 0) -> None:
-        """A stage begins; it ends at `total` of anything, 0 if nobody knows."""
+    def begin(self, name: str, total: float = 0) -> None:
+        """Begin a stage, which has done `total` at its end, in any unit; 0: unknown."""
         self._name, self._total, self._told = name, total, time.monotonic()
         if self._bar:
             self._bar.reset(self._task, description=name, total=total or None)
         elif self._shown:
             print(name, file=sys.stderr, flush=True)
 
-    def done(self, amount: float) -> None:
-        """So much of the stage is done."""
+    def advance(self, amount: float) -> None:
+        """Show that `amount` of the stage's total is done."""
         if self._bar:
             self._bar.update(self._task, completed=amount)
         elif self._shown and time.monotonic() - self._told > _EVERY:
@@ -42,20 +46,24 @@ class Show:
             print(f"{self._name}: {amount / self._total:.0%}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the bar."""
         if self._bar:
             self._bar.stop()
 
 
 class Clock:
-    """Attributes: seconds: of each stage so far."""
+    """The time of each stage.
+
+    Attributes:
+        seconds: by stage.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def measuring(self, stage: str) -> Iterator[None]:
-        """Measure what happens in the block."""
+        """Measure the `with` block as a stage."""
         began = time.perf_counter()
         yield
         self.seconds[stage] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What a preparation did, in figures and in a table."""
+"""The figures of a preparation, and a table of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,19 @@ def report(
     exact: Copies,
     near: Copies,
 ) -> dict[str, Any]:
-    """All figures but the times. Examples are the first of each rule; places are FILE:NUMBER of the line or piece."""
+    """All figures of a preparation but its times.
+
+    Examples are the first documents that each rule dropped; their places are FILE:NUMBER of the line or piece.
+
+    Args:
+        task: what was prepared.
+        corpus: all shards, duplicates marked.
+        files: the input.
+        tokenizer: of the dataset.
+        test_sets: their grams.
+        exact: identical documents dropped.
+        near: similar documents dropped.
+    """
     work, shards = corpus.work, range(corpus.num_shards)
     place = _Places(corpus, files)
     counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
@@ -69,7 +81,7 @@ def report(
 
 
 def throughput(corpus: Shards, found: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Megabytes of text a second: of each task on one core, and of the preparation if nothing was done before it."""
+    """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
     work, shards = corpus.work, range(corpus.num_shards)
     cleaning = sum(float(work.load("clean", shard, "seconds")[0]) for shard in shards)
     tasks = np.sum([work.load("tokens", shard, "seconds")[0] for shard in shards], axis=0)
@@ -81,7 +93,7 @@ def throughput(corpus: Shards, found: dict[str, Any], clock: Clock) -> dict[str,
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
-    """The report for people; examples are cut to the width of the terminal."""
+    """Print a report as a table; examples are cut to the width of the console."""
     seconds, broken = found["seconds"], found["broken_lines"]
     lines = [f"{'read':<17}{found['documents_in']:>12,}  {found['text_bytes_in'] / 1e6:,.1f} MB of text"]
     for name, rule in found["dropped"].items():
@@ -119,27 +131,27 @@ def _short(place: str) -> str:
 
 
 class _Places:
-    """Where documents come from."""
+    """The places of documents in the input."""
 
     def __init__(self, corpus: Shards, files: TextFiles) -> None:
         self._corpus, self._files = corpus, files
 
     def name(self, document: int) -> str:
-        """FILE:NUMBER."""
+        """The place of a document, FILE:NUMBER."""
         shard, number = self._corpus.place(document)
         source, line = self._corpus.work.load("clean", shard, "source", "number")
         return f"{self._files.files[source[number]]}:{line[number]}"
 
     def example(self, document: int) -> dict[str, Any]:
-        """Place and beginning of a document."""
+        """The place and the first characters of a document."""
         text = self._corpus.work.text(*self._corpus.place(document))
         return {"place": self.name(document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
 
 
 def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
-    """The share of each test set's different 8-grams that stand in the text (paper §5.2), and in what is kept of it.
+    """Shares of each test set's different 8-grams: those in the text (paper §5.2), and those in the documents kept.
 
-    The text is what the other rules leave of it, but for duplicates, whose grams their originals have.
+    Documents that are empty or too short do not count as text; duplicates do, but add no gram to their originals'.
     """
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
     for shard in range(corpus.num_shards):

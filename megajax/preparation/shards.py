@@ -1,7 +1,6 @@
 """The work folder of a preparation: shards of the corpus, each a pure function of the input and the options.
 
-D documents in a shard. A file of the folder is there whole or not at all, so an interrupted preparation goes on with
-those that are there.
+D documents in a shard. Files are written atomically, so an interrupted preparation goes on with those that are there.
 """
 
 import contextlib
@@ -16,18 +15,15 @@ import numpy.typing as npt
 
 from megajax.errors import UserError
 
-KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)
-"""What became of a document."""
+KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # what became of a document
 
-RULES = {
+RULES = {  # why a document was dropped, in words
     EMPTY: "empty",
     SHORT: "too short",
     CONTAMINATED: "contaminated",
     EXACT: "exact duplicate",
     NEAR: "near duplicate",
 }
-"""Why a document was dropped, in words."""
-
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -35,8 +31,8 @@ class WorkFolder:
     """The files of a preparation that is under way.
 
     Args:
-        folder: where they lie.
-        output: what the errors of a full disk name.
+        folder: where they are.
+        output: the value of `--output`, for error messages.
     """
 
     def __init__(self, folder: Path, output: str) -> None:
@@ -50,7 +46,7 @@ class WorkFolder:
         return self._file(stage, shard, "npz").exists()
 
     def save(self, stage: str, shard: int, arrays: Arrays) -> None:
-        """Note a stage's results for a shard: it is done.
+        """Write a stage's results for a shard, which is then done.
 
         Raises:
             UserError: they cannot be written.
@@ -64,7 +60,14 @@ class WorkFolder:
             return [arrays[name] for name in names]
 
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
-        """Write the cleaned texts; returns where each begins in the file, and its size, int64 [D + 1]."""
+        """Write the cleaned texts of a shard.
+
+        Returns:
+            The byte at which each text begins, and the size of the file, int64 [D + 1].
+
+        Raises:
+            UserError: they cannot be written.
+        """
         starts = np.zeros(len(texts) + 1, np.int64)
         with self.writing(self._file("clean", shard, "text")) as file:
             for number, text in enumerate(texts):
@@ -72,32 +75,36 @@ class WorkFolder:
         return starts
 
     def texts(self, shard: int) -> Iterator[str]:
-        """The cleaned texts of a shard, one after the other; dropped documents are empty."""
+        """The cleaned texts of a shard in order; dropped documents are empty."""
         (starts,) = self.load("clean", shard, "starts")
         with self._file("clean", shard, "text").open("rb") as file:
             for size in np.diff(starts).tolist():
                 yield file.read(size).decode()
 
     def text(self, shard: int, document: int) -> str:
-        """One cleaned text."""
+        """The cleaned text of a document."""
         starts = _starts(self._file("clean", shard, "npz"))
         with self._file("clean", shard, "text").open("rb") as file:
             file.seek(int(starts[document]))
             return file.read(int(starts[document + 1] - starts[document])).decode()
 
     def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
-        """Write the band hashes [bands, D] of a shard."""
+        """Write the band hashes of a shard, uint64 [bands, D].
+
+        Raises:
+            UserError: they cannot be written.
+        """
         with self.writing(self._file("tokens", shard, "bands")) as file:
             file.write(bands.tobytes())
 
     def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
-        """The hashes of one band, [D]."""
+        """The hashes of one band of a shard of D `documents`, uint64 [D]."""
         size = 8 * documents
         return np.fromfile(self._file("tokens", shard, "bands"), np.uint64, documents, offset=band * size)
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
-        """A file to write, which gets its name only when it is whole.
+        """A file to write atomically, in a `with` block.
 
         Raises:
             UserError: it cannot be written.
@@ -112,7 +119,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def open(self, file: Path, mode: Literal["wb", "ab"]) -> Iterator[IO[bytes]]:
-        """A file to write anew, or to go on with.
+        """A file to write, or to append to, in a `with` block.
 
         Raises:
             UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""What the workers of a preparation do with one shard: first clean its documents, then look at each."""
+"""The two stages of a preparation that workers run on one shard: cleaning its documents, and analysing them."""
 
 import functools
 import hashlib
@@ -18,15 +18,20 @@ from megajax.preparation.minhash import band_hashes
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, Arrays, WorkFolder
 
-_CHARACTERS = 1 << 20  # looked at in one go: bounds the memory of a worker
+_CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
 
 
 def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: PrepareOptions) -> None:
-    """Clean the documents of a shard.
+    """Clean the documents of a shard, and write them and these arrays:
 
-    Writes for its D documents `source` and `number` (the file they come from and the place in it), `rule` (`EMPTY` or
-    `KEPT`) and `starts` [D + 1] in the file of texts; and `broken` [lines, 2] with the first one's `problem`,
-    `skipped_files`, `text_bytes` and `seconds`.
+    - `source` and `number` [D]: the file that a document comes from, and its number there.
+    - `rule` [D]: `EMPTY` or `KEPT`.
+    - `starts` [D + 1]: the bytes at which the texts begin.
+    - `broken` [lines, 2]: file and number of the broken lines; `problem`: what is wrong with the first.
+    - `skipped_files`, `text_bytes`, `seconds`: counts.
+
+    Raises:
+        UserError: they cannot be written.
     """
     began = time.perf_counter()
     texts, places, broken, problem, skipped_files, text_bytes = [], [], [], "", 0, 0
@@ -58,10 +63,16 @@ def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: Pr
 
 
 def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None:
-    """Tokenize the documents of a shard, look for test sets in them, and hash them to find duplicates.
+    """Tokenize the documents of a shard, look for test sets, and hash them. Write the band hashes and these arrays:
 
-    Writes for its D documents `rule` [D], `tokens` with `ends` [D] (dropped documents have none), `digest` uint64
-    [D, 2] of the text, `hits` (document, gram) [H, 2], `seconds` [3] of the three; and the band hashes.
+    - `rule` [D]: what became of a document so far.
+    - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
+    - `digest`, uint64 [D, 2]: of the texts.
+    - `hits` [hits, 2]: document and gram of a test set that is in it.
+    - `seconds` [3]: of tokenizing, test sets and hashing.
+
+    Raises:
+        UserError: they cannot be written.
     """
     (rule,) = work.load("clean", shard, "rule")
     tokenizer = _tokenizer(work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)
@@ -117,7 +128,7 @@ def _digest(text: str) -> npt.NDArray[np.uint64]:
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(folder: Path, changed: int) -> Tokenizer:
+def _tokenizer(folder: Path, changed: int) -> Tokenizer:  # `changed` tells the cache of a new one in the same folder
     return load_tokenizer(folder)
 
 

@@ -1,4 +1,4 @@
-"""Work on many pieces by several processes, results in the order of the pieces."""
+"""Worker processes."""
 
 import collections
 import multiprocessing
@@ -15,10 +15,10 @@ from megajax.errors import RunError
 
 
 class Workers:
-    """Processes for a `with` block; with one worker, this process.
+    """The worker processes of a `with` block; if there is one worker, it is this process.
 
     Args:
-        count: how many work at a time.
+        count: how many there are.
     """
 
     def __init__(self, count: int) -> None:
@@ -38,10 +38,10 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """`function(*piece)` of each, in the order of the pieces, few of which are read ahead.
+        """`function(*piece)` of each piece, in their order; few pieces are read ahead.
 
         Raises:
-            RunError: a worker ended, as when memory runs out.
+            RunError: a worker was ended, for example because memory ran out.
         """
         if self._pool is None:
             yield from (function(*piece) for piece in pieces)
@@ -71,7 +71,7 @@ def _end_with_parent() -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use; where the system does not say, all."""
+    """The number of cores that this process may use; all cores where the system does not say."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

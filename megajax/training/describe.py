@@ -1,4 +1,4 @@
-"""What a run prints before it starts: model, mesh, state, optimizer, data."""
+"""The lines that a run prints before it starts: model, mesh, state, optimizer, data."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from megajax.runs.data import RunData
 
 
 def describe(program: Program, data: RunData) -> str:
-    """The run in a few lines."""
+    """A run in a few lines of text."""
     config = program.config
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
@@ -56,7 +56,7 @@ def _optimizer(program: Program) -> str:
 
 
 def _data(config: Config, data: RunData) -> Iterator[str]:
-    """A line for every corpus; `epoch` are the steps after which all its samples were seen once."""
+    """A line for every corpus; in an epoch every sample of the corpus is seen once."""
     blended = isinstance(data.train, BlendedSamples)
     parts = data.train.sources if isinstance(data.train, BlendedSamples) else [data.train]
     shares = data.train.blend.shares if isinstance(data.train, BlendedSamples) else [1.0]

@@ -154,7 +154,7 @@ class _Run:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        self.log.training(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, **times)
+        self.log.record_step(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, **times)
         if was_skipped:
             self._report_skip(pending.step, metrics)
 
@@ -183,7 +183,7 @@ class _Run:
             batches = self.config.train.eval_batches
             self.validation = self._evaluate(batches)
             named = {name: self._evaluate(batches, samples).loss for name, samples in self.data.validation_sets.items()}
-            self.log.validation(step, self.validation.loss, named)
+            self.log.record_validation(step, self.validation.loss, named)
             loss = self.validation.loss
         else:  # a checkpoint holds the weights after the step, whose loss nobody has seen yet
             loss = self._evaluate(1).loss

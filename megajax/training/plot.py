@@ -1,4 +1,4 @@
-"""The picture of a run: its loss over the steps."""
+"""A plot of a run's loss over its steps."""
 
 import math
 import warnings
@@ -10,9 +10,16 @@ Points = Sequence[tuple[int, float]]  # step, loss in nats per token
 
 
 def plot_loss(path: Path, name: str, training: Points, validation: Points) -> None:
-    """Draw training and validation loss over the steps into a PNG, which appears whole or not at all.
+    """Draw training and validation loss over the steps into a PNG, atomically.
 
-    Losses that are not finite are left out. Raises `OSError` if the file cannot be written.
+    Args:
+        path: the file.
+        name: of the run, the title.
+        training: steps and losses; losses that are not finite are left out.
+        validation: the same.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a progress bar on a terminal, plain lines anywhere else."""
+"""The progress of a run as it is shown: a bar on a terminal, plain lines anywhere else."""
 
 import math
 import statistics
@@ -8,14 +8,21 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-_RECENT = 20  # steps whose median time gives the speed, so that the one that compiled does not count
+_RECENT = 20  # steps whose median time gives the speed; a median leaves out the step that compiled
 
 
 class TrainingProgress:
-    """Reports finished steps. Prints nothing if `shown` is false."""
+    """A bar or lines about finished steps.
+
+    Args:
+        total: steps of the run.
+        finished: steps that an earlier attempt has taken.
+        log_every: without a bar, each such step is printed, and the last one.
+        shown: False: nothing is printed.
+        console: where to print; standard output if None.
+    """
 
     def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
-        """`total` and `finished` are steps; without a bar, every `log_every`-th step gets a line, and the last one."""
         self._total, self._finished, self._log_every, self._shown = total, finished, log_every, shown
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._seconds: deque[float] = deque(maxlen=_RECENT)
@@ -26,8 +33,15 @@ class TrainingProgress:
             self._task = self._bar.add_task("compiling", total=total, completed=finished)
             self._bar.start()
 
-    def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Step number `step` (from 1) is done; it took `seconds` for `tokens` over all devices."""
+    def show_step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Show a finished step.
+
+        Args:
+            step: its number, from 1.
+            loss: nats per token.
+            tokens: of the step, on all devices.
+            seconds: that it took.
+        """
         self._seconds.append(seconds)
         typical = statistics.median(self._seconds)
         left = time_text(typical * (self._total - step))
@@ -37,8 +51,8 @@ class TrainingProgress:
         elif step % self._log_every == 0 or step == self._total:
             self.print(f"{self._count(step)}  {text}")
 
-    def validation(self, step: int, loss: float, name: str = "") -> None:
-        """The validation loss after `step` steps, in nats per token; `name` is that of a named set."""
+    def show_validation(self, step: int, loss: float, name: str = "") -> None:
+        """Show the validation loss after `step` steps, in nats per token; `name` is that of a named set."""
         perplexity = math.exp(min(loss, 700.0))
         of = f" of {name}" if name else ""
         self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  perplexity {perplexity:.2f}")
@@ -56,7 +70,7 @@ class TrainingProgress:
         return f"step {step:>{len(str(self._total))}}/{self._total}"
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Stop the bar, which stays as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

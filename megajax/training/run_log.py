@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, TensorBoard events, loss.png and what is printed on the way."""
+"""The log of a run: metrics.jsonl, TensorBoard events, loss.png and printed lines."""
 
 import json
 import math
@@ -17,9 +17,21 @@ from megajax.training.progress import TrainingProgress
 
 
 class RunLog:
-    """Writes the metrics of a run and shows its progress; a context manager.
+    """The metrics of a run as they are written, and its progress as it is shown; a context manager.
 
-    Steps are counts of finished steps, so the first one is 1. Exactly one process writes.
+    Steps are counts of finished steps, so the first one is 1. If an earlier attempt has logged steps after
+    `finished_steps`, these are dropped.
+
+    Args:
+        run_dir: where metrics.jsonl, tensorboard/ and loss.png are.
+        total_steps: of the run.
+        finished_steps: from which the run goes on.
+        log_every: steps between two printed lines where there is no bar.
+        write: True on exactly one process; on the others nothing is written, printed or drawn.
+        console: where to print; standard output if None.
+
+    Raises:
+        UserError: the run directory cannot be written.
     """
 
     def __init__(
@@ -32,13 +44,6 @@ class RunLog:
         write: bool = True,
         console: Console | None = None,
     ):
-        """Open the log of a run that stands at `finished_steps`: later lines of an earlier attempt are dropped.
-
-        `write` is false on every process but the first: then nothing is written, printed or drawn.
-
-        Raises:
-            UserError: the run directory cannot be written.
-        """
         self._run_dir, self._write = run_dir, write
         self._progress = TrainingProgress(total_steps, finished_steps, log_every, write, console)
         self._training: list[tuple[int, float]] = []
@@ -66,7 +71,7 @@ class RunLog:
         suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
         return SummaryWriter(folder, purge_step=finished_steps + 1, flush_secs=30, filename_suffix=suffix)
 
-    def training(
+    def record_step(
         self,
         step: int,
         *,
@@ -79,31 +84,46 @@ class RunLog:
         seconds: float,
         data_seconds: float,
     ) -> None:
-        """Record a finished step: loss in nats per token, norm before clipping, steps of the run that were skipped so
-        far, tokens of this step on all devices, seconds that the host waited for its batch (the devices have the step
-        before to do meanwhile)."""
+        """Record a finished step.
+
+        Args:
+            step: its number, from 1.
+            loss: nats per token.
+            grad_norm: global norm of the gradients before clipping.
+            learning_rate: of the step.
+            loss_scale: of the step.
+            skipped_steps: of the run, so far.
+            tokens: of the step, on all devices.
+            seconds: that the step took.
+            data_seconds: that the host waited for the step's batch; devices may compute the step before meanwhile.
+        """
         if not self._write:
             return
         numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
         numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
         self._record({"step": int(step), **numbers, **speed, "data_seconds": float(data_seconds)})
-        self._progress.step(step, numbers["loss"], tokens, seconds)
+        self._progress.show_step(step, numbers["loss"], tokens, seconds)
 
-    def validation(self, step: int, loss: SupportsFloat, named: Mapping[str, float] | None = None) -> None:
-        """Record the validation loss after `step` steps, in nats per token, and those of named validation sets; draw
-        loss.png anew."""
+    def record_validation(self, step: int, loss: SupportsFloat, named: Mapping[str, float] | None = None) -> None:
+        """Record the validation losses after `step` steps, in nats per token, and draw loss.png.
+
+        Args:
+            step: how many steps were taken.
+            loss: of the validation split.
+            named: those of named validation sets.
+        """
         if not self._write:
             return
         others = {f"validation_loss/{name}": float(value) for name, value in (named or {}).items()}
         self._record({"step": int(step), "validation_loss": float(loss), **others})
-        self._progress.validation(step, float(loss))
+        self._progress.show_validation(step, float(loss))
         for name, value in (named or {}).items():
-            self._progress.validation(step, value, name)
+            self._progress.show_validation(step, value, name)
         self.plot()
 
     def print(self, text: str) -> None:
-        """Show a line to the person watching; nothing is recorded."""
+        """Print a line; nothing is recorded."""
         self._progress.print(text)
 
     def plot(self) -> None:
@@ -112,7 +132,7 @@ class RunLog:
             plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
 
     def close(self) -> None:
-        """Draw the picture, write out everything and end the progress bar."""
+        """Write out everything, draw loss.png and stop the progress bar."""
         self._progress.close()
         if self._write:
             self._file.close()
@@ -144,7 +164,7 @@ class RunLog:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """A record as a line of JSON, floats in full. A number that is not finite becomes null: JSON has no word for it."""
+    """A record as a line of JSON, floats in full. A number that is not finite becomes null, JSON having none."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

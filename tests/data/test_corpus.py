@@ -48,15 +48,6 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_imports_are_light():
-    """No JAX at all; Grain (which imports it) and the tokenizer library only where they are used."""
-    script = (
-        "import sys, megajax.data.corpus, megajax.data.loader\n"
-        "print([name for name in ('jax', 'grain', 'tokenizers') if name in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
-
-
 def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
     corpus = make_corpus(source, "", 400, tmp_path / "run")
     assert texts_of(corpus) == TEXTS

@@ -37,7 +37,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs the command; its standard output. What it sets for its process is put back."""
+    """A function that runs the command and returns its standard output; what it sets for the process is restored."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     precision = jax.config.jax_default_matmul_precision
 

@@ -28,7 +28,7 @@ def similarity(one: str, other: str) -> float:
 
 
 def plant(folder: Path, documents: int = 1000, near: int = 200, leaked: int = 50, exact: int = 20) -> Planted:
-    """Writes `corpus.jsonl` and `test.jsonl`; no document is alike to another but those that are planted."""
+    """Write `corpus.jsonl` and `test.jsonl`; no document is alike to another but those that are planted."""
     rng = random.Random(7)
 
     def words(count: int) -> list[str]:

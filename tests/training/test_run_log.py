@@ -21,7 +21,7 @@ MORE = {"data_seconds": 0.001, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 
 
 def log_steps(log: RunLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        log.training(step, loss=10 / 3 / step, grad_norm=np.float32(0.1), learning_rate=1e-4, **MORE)
+        log.record_step(step, loss=10 / 3 / step, grad_norm=np.float32(0.1), learning_rate=1e-4, **MORE)
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path, total_steps=20, log_every=10) as log:
         log_steps(log, 1, 20)
-        log.validation(20, np.float32(2.5))
+        log.record_validation(20, np.float32(2.5))
         assert len(lines(tmp_path)) == 21, "every line is there at once"
         log.print("[done] in plain words")
     first, last = lines(tmp_path)[0], lines(tmp_path)[-1]
@@ -85,7 +85,7 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
 def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path: Path) -> None:
     with RunLog(tmp_path, total_steps=6) as log:
         log_steps(log, 1, 4)
-        log.validation(4, 2.0)
+        log.record_validation(4, 2.0)
         log_steps(log, 5, 6)
     straight = (tmp_path / "metrics.jsonl").read_bytes()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -107,7 +107,7 @@ def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
 def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", total_steps=3, log_every=1, write=False) as log:
         log_steps(log, 1, 3)
-        log.validation(3, 1.0)
+        log.record_validation(3, 1.0)
         log.print("hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
@@ -115,8 +115,8 @@ def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     with RunLog(tmp_path, total_steps=2) as log:
-        log.training(1, loss=np.nan, grad_norm=np.inf, learning_rate=0, **MORE)
-        log.validation(1, np.inf)
+        log.record_step(1, loss=np.nan, grad_norm=np.inf, learning_rate=0, **MORE)
+        log.record_validation(1, np.inf)
     assert [(line.get("loss"), line.get("grad_norm")) for line in lines(tmp_path)] == [(None, None), (None, None)]
     with RunLog(tmp_path, total_steps=2, finished_steps=1):
         pass
@@ -144,9 +144,9 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system=None, legacy_windows=False, _environ={})
     progress = TrainingProgress(100, 0, 1, console=console)
-    progress.step(1, 5.5, 1000, 30.0)  # the step that compiled
-    progress.step(2, 5.25, 1000, 0.5)
-    progress.step(3, 5.0, 1000, 0.5)
+    progress.show_step(1, 5.5, 1000, 30.0)  # the step that compiled
+    progress.show_step(2, 5.25, 1000, 0.5)
+    progress.show_step(3, 5.0, 1000, 0.5)
     progress.print("[a] note")
     progress.close()
     shown = screen.getvalue()

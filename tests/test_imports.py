@@ -1,0 +1,30 @@
+"""What modules do not import: the command line and its errors come before JAX, which takes seconds to start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import megajax
+
+CONFIGURATION = ["config", "presets", "flags", "validation", "options", "errors", "cli", "commands"]
+DATA = ["data.corpus", "data.loader"]
+
+
+def test_configuration_and_data_need_no_jax() -> None:
+    """Nor Grain, which imports JAX, and the tokenizer library; data uses these two where they are needed."""
+    sections = [f"{file.parent.name}.config" for file in Path(megajax.__file__).parent.glob("*/config.py")]
+    given = [f"{folder}.options" for folder in ("generation", "preparation")]
+    assert {"models.config", "optim.config", "pipeline.config", "data.config"} <= set(sections)
+    script = (
+        "import importlib, json, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(f'megajax.{name}')\n"
+        "    heavy = [heavy for heavy in ('jax', 'jaxlib', 'grain', 'tokenizers') if heavy in sys.modules]\n"
+        "    assert not heavy, (name, heavy)\n"
+        "print(json.dumps(len(sys.argv) - 1))"
+    )
+    names = [*CONFIGURATION, *sections, *given, *DATA]
+    found = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == len(names)
