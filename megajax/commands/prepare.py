@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
     )
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core"), 0)
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever PREFIX names")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew, and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
     args = parser.parse_args(argv)
     workers = getattr(args, "workers", 0)
