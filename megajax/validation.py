@@ -167,4 +167,7 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         if size % mesh.tensor:
             common = math.gcd(*split.values())
             valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            if model.num_heads % mesh.tensor == 0 == model.mlp_size % mesh.tensor:
+                multiple = math.lcm(model.vocab_multiple, mesh.tensor)
+                valid += f"; or in a new run --model.vocab-multiple {multiple}"
             raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {name}; valid: {valid}")

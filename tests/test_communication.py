@@ -169,11 +169,17 @@ def test_embedding_and_head_communicate_a_few_scalars_per_token():
     dropout = Dropout.at(0.1, 0, jnp.int32(0), jnp.arange(ROWS, dtype=jnp.int32))
 
     def embed(shared, tokens_BT):
-        return jax.grad(lambda shared: jnp.sum(model.embed(shared, tokens_BT, dropout)))(shared)
+        batch = {"tokens": tokens_BT}
+        context = model.context(batch, dropout)
+        return jax.grad(lambda shared: jnp.sum(model.ends(shared).embed(batch, context)))(shared)
 
     def head(shared, tokens_BT):
         x_BTD = jnp.ones(ACTIVATION)
-        return jax.grad(lambda shared, x_BTD: model.loss(shared, x_BTD, tokens_BT), (0, 1))(shared, x_BTD)
+
+        def loss(shared, x_BTD):
+            return model.ends(shared).losses(x_BTD, {"targets": tokens_BT})["next_token"]
+
+        return jax.grad(loss, (0, 1))(shared, x_BTD)
 
     def found(function, out_specs) -> Counter:
         mapped = jax.shard_map(function, mesh=program.mesh, in_specs=(specs, P()), out_specs=out_specs)

@@ -221,6 +221,10 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             {"mesh.tensor": 8, "model.vocab_size": 4094, "model.vocab_multiple": 1},
             "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",
         ),
+        (
+            {"mesh.tensor": 3, "model.num_heads": 6, "model.hidden_size": 192},
+            "(see --model.vocab-multiple); valid: 1, 2; or in a new run --model.vocab-multiple 3072",
+        ),
         ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
         (
             {"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252},

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     )
     at_least = Range(lambda x: x >= 0, "1 or more, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever PREFIX names")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew, and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
     args = parser.parse_args(argv)
     workers = getattr(args, "workers", 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option
@@ -54,7 +55,8 @@ def main(argv: Sequence[str]) -> None:
 
         title = f"{_describe(pipeline, table)}: bubble {bubble:.1%} of the ideal time"
         try:
-            draw_timeline(plot, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
+            with file_atomically(plot) as new:
+                draw_timeline(new, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
         except OSError as error:
             raise UserError(f"--plot {plot}: cannot be written: {error.strerror}") from None
     if args.json:

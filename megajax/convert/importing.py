@@ -23,6 +23,7 @@ from megajax.models.family import CutModel
 from megajax.parallel.borders import F_AND_G
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.ownership import mark
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
     weights = from_tensors(lambda name: source.tensors.read(source.prefix + name), config.model)
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
+        mark(new)
         checkpoints = Checkpoints(new, layout, keep=config.checkpoint.keep)
         try:
             checkpoints.save(0, layout.from_natural(layout.begin(weights)))

@@ -9,40 +9,59 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.files import folder_atomically, write_atomically
+from megajax.data.files import folder_atomically, put_back, write_atomically
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.records import STANDARD_LIBRARY
 from megajax.data.text import TextDocuments, in_parts
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import (
+    BPE_FILES,
+    WORDPIECE_FILES,
+    is_tokenizer_folder,
+    load_tokenizer,
+    train_tokenizer,
+)
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
-TRAINING_BYTES = 64 << 20
-"""Text that a tokenizer is trained on, at most; of a larger corpus, documents at even distances."""
-
+TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on; of a larger corpus documents at even distances
 _BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReport:
-    """Where a corpus came from and what it took to make; `report.json` in its folder."""
+    """Where a corpus came from and what it took to make; `report.json` in its folder.
 
-    source: str  # absolute path, or python-stdlib
-    tokenizer_source: str  # absolute path of a given tokenizer, empty if it was trained, imported or there is none
-    dataset: str  # PREFIX of a dataset that was given tokenized, empty if the tokens lie in the folder
-    vocab_size: int  # all ids are below this
+    Attributes:
+        source: absolute path, or python-stdlib.
+        tokenizer_source: absolute path of a given tokenizer; empty if it was trained, imported or there is none.
+        dataset: PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder.
+        vocab_size: all ids are below this.
+        text_bytes: of the text in UTF-8; 0 for a dataset that was given tokenized.
+        skipped_files: files of a folder that are not UTF-8.
+        tokenizer_seconds: what training the tokenizer took.
+        encoding_seconds: what tokenizing took.
+    """
+
+    source: str
+    tokenizer_source: str
+    dataset: str
+    vocab_size: int
     documents: int
     tokens: int
-    text_bytes: int = 0  # UTF-8; 0 for a dataset that was given tokenized
-    skipped_files: int = 0  # files of a folder that are not UTF-8
+    text_bytes: int = 0
+    skipped_files: int = 0
     tokenizer_seconds: float = 0.0
     encoding_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus; it has no tokenizer if the dataset was given tokenized and without one."""
+    """A tokenized corpus.
+
+    Attributes:
+        tokenizer: None if the dataset was given tokenized and without one.
+    """
 
     tokens: IndexedDataset
     tokenizer: Tokenizer | None
@@ -57,7 +76,7 @@ def make_corpus(
     check: Callable[[TokenDocuments], object] = lambda tokens: None,
     flag: str = "--data.path",
 ) -> Corpus:
-    """Makes the corpus of a run, or finds it made. One process calls this, then all may `open_corpus`.
+    """Make the corpus of a run, or find it made. One process calls this, then all may `open_corpus`.
 
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
     of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
@@ -75,14 +94,16 @@ def make_corpus(
 
     Raises:
         UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
-            `vocab_size`; `output_dir` holds another tokenizer, or the corpus of another source, or cannot be written.
+            `vocab_size`; `output_dir` holds another tokenizer, the corpus of another source or something that is no
+            corpus, or cannot be written.
     """
     folder = Path(output_dir)
+    put_back(folder)
     if has_corpus(folder):
         _check_same_source(folder, path, tokenizer_path, flag)
         return open_corpus(folder, vocab_size)
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
-    with folder_atomically(folder) as new:
+    with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
             _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new)
         else:
@@ -92,7 +113,7 @@ def make_corpus(
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Opens what `make_corpus` made; reads only, on any process.
+    """Open what `make_corpus` made; reads only, on any process.
 
     Raises:
         UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
@@ -152,6 +173,17 @@ def has_corpus(output_dir: str | Path) -> bool:
     return Path(output_dir, "report.json").is_file()  # written last
 
 
+def has_only_tokenizer(output_dir: str | Path) -> bool:
+    """Whether a folder has a tokenizer, that of imported weights, and nothing else."""
+    folder = Path(output_dir)
+    files = {name for names in BPE_FILES + WORDPIECE_FILES for name in names}
+    return (
+        [entry.name for entry in folder.iterdir()] == ["tokenizer"]
+        and is_tokenizer_folder(folder / "tokenizer")
+        and ({entry.name for entry in (folder / "tokenizer").iterdir()} <= files)
+    )
+
+
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
     there = _load_tokenizer(own, vocab_size) if is_tokenizer_folder(own) else None
@@ -162,7 +194,7 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
 
 
 def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
-    """Records a dataset that was given tokenized."""
+    """Record a dataset that was given tokenized."""
     beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
     if tokenizer is None and beside:
         tokenizer = _load_tokenizer(beside, vocab_size)

@@ -1,58 +1,157 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, without anything of somebody else's being removed for them.
+
+What is half done lies in a folder with a mark in it. Only such folders are ever removed, also those that a killed
+process left; a name that anything else has is left alone.
+"""
 
 import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from megajax.errors import UserError
 
+_MARK = ".temporary-of-megajax"
+_EARLIER = ".earlier"  # in a marked folder: what is being replaced
+
+
+def mark(folder: Path) -> None:
+    """Say that an existing folder is temporary: all that is in it may be removed."""
+    (folder / _MARK).write_text("Made by megajax, which removes this folder with all that is in it.\n")
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether `mark` was called for a folder."""
+    return (folder / _MARK).is_file()
+
+
+def empty(folder: Path, keep: Collection[str] = ()) -> None:
+    """Remove all that is in a marked folder but the mark and the names in `keep`."""
+    assert is_marked(folder), folder
+    for entry in folder.iterdir():
+        if entry.name == _MARK or entry.name in keep:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def remove(folder: Path) -> None:
+    """Remove a marked folder, the mark last, so that what an interruption leaves of it is removed another time."""
+    empty(folder)
+    (folder / _MARK).unlink()
+    folder.rmdir()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or with a number behind it: the first name that nobody has, or that a marked folder has."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(1)))
+    return next(name for name in names if is_marked(name) or not os.path.lexists(name))
+
+
+@contextlib.contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """A marked folder beside `path` for what is to become it; removed at the end.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    place = free_name(path.with_name(f"{path.name}.partial"))
+    if is_marked(place):
+        _put_back(place, path)
+        empty(place)
+    else:
+        place.mkdir()
+        mark(place)
+    try:
+        yield place
+    finally:
+        with contextlib.suppress(OSError):
+            remove(place)
+
+
+def put_back(path: Path) -> None:
+    """Undo what a process that was killed while it replaced the folder `path` had begun."""
+    place = free_name(path.with_name(f"{path.name}.partial"))
+    if is_marked(place):
+        _put_back(place, path)
+
+
+def _put_back(place: Path, path: Path) -> None:
+    if (place / _EARLIER).exists() and not path.exists():
+        (place / _EARLIER).rename(path)
+
+
+@contextlib.contextmanager
+def file_atomically(path: Path) -> Iterator[Path]:
+    """A path with the name of `path` to write a file at, which takes the place of `path` at the end.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with scratch(path) as place:
+        yield place / path.name
+        (place / path.name).replace(path)
+
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a UTF-8 file under a temporary name, then renames it.
+    """Write a UTF-8 file, or write it anew.
 
     Raises:
         UserError: the file cannot be written (no permission, no space).
     """
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with file_atomically(path) as new, new.open("w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 @contextlib.contextmanager
-def folder_atomically(folder: Path) -> Iterator[Path]:
-    """A folder to fill under a temporary name; renamed at the end, replacing an older one.
+def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
+    """A folder to fill, which becomes `folder` at the end, in the place of an empty one or one that is `ours`.
 
     On an exception nothing stays: neither it nor the parents that were made for it.
 
     Raises:
-        UserError: the folder cannot be made (no permission, no space).
+        UserError: the folder cannot be made (no permission, no space), or there is one that may not be replaced.
     """
     made = [parent for parent in folder.parents if not parent.exists()]
-    partial = folder.with_name(folder.name + ".partial")
     try:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
-        yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with contextlib.ExitStack() as stack:
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                place = stack.enter_context(scratch(folder))
+                _check_replaceable(folder, ours)
+                new = place / folder.name
+                new.mkdir()
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+            yield new
+            if _check_replaceable(folder, ours):
+                folder.rename(place / _EARLIER)
+            new.rename(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
+
+
+def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:
+    """Whether there is something to replace.
+
+    Raises:
+        UserError: it may not be replaced.
+    """
+    if not os.path.lexists(folder):
+        return False
+    if folder.is_dir() and not folder.is_symlink() and (ours(folder) or not any(folder.iterdir())):
+        return True
+    raise UserError(f"{folder} is there already and is not of this program; valid: move it elsewhere")

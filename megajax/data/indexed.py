@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.files import scratch
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -63,8 +64,8 @@ class IndexedDataset(TokenDocuments):
 class IndexedWriter:
     """A dataset that is being written, document by document, in a `with` block.
 
-    The files have temporary names until the block ends without an exception. The index is renamed last, so PREFIX.idx
-    exists only beside a complete PREFIX.bin.
+    Everything is written in a temporary folder. Only when the block ends without an exception do the files get theirs,
+    the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
 
     Args:
         prefix: path of the two files without their suffixes.
@@ -75,6 +76,7 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self._prefix = Path(prefix)
         self._index_file, self._tokens_file = dataset_files(prefix)
         self._vocab_size = vocab_size
         self._code = 8 if vocab_size < 65500 else 4
@@ -87,9 +89,11 @@ class IndexedWriter:
         return len(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
-        with self._writable():
+        with self._writable(), contextlib.ExitStack() as stack:
             self._tokens_file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _partial(self._tokens_file).open("wb")
+            self._place = stack.enter_context(scratch(self._prefix))
+            self._file = stack.enter_context((self._place / self._tokens_file.name).open("wb"))
+            self._stack = stack.pop_all()
         return self
 
     def add_document(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
@@ -113,10 +117,7 @@ class IndexedWriter:
                     self._finish()
         finally:
             with contextlib.suppress(OSError):
-                self._file.close()
-            for file in self._tokens_file, self._index_file:
-                with contextlib.suppress(OSError):
-                    _partial(file).unlink()
+                self._stack.close()
 
     def _finish(self) -> None:
         _sync(self._file)
@@ -124,14 +125,14 @@ class IndexedWriter:
         lengths = np.array(self._lengths, dtype="<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
-        with _partial(self._index_file).open("wb") as index:
+        with (self._place / self._index_file.name).open("wb") as index:
             index.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(lengths) + 1))
             for part in lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8"):
                 index.write(part.tobytes())
             _sync(index)
         self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
-        _partial(self._tokens_file).replace(self._tokens_file)
-        _partial(self._index_file).replace(self._index_file)
+        for file in self._tokens_file, self._index_file:
+            (self._place / file.name).replace(file)
 
     @contextlib.contextmanager
     def _writable(self) -> Iterator[None]:
@@ -144,10 +145,6 @@ class IndexedWriter:
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
     """PREFIX.idx and PREFIX.bin."""
     return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-
-
-def _partial(file: Path) -> Path:
-    return file.with_name(file.name + ".partial")
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -57,7 +57,7 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "list[Text]":
 
 
 def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes, unit: str) -> None:
-    """Draw when every stage runs what, into a PNG or SVG, which appears whole or not at all.
+    """Draw when every stage runs what, into a PNG or SVG.
 
     Raises `OSError` if the file cannot be written.
     """
@@ -98,9 +98,4 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=8)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        figure.savefig(partial, format=path.suffix.lower().removeprefix("."))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    figure.savefig(path, format=path.suffix.lower().removeprefix("."))

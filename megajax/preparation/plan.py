@@ -4,12 +4,14 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megajax.data import files as temporary
+from megajax.data.corpus import tokenizer_folder
 from megajax.data.indexed import dataset_files
 from megajax.data.records import TextFiles
 from megajax.data.tokenizers import load_tokenizer
@@ -64,26 +66,21 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     }
 
 
-def finished(output: str, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a preparation that is done; None if it is not.
+def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of a preparation that is done.
 
     Raises:
-        UserError: the files are there, but from another plan.
+        UserError: what lies there is of another one, or of none.
     """
-    there = [file for file in (*dataset_files(output), report_file(output)) if file.exists()]
-    if not there:
+    there, found = _outputs(work.output), _report(work.output)
+    if not there or _is_writing(work):
         return None
-    try:
-        found = json.loads(report_file(output).read_bytes())
-        if found["plan"] == plan and len(there) == 3:
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    if Path(f"{output}.work").exists():
-        return None
+    if found and found["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
+        return found
+    problem = "was made from other input or with other options" if found else "was not made by a preparation"
     raise UserError(
-        f"--output {output}: {there[0]} exists and was made from other input or with other options; "
-        "valid: another PREFIX, or --overwrite"
+        f"--output {work.output}: {there[0]} exists and {problem}; "
+        f"valid: another PREFIX{', or --overwrite' if found else ''}"
     )
 
 
@@ -100,9 +97,13 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         Whether an interrupted preparation goes on.
 
     Raises:
-        UserError: another process has it, it holds another preparation, or it cannot be written.
+        UserError: another process has it, it holds another preparation or something else, or it cannot be written;
+            `overwrite`, and what PREFIX names is not of a preparation.
     """
     output = f"--output {work.output}"
+    _check_own(work)
+    if overwrite and _report(work.output) is None:
+        _check_outputs(work)
     try:
         work.folder.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("a")
@@ -113,17 +114,14 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{output}: another process is preparing it; valid: wait, or another PREFIX") from None
+        temporary.mark(work.folder)
         if overwrite:
             (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
-            report_file(work.output).unlink(missing_ok=True)
+            with work.writing(work / _WRITING):
+                pass
         resumed = (work / "plan.json").exists()
         if not resumed:
-            for entry in work.folder.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                elif entry.name != "lock":
-                    entry.unlink()
-        if not resumed:
+            temporary.empty(work.folder, keep=("lock", _WRITING))
             with work.writing(work / "plan.json") as file:
                 file.write(json.dumps(plan).encode())
         elif json.loads((work / "plan.json").read_bytes()) != plan:
@@ -134,12 +132,73 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         yield resumed
 
 
+def begin_writing(work: WorkFolder) -> None:
+    """Make way for the results: an older report goes, and what PREFIX names may from now on be replaced.
+
+    Raises:
+        UserError: something is there that is not of a preparation.
+    """
+    _check_outputs(work)
+    with work.writing(work / _WRITING):
+        pass
+    report_file(work.output).unlink(missing_ok=True)
+
+
 def remove(folder: Path) -> None:
     """Remove a work folder; if this is interrupted, no part of the folder is used later."""
-    discarded = folder.with_name(folder.name + ".discarded")
-    shutil.rmtree(discarded, ignore_errors=True)
+    discarded = temporary.free_name(folder.with_name(f"{folder.name}.discarded"))
+    with contextlib.suppress(OSError):
+        if discarded.exists():
+            temporary.remove(discarded)
     folder.rename(discarded)
-    shutil.rmtree(discarded, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        temporary.remove(discarded)
+
+
+_WRITING = "writing"  # a file in the work folder: what PREFIX names was made by a preparation, and may be replaced
+
+
+def _is_writing(work: WorkFolder) -> bool:
+    return temporary.is_marked(work.folder) and (work / _WRITING).exists()
+
+
+def _outputs(output: str) -> list[Path]:
+    """What PREFIX names, as far as it is there."""
+    named = (*dataset_files(output), tokenizer_folder(output), report_file(output))
+    return [path for path in named if os.path.lexists(path)]
+
+
+def _report(output: str) -> dict[str, Any] | None:
+    """What a preparation wrote last, None where there is none."""
+    try:
+        found = json.loads(report_file(output).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("plan"), dict) else None
+
+
+def _check_outputs(work: WorkFolder) -> None:
+    there = _outputs(work.output)
+    if there and not _is_writing(work):
+        raise UserError(
+            f"--output {work.output}: {there[0]} exists and was not made by a preparation; valid: another PREFIX"
+        )
+
+
+def _check_own(work: WorkFolder) -> None:
+    """Raises `UserError` where the work folder is something else."""
+    if temporary.is_marked(work.folder) or not work.folder.is_dir():
+        return
+    try:  # without a mark: of an earlier version
+        of_plan = {"format", "inputs", "test_sets", "options"} <= json.loads((work / "plan.json").read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        of_plan = False
+    others = sorted(entry.name for entry in work.folder.iterdir() if entry.name != "lock")
+    if others and not of_plan:
+        raise UserError(
+            f"--output {work.output}: {work.folder} holds {others[0]} and no interrupted preparation; "
+            "valid: another PREFIX"
+        )
 
 
 def report_file(output: str) -> Path:

@@ -24,6 +24,7 @@ from megajax.preparation.plan import (
     SHARD_BYTES,
     TRAINED,
     Task,
+    begin_writing,
     claimed,
     finished,
     make_plan,
@@ -48,7 +49,7 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     Args:
         task: what to do.
         workers: processes.
-        overwrite: begin anew, whatever is there.
+        overwrite: begin anew, and replace what another preparation made.
         show: where progress is shown.
 
     Returns:
@@ -65,7 +66,7 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
             raise UserError(f"--output {task.output} is in the folder {path} that is read; valid: a place outside")
     plan = make_plan(task, files)
     work = WorkFolder(Path(f"{task.output}.work"), task.output)
-    if not overwrite and (found := finished(task.output, plan)):
+    if not overwrite and (found := finished(work, plan)):
         return found
     with claimed(work, plan, overwrite) as resumed:
         found = _run(task, files, work, workers, resumed, show) | {"plan": plan}
@@ -99,6 +100,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
         if not (corpus.rule == KEPT).any():
             dropped = ", ".join(f"{rule['count']} {name}" for name, rule in found["dropped"].items() if rule["count"])
             raise UserError(f"INPUT: none of the {len(corpus)} documents is left: {dropped}")
+        begin_writing(work)
         _write(task.output, corpus, tokenizer)
     return found | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
 
@@ -230,7 +232,7 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
 
 
 def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> None:
-    with folder_atomically(tokenizer_folder(output)) as folder:
+    with folder_atomically(tokenizer_folder(output), ours=lambda _: True) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:
         for shard in range(corpus.num_shards):

@@ -1,13 +1,15 @@
 """Checkpoints: the state in mesh-independent form, written by Orbax in the background, atomically, the last N kept.
 
 A digest of every array is stored with it and compared after reading, so that a damaged checkpoint is noticed whatever
-part of it is damaged; the one before it is then used.
+part of it is damaged; the one before it is then used. Beside the digest stands the format (`formats.py`).
 """
 
+import dataclasses
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,14 @@ from megajax.errors import RunError, UserError
 from megajax.mesh import shardings
 from megajax.processes import all_agree, is_first_process, wait_for_all
 from megajax.program.state import StateLayout, TrainState
+from megajax.runs.formats import FORMAT, check_known, upgraded, written_as
 from megajax.runs.metrics import read_metrics
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
+
+_FORMAT = "format"  # among the digest's names; a checkpoint without it is of format 1
+
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -40,12 +47,14 @@ class Checkpoints:
         return sorted(self._manager.all_steps(read=True))
 
     def save(self, step: int, state: TrainState) -> None:
-        """Write the `state` after `step` steps; returns when it is copied, the files are complete later (`wait`)."""
+        """Write the `state` after `step` steps: copied when this returns, the files are complete later (`wait`)."""
         natural = self._layout.to_natural(state)
         sums = {name: int(value) for name, value in _named(self._digest(natural)).items()}
         self._manager.save(
             step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave(sums)),
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave({_FORMAT: FORMAT, **sums})
+            ),
         )
 
     def wait(self) -> None:
@@ -53,6 +62,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
+        """Wait, and end what runs in the background."""
         self._manager.close()
 
     def restore(self, step: int) -> TrainState:
@@ -60,35 +70,76 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: it cannot be read, or not all of it is what was written.
+            UserError: a newer version of this program wrote it.
         """
-        read: list[tuple[TrainState, dict[str, int]]] = []
-        problem = "another process cannot read it"
-        try:
-            read.append(self._read(step))
-        except Exception as error:
-            problem = " ".join(str(error).split()).partition(" See full")[0][:200]
-        # The processes agree at each turn: none may go on to the next collective alone.
-        if not all_agree(bool(read)):
-            raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
-        stored, sums = read[0]
-        actual = {name: int(value) for name, value in _named(self._digest(stored)).items()}
-        wrong = sorted(name for name in actual if sums.get(name) != actual[name])
-        if not all_agree(not wrong):
-            raise DamagedCheckpoint(f"{self.folder / str(step)}: {len(wrong)} arrays differ from what was written")
-        return self._layout.from_natural(stored)
+        return self._layout.from_natural(self._restore(step, self._target))
 
-    def _read(self, step: int) -> tuple[TrainState, dict[str, int]]:
-        """The natural state and the digest stored with it."""
-        target = jax.tree.map(
+    def restore_params(self, step: int) -> Any:
+        """The weights after `step` steps, as layers compute with them on this mesh; nothing else is read.
+
+        Raises:
+            DamagedCheckpoint: they cannot be read, or are not what was written.
+            UserError: a newer version of this program wrote them.
+        """
+        others: dict[str, Any] = {"optimizer": None, "loss_scale": None, "recent_norms": None}
+        weights = dataclasses.replace(self._target, **others)
+        return self._layout.params_from_natural(self._restore(step, weights).params)
+
+    @property
+    def _target(self) -> TrainState:
+        """Types and places of the natural state."""
+        return jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             self._layout.natural_shapes,
             shardings(self._mesh, self._layout.natural_specs),
         )
-        with warnings.catch_warnings(action="ignore"):
-            stored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), digest=ocp.args.JsonRestore())
-            )
-        return stored.state, stored.digest
+
+    def _restore(self, step: int, target: TrainState) -> TrainState:
+        """What `target` has of the natural state; a part of it that is None is not read."""
+        folder = self.folder / str(step)
+        sums = self._try(step, lambda: self._read_digest(step))
+        number = sums.pop(_FORMAT, 1)
+        check_known(number, str(folder))
+        stored = self._try(step, lambda: self._read(step, written_as(target, number)))
+        actual = {name: int(value) for name, value in _named(self._digest(stored)).items()}
+        wrong = sorted(name for name in actual if sums.get(name) != actual[name])
+        if not all_agree(not wrong):
+            raise DamagedCheckpoint(f"{folder}: {len(wrong)} arrays differ from what was written")
+        return upgraded(target, number, stored)
+
+    def _try(self, step: int, read: Callable[[], T]) -> T:
+        """What is read, if all processes can: none may go on to the next collective alone.
+
+        Raises:
+            DamagedCheckpoint: one of them cannot.
+        """
+        found: list[T] = []
+        problem = "another process cannot read it"
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found.append(read())
+        except Exception as error:
+            problem = " ".join(str(error).split()).partition(" See full")[0][:200]
+        if not all_agree(bool(found)):
+            raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
+        return found[0]
+
+    def _read_digest(self, step: int) -> dict[str, int]:
+        digest = self._manager.restore(step, args=ocp.args.Composite(digest=ocp.args.JsonRestore())).digest
+        if not isinstance(digest, dict) or not isinstance(digest.get(_FORMAT, 1), int):
+            raise ValueError("the digest is damaged")
+        return digest
+
+    def _read(self, step: int, target: TrainState) -> TrainState:
+        if target.optimizer is not None:
+            state = ocp.args.StandardRestore(target)
+            return self._manager.restore(step, args=ocp.args.Composite(state=state)).state
+        parts = {"step": target.step, "params": target.params}
+        wanted = ocp.args.PyTreeRestore(
+            parts, restore_args=ocp.checkpoint_utils.construct_restore_args(parts), partial_restore=True
+        )
+        with ocp.PyTreeCheckpointer() as reader:
+            return dataclasses.replace(target, **reader.restore(self.folder / str(step) / "state", args=wanted))
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.
@@ -97,6 +148,7 @@ class Checkpoints:
 
         Raises:
             RunError: there are checkpoints, and none can be read.
+            UserError: a newer version of this program wrote the newest.
         """
         damaged: list[str] = []
         for step in reversed(self.steps()):

@@ -1,29 +1,45 @@
 """A run directory: whether it may be used by a new run, or to go on with the run it holds, and its configuration."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
 from megajax.data.corpus import prepared_prefix
+from megajax.data.files import put_back
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
+from megajax.runs.formats import FORMAT, check_known
+from megajax.runs.ownership import MARK, entries, mark, run_format
 
 
 def claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says; write nothing."""
+    """Check that the run directory may be used as `--resume` says, and mark it as this program's.
+
+    Raises:
+        UserError: it may not, and is as it was.
+    """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
-    used = run_dir.is_dir() and any(run_dir.iterdir())
+    there = entries(run_dir)
+    number = run_format(run_dir) if there else None
+    never = "--resume never, but " if config.resume == "never" else ""
+    if there and number is None:
+        raise UserError(
+            f"{never}--run-dir {run_dir} is not empty and holds no run, but {there[0]}; "
+            "valid: an empty or new folder, or that of an earlier run"
+        )
+    if there and never:
+        raise UserError(f"{never}--run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
+    if number is not None:
+        check_known(number, f"--run-dir {run_dir}")
+        put_back(run_dir / "data")
     checkpoints = list((run_dir / "checkpoints").iterdir()) if (run_dir / "checkpoints").is_dir() else []
     steps = [int(entry.name) for entry in checkpoints if entry.name.isdecimal()]
-    if config.resume == "never" and used:
-        raise UserError(
-            f"--resume never, but --run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto"
-        )
     if config.resume == "must" and not steps:
         raise UserError(
             f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
@@ -34,6 +50,30 @@ def claim(run_dir: Path, config: Config) -> None:
                 f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
             )
         _check_same_run(run_dir, config, trained=max(steps) > 0)
+    if number != FORMAT:
+        mark(run_dir)
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path, config: Config) -> Iterator[None]:
+    """`claim` for a block that begins the run. If it fails and leaves nothing, the run directory is as it was before.
+
+    Raises:
+        UserError: the run directory may not be used.
+    """
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    before = {MARK, *entries(run_dir)}
+    new = not (run_dir / MARK).exists()
+    claim(run_dir, config)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if new and before.issuperset(entries(run_dir)):
+                (run_dir / MARK).unlink()
+                for folder in made:
+                    folder.rmdir()
+        raise
 
 
 _WEIGHTS = [  # what a run keeps: the shapes of its weights
@@ -52,7 +92,7 @@ _SAMPLES = [  # and, once it has trained, which samples it has seen and holds ou
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
-    """A run goes on with the model and the data it began with; mesh, microbatch or learning rate may change."""
+    """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
     for key in _WEIGHTS + (_SAMPLES if trained else []):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
@@ -95,7 +135,7 @@ def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }
     config = resolve(preset, overrides)
-    earlier = preset["precision"]
+    earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"}).precision
     if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
         raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
     return config

@@ -15,12 +15,19 @@ from megajax.launch import start
 from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
 from megajax.runs.directory import kept_config
+from megajax.runs.formats import check_known
+from megajax.runs.ownership import marked_format
 from megajax.validation import validate_mesh
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A program with the weights of a checkpoint, and the step that they are of."""
+    """A program with the weights of a checkpoint.
+
+    Attributes:
+        params: the weights that layers compute with, where `program.layout.specs` has them.
+        step: that they are of.
+    """
 
     program: Program
     params: Any
@@ -48,7 +55,7 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     try:
-        return checkpoints.restore(number).params, number
+        return checkpoints.restore_params(number), number
     except DamagedCheckpoint as error:
         raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
     finally:
@@ -56,9 +63,14 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
-    """Raises `UserError` where what `flag` names is not the directory of a run."""
+    """Refuse what is not the directory of a run, or one of a newer version.
+
+    Raises:
+        UserError: that names `flag`.
+    """
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
+    check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
 def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:

@@ -26,7 +26,7 @@ from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claim
+from megajax.runs.directory import claimed
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
 from megajax.validation import validate
@@ -47,8 +47,12 @@ def train(config: Config) -> None:
     start(config)
     validate(config, jax.device_count())
     run_dir = Path(config.run_dir)
-    on_first_process(lambda: claim(run_dir, config))
-    on_first_process(lambda: make_run_data(config, run_dir / "data"))
+
+    def begin() -> None:
+        with claimed(run_dir, config):
+            make_run_data(config, run_dir / "data")
+
+    on_first_process(begin)
     data = open_run_data(config, run_dir / "data")
     program = Program.on(config)
     _say(describe(program, data))

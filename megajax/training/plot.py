@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.data.files import file_atomically
+
 Points = Sequence[tuple[int, float]]  # step, loss in nats per token
 
 
@@ -43,8 +45,6 @@ def plot_loss(path: Path, name: str, training: Points, validation: Points) -> No
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(frameon=False)
-    partial = path.with_name(path.name + ".partial")
-    with warnings.catch_warnings():
+    with file_atomically(path) as new, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # a name in any script
-        figure.savefig(partial, format="png")
-    partial.replace(path)
+        figure.savefig(new, format="png")

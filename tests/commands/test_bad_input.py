@@ -231,9 +231,12 @@ def test_a_run_directory_that_does_not_fit(commands: Commands, straight: Run, ar
 
 
 def test_run_directories_that_hold_no_run(commands: Commands, tmp_path: Path) -> None:
-    """`--resume never` with any file in it, and a file in its place."""
-    (tmp_path / "run").mkdir()
+    """One with any file in it, as the folder with the corpus, whatever `--resume` is, and a file in its place."""
+    (tmp_path / "run" / "data").mkdir(parents=True)
     (tmp_path / "run" / "notes.txt").write_text("mine")
+    shutil.copy(commands.preset.parent / "corpus.txt", tmp_path / "run" / "data")
+    line = train_mistake(commands, tmp_path / "run", "--data.path", tmp_path / "run" / "data" / "corpus.txt")
+    assert_says(line, "--run-dir", "not empty and holds no run", "valid: an empty or new folder")
     assert_says(train_mistake(commands, tmp_path / "run", "--resume", "never"), "--resume never", "not empty")
     assert_says(train_mistake(commands, tmp_path / "run" / "notes.txt"), "--run-dir", r"notes\.txt", "folder")
 

@@ -99,5 +99,6 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
     actual, expected = {"output": y_BTD} | named_leaves(gradients), plain_result(block)
     assert actual.keys() == expected.keys()
     for name in expected:
-        scale = np.abs(expected[name]).max()
+        # No bias of the keys changes the result: its gradient is rounding only, of the size of the other two.
+        scale = np.abs(expected[name.replace("/key/bias", "/value/bias")]).max()
         np.testing.assert_allclose(actual[name], expected[name], atol=2e-6 * scale, rtol=1e-5, err_msg=name)

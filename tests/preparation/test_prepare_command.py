@@ -167,6 +167,56 @@ def test_another_preparation_at_the_same_place(tmp_path, capsys):
             run(capsys, file, "--output", tmp_path / "busy", "--overwrite")
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".tokenizer", ".report.json", ".work"])
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_what_no_preparation_made_stays(tmp_path, capsys, suffix, flags):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    there = Path(f"{tmp_path / 'a'}{suffix}")
+    if suffix in (".tokenizer", ".work"):
+        there.mkdir()
+        there = there / "notes.json"
+    there.write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=rf"^--output \S+a: \S+{suffix} .*; valid: another PREFIX$"):
+        run(capsys, file, "--output", tmp_path / "a", *flags)
+    assert sorted(tmp_path.rglob("*")) == before and there.read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["a.bin.partial", "a.partial", "a.work.discarded", "a.tokenizer.partial"])
+def test_what_lies_beside_stays(tmp_path, capsys, name):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes").write_text("mine")
+    run(capsys, file, "--output", tmp_path / "a")
+    assert (tmp_path / name / "notes").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 6, "nothing else is left"
+
+
+def test_what_appears_while_it_works_stays(tmp_path, capsys, monkeypatch):
+    """Once it is gone, the same command goes on; an interrupted --overwrite does so without the flag, too."""
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megajax.preparation.prepare.begin_writing", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(capsys, file, "--output", tmp_path / "a")
+    (tmp_path / "a.bin").write_text("mine")
+    with pytest.raises(UserError, match=r"a\.bin exists and was not made by a preparation"):
+        run(capsys, file, "--output", tmp_path / "a")
+    assert (tmp_path / "a.bin").read_text() == "mine"
+    (tmp_path / "a.bin").unlink()
+    assert run(capsys, file, "--output", tmp_path / "a")["resumed"]
+    with monkeypatch.context() as patch:
+        patch.setattr("megajax.preparation.prepare.IndexedWriter", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(capsys, file, "--output", tmp_path / "a", "--min-tokens", "5", "--overwrite")
+    found = run(capsys, file, "--output", tmp_path / "a", "--min-tokens", "5")
+    assert found["resumed"] and found["documents"] == len(TEXTS) and len(list(tmp_path.iterdir())) == 5
+
+
 @pytest.mark.parametrize("form", ["NFD", "ligatures", "mojibake", "wide", "entities"])
 def test_a_test_set_is_found_however_it_is_written(tmp_path, capsys, form):
     plain = "L’été dernier, « finir » fut la fin d’une belle affaire très étrange à propos de rien"

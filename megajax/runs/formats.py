@@ -1,0 +1,125 @@
+"""The formats that runs and their checkpoints were written in, and how an older one becomes today's.
+
+A checkpoint is read in the form that it was written in and then upgraded on the mesh, one format after the other; a
+leaf that is split over devices stays so. What a format holds follows from today's: a target is a tree of
+`ShapeDtypeStruct` with shardings, the natural state (`program/state.py`) or a part of it.
+
+1. Attention's query, key and value are one leaf `qkv`: weight [L, D, 3, H, K], bias [L, 3, H, K].
+2. They are leaves `query`, `key` and `value`: weights [L, D, H, K], biases [L, H, K].
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from megajax.errors import UserError
+
+Tree = Any
+
+FORMAT = 2  # of what is written today
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a format changed.
+
+    Attributes:
+        before: its target -> that of the format before it.
+        upgrade: its target, arrays of the format before it -> arrays of its own.
+    """
+
+    before: Callable[[Tree], Tree]
+    upgrade: Callable[[Tree, Tree], Tree]
+
+
+def check_known(number: int, name: str) -> None:
+    """Refuse a format of the future.
+
+    Raises:
+        UserError: that says that `name` has it.
+    """
+    if number > FORMAT:
+        raise UserError(
+            f"{name} was written by a newer version of megajax, in format {number}; valid: format {FORMAT} or older, "
+            "or that version"
+        )
+
+
+def written_as(target: Tree, number: int) -> Tree:
+    """The target of format `number`, of today's."""
+    return _targets(target, number)[-1]
+
+
+def upgraded(target: Tree, number: int, stored: Tree) -> Tree:
+    """Today's form of arrays that were stored in format `number`; `target` is today's."""
+    later = _targets(target, number)[:-1]
+    for newer, wanted in zip(range(number + 1, FORMAT + 1), reversed(later), strict=True):
+        stored = _CHANGES[newer].upgrade(wanted, stored)
+    return stored
+
+
+def _targets(target: Tree, number: int) -> list[Tree]:
+    """Targets from today's format down to `number`."""
+    targets = [target]
+    for newer in range(FORMAT, number, -1):
+        targets.append(_CHANGES[newer].before(targets[-1]))
+    return targets
+
+
+_PARTS = ("query", "key", "value")
+
+
+def _is_divided(node: Tree) -> bool:
+    """Whether a node of a tree has query, key and value as leaves of their own."""
+    return isinstance(node, Mapping) and all(name in node for name in _PARTS)
+
+
+def _joined(target: Tree) -> Tree:
+    """Every `query`, `key`, `value` as one `qkv`, in which a dim of 3 stands before the heads."""
+
+    def join(part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dims = [*part.sharding.spec, *[None] * (part.ndim - len(part.sharding.spec))]
+        spec = PartitionSpec(*dims[:-2], None, *dims[-2:])
+        shape = (*part.shape[:-2], len(_PARTS), *part.shape[-2:])
+        return jax.ShapeDtypeStruct(shape, part.dtype, sharding=NamedSharding(part.sharding.mesh, spec))
+
+    def node(found: Tree) -> Tree:
+        if not _is_divided(found):
+            return found
+        others = {name: leaf for name, leaf in found.items() if name not in _PARTS}
+        return others | {"qkv": jax.tree.map(join, found["query"])}
+
+    return jax.tree.map(node, target, is_leaf=_is_divided)
+
+
+def _divided(target: Tree, stored: Tree) -> Tree:
+    """Every `qkv` as `query`, `key` and `value`, where the target has those."""
+
+    def divide(joint: Array, *parts: jax.ShapeDtypeStruct) -> tuple[Array, ...]:
+        return jax.jit(_divide, out_shardings=tuple(part.sharding for part in parts))(joint)
+
+    def node(wanted: Tree, found: Tree) -> Tree:
+        if not _is_divided(wanted):
+            return found
+        leaves, structure = jax.tree.flatten(found["qkv"])
+        divided = [
+            divide(*each) for each in zip(leaves, *(jax.tree.leaves(wanted[name]) for name in _PARTS), strict=True)
+        ]
+        parts = {
+            name: jax.tree.unflatten(structure, column)
+            for name, column in zip(_PARTS, zip(*divided, strict=True), strict=True)
+        }
+        return {name: leaf for name, leaf in found.items() if name != "qkv"} | parts
+
+    return jax.tree.map(node, target, stored, is_leaf=_is_divided)
+
+
+def _divide(joint: Array) -> tuple[Array, ...]:
+    return tuple(lax.index_in_dim(joint, number, joint.ndim - 3, keepdims=False) for number in range(len(_PARTS)))
+
+
+_CHANGES = {2: Change(_joined, _divided)}  # by the format they lead to
