@@ -27,7 +27,7 @@ from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_tokens, s
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import may_use_gpus, run, start
+from megajax.launch import give_back_freed_memory, may_use_gpus, run, start
 from megajax.models.flops import MatrixProduct, step_flops
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -53,10 +53,12 @@ def work(config: Config) -> None:
     arrays = random_batch(config, 0) | {"tokens": tokens, "targets": targets}
     batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
     state = program.layout.init()
+    train_step = program.train_step.lower(state, batch).compile()
+    give_back_freed_memory()  # as the training loop does
 
     def step() -> float:
         nonlocal state
-        state, metrics = program.train_step(state, batch)
+        state, metrics = train_step(state, batch)
         return float(metrics["loss"])
 
     def products() -> dict:
