@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help train test test-full lint venv
 
 help:
-	@echo "make train      train the demo: a small GPT on Python's own source code, about 2.5 minutes"
+	@echo "make train      train the demo: a small GPT on Python's own source code, 2 to 3 minutes on two cores"
 	@echo "make test       the default tests"
 	@echo "make test-full  every test that needs no GPU"
 	@echo "make lint       ruff, mypy, and the order of the rooms"

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig, TrainConfig
+from megajax.launch import avoid_known_faults
 from megajax.mesh import BATCH_SPEC, make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
@@ -109,6 +110,7 @@ def compare(program: Program, rounds: int) -> dict:
 
 
 def main() -> None:
+    avoid_known_faults()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
         "hidden": 512, "layers": 4, "heads": 8, "sequence": 512, "vocabulary": 8192, "microbatches": 4, "rounds": 7

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 
 from megajax.config import Config, MeshConfig, TrainConfig
+from megajax.launch import avoid_known_faults
 from megajax.mesh import make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--remat", nargs="+", default=["none"])
     args = parser.parse_args()
+    avoid_known_faults()
     jax.config.update("jax_num_cpu_devices", args.pipe)
     for remat in args.remat:
         for schedule, chunks in CASES:

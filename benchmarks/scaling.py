@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config
+from megajax.launch import avoid_known_faults
 from megajax.presets import load_preset, resolve
 
 
@@ -184,6 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if case.study in args.study]
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if args.measure else "cpu"
+    avoid_known_faults()
     import jax
 
     jax.config.update("jax_num_cpu_devices", max(case.config().mesh.num_devices for case in cases))

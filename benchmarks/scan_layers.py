@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config, MeshConfig
+from megajax.launch import avoid_known_faults
 from megajax.models.family import count_parameters
 from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
@@ -91,6 +92,7 @@ def compile_time(config: Config, scan: str, layers: int, microbatches: int, mesh
 
 
 def main() -> None:
+    avoid_known_faults()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     config = resolve(load_preset("demo"))

@@ -27,7 +27,7 @@ from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_tokens, s
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import may_use_gpus, run, start
+from megajax.launch import give_back_freed_memory, may_use_gpus, run, start
 from megajax.models.family import step_flops
 from megajax.models.flops import MatrixProduct
 
@@ -54,10 +54,12 @@ def work(config: Config) -> None:
     arrays = random_batch(config, 0) | {"tokens": tokens, "targets": targets}
     batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
     state = program.layout.init()
+    compiled = train_step(program).lower(state, batch).compile()
+    give_back_freed_memory()  # as the training loop does
 
     def step() -> float:
         nonlocal state
-        state, metrics = train_step(program)(state, batch)
+        state, metrics = compiled(state, batch)
         return float(metrics["loss"])
 
     def products() -> dict:

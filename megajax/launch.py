@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -16,6 +17,11 @@ _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
+
+# These versions of jaxlib hand reductions on CPUs to YNNPACK with wrong results (jax#39103), hangs (#39257) and crashes
+# (#40412). Other versions may not know the flag, and end a process that sets it.
+_FAULTY_REDUCTIONS = (0, 10, 2), (0, 11, 2)  # from, up to but without
+_OFFLOADED = "--xla_cpu_experimental_ynn_fusion_type"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 
@@ -35,6 +41,13 @@ def start(config: Config) -> None:
     Raises:
         UserError: the processes cannot find each other.
     """
+    avoid_known_faults()
+    if config.distributed.process_id <= 0 and reductions_are_faulty():
+        print(
+            f"warning: jaxlib {importlib.metadata.version('jaxlib')} can compute wrong sums on CPUs (jax#39103), and "
+            f"XLA_FLAGS overrides what avoids it: {_OFFLOADED}=-reduce",
+            file=sys.stderr,
+        )
     _set_flags(_PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
         _set_flags(GPU_FLAGS)
@@ -66,6 +79,30 @@ def start(config: Config) -> None:
         raise UserError(f"{where}: the processes did not find each other: {str(error).splitlines()[0]}") from error
 
 
+def avoid_known_faults() -> None:
+    """Set the flags without which the installed jaxlib computes wrongly, before JAX is used; a user's own stay."""
+    if _has_faulty_reductions():
+        _set_flags({_OFFLOADED: "-reduce"})
+
+
+def reductions_are_faulty() -> bool:
+    """Whether the installed jaxlib would compute with the fault, by the flags that it will read."""
+    offloaded = "+reduce"  # XLA's default
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.partition("=")
+        if name == _OFFLOADED:
+            offloaded = value
+    kinds = offloaded.split(",")
+    changed = offloaded.startswith(("+", "-"))  # XLA's own list, not another one in its place
+    return _has_faulty_reductions() and ("-reduce" not in kinds if changed else "reduce" in kinds)
+
+
+def _has_faulty_reductions() -> bool:
+    first, fixed = _FAULTY_REDUCTIONS
+    numbers = importlib.metadata.version("jaxlib").split(".")[:3]
+    return first <= tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers) < fixed
+
+
 def _set_flags(defaults: Mapping[str, object]) -> None:
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0] for flag in flags}
@@ -84,6 +121,12 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
             mallopt(parameter, value)
+
+
+def give_back_freed_memory() -> None:
+    """Give back to the system what is free now, once, where it would be kept: what compiling a program took."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def may_use_gpus(environment: Mapping[str, str]) -> bool:

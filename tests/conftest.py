@@ -17,6 +17,9 @@ import hypothesis
 import jax
 import pytest
 
+from megajax.launch import avoid_known_faults
+
+avoid_known_faults()  # an import of JAX does not read the flags yet
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

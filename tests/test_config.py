@@ -163,7 +163,7 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
         ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 or more"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
-        ({"optimizer.warmup_steps": 261}, "--optimizer.decay-steps 260, which includes it; valid: at most 260"),
+        ({"optimizer.warmup_steps": 101}, "--optimizer.decay-steps 100, which includes it; valid: at most 100"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1, or 0"),

@@ -50,6 +50,30 @@ def test_what_the_user_has_set_stays(environment, plugin):
     assert len(launch.gpu_flags()) == len(launch.GPU_FLAGS) + 1
 
 
+@pytest.mark.parametrize(
+    ("version", "faulty"),
+    [("0.10.1", False), ("0.10.2", True), ("0.11.0.dev20260701", True), ("0.11.2", False), ("0.12.0.1", False)],
+)
+def test_faulty_versions_of_jaxlib_get_what_avoids_the_fault(environment, version, faulty):
+    environment.setattr(launch.importlib.metadata, "version", lambda name: version)
+    assert launch.reductions_are_faulty() == faulty
+    launch.avoid_known_faults()
+    assert not launch.reductions_are_faulty()
+    assert ("ynn" in os.environ.get("XLA_FLAGS", "")) == faulty  # other versions may not know the flag
+
+
+@pytest.mark.parametrize(
+    ("value", "warns"),
+    [("+reduce", True), ("+individual_dot", True), ("reduce", True), ("-reduce", False), ("dot", False), ("", False)],
+)
+def test_a_start_with_the_fault_says_so_in_one_line(environment, capfd, value, warns):
+    environment.setattr(launch.importlib.metadata, "version", lambda name: "0.10.2")
+    environment.setenv("XLA_FLAGS", f"--xla_cpu_experimental_ynn_fusion_type={value}")
+    start()
+    said = [line for line in capfd.readouterr().err.splitlines() if "jax#39103" in line]
+    assert len(said) == warns
+
+
 @pytest.mark.parametrize(("platforms", "expected"), [("", True), ("cuda,cpu", True), ("gpu", True), ("cpu", False)])
 def test_gpus_may_be_ruled_out(environment, plugin, platforms, expected):
     assert launch.may_use_gpus({"JAX_PLATFORMS": platforms}) == expected

@@ -98,6 +98,9 @@ def _backward_of_heads(
     dtype = at_least_fp32(q_NTK.dtype)
     # The sum over keys of probability times its gradient, for every query.
     inner_NT1 = jnp.sum(out_NTK.astype(dtype) * grad_NTK.astype(dtype), axis=-1, keepdims=True)
+    # XLA keeps the exponentials of unrolled layers from the forward pass. Nothing is added here but a dependency on the
+    # gradient: it would divide them there already, and keep both.
+    total_NT1 = total_NT1 + 0 * inner_NT1
     q_NKT, grad_NKT = _scaled(q_NTK).swapaxes(1, 2), grad_NTK.swapaxes(1, 2)
     dq_blocks: list[Array] = []
     dk_NKS: Array | None = None

@@ -70,7 +70,7 @@ class MLP(nnx.Module):
         return self.down(_gelu(checkpoint_name(self.up(x_BTD), "mlp_up")))
 
 
-@recomputed
+@jax.checkpoint
 def _gelu(x_BTF: Array) -> Array:
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
     return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)

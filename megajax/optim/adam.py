@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.learning_rate import learning_rate
@@ -16,27 +16,49 @@ Tree = Any
 NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biases
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """AdamW with the run's schedule; weight decay on matrices and embeddings only, not on LayerNorm and
     biases."""
-    return optax.adamw(
-        lambda step: learning_rate(step, config),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    return optax.chain(  # optax.adamw's
+        _scale_by_adam(config),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(lambda step: learning_rate(step, config)),
     )
 
 
+def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` that keeps its state where the step is not `taken`.
+
+    New weights are computed from the new moments, which the barrier has XLA finish first: nothing else reads the old
+    ones, so that they are overwritten in place. XLA would copy all of them otherwise.
+    """
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+
+    def advance(grads: Tree, state: Tree, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, Tree]:
+        advanced = _choose(taken, adam.update(grads, state)[1], state)
+        moments = jax.tree.map(lambda mu, nu: lax.optimization_barrier((mu, nu)), advanced.mu, advanced.nu)
+        mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], advanced.mu, moments) for i in range(2))
+        mean = optax.tree.bias_correction(mu, config.beta1, advanced.count)
+        square = optax.tree.bias_correction(nu, config.beta2, advanced.count)
+        steps = jax.tree.map(lambda mean, square: mean / (jnp.sqrt(square) + config.epsilon), mean, square)
+        return steps, advanced._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, advance)
+
+
 def update(
-    optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, taken: Array | bool
+    optimizer: optax.GradientTransformationExtraArgs, grads: Tree, state: Tree, params: Tree, taken: Array | bool
 ) -> tuple[Tree, Tree]:
     """One step: new parameters and optimizer state; those there are, bit for bit, where the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
-        updates, new_state = optimizer.update(grads, state, params)
-    new = optax.apply_updates(params, updates), new_state
-    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, (params, state))
+        updates, (adam, *others) = optimizer.update(grads, state, params, taken=taken)
+    new = optax.apply_updates(params, updates), tuple(others)
+    new_params, rest = _choose(taken, new, (params, state[1:]))
+    return new_params, (adam, *rest)
+
+
+def _choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 
 def decay_mask(params: Tree) -> Tree:

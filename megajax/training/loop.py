@@ -19,7 +19,7 @@ from megajax.evaluation.perplexity import Perplexity, perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import sample
-from megajax.launch import start
+from megajax.launch import give_back_freed_memory, start
 from megajax.processes import is_first_process, on_first_process
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -130,6 +130,7 @@ class _Run:
                 began = time.perf_counter()
                 step_function = train_step(self.program).lower(self.state, batch).compile()
                 self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
+                give_back_freed_memory()
                 self.ready = time.perf_counter()
             dispatched = time.perf_counter()
             self.state, metrics = step_function(self.state, batch)
