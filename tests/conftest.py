@@ -3,14 +3,6 @@
 import os
 from pathlib import Path
 
-# Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
-    ]
-)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked `gpu` are run with JAX_PLATFORMS=cuda,cpu
 
 import hypothesis
@@ -19,13 +11,42 @@ import pytest
 
 from megajax.launch import avoid_known_faults
 
+# Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
+XLA_FLAGS = [
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+]
+# Tests compile for far longer than they compute, so they take the machine code that is soonest there. The commands that
+# they start inherit this. Version 0.12 has no more fusion emitters to turn off.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    XLA_FLAGS += ["--xla_backend_optimization_level=0"]
+    XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
+
 avoid_known_faults()  # an import of JAX does not read the flags yet
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 hypothesis.settings.register_profile("megajax", deadline=None)  # an example's first run may compile for seconds
 hypothesis.settings.load_profile("megajax")
+
+
+@pytest.fixture(scope="session")
+def workers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all of pytest's workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(workers_folder: Path) -> Path:
+    """Folder of what this session has compiled, so that no program is compiled twice, whatever process runs it."""
+    folder = workers_folder / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return folder
 
 
 @pytest.fixture(scope="session")

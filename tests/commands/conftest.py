@@ -1,6 +1,5 @@
 """Runs that several tests look at, each made once per session."""
 
-import os
 import random
 from pathlib import Path
 
@@ -9,10 +8,9 @@ from processes import PRESET, Commands, Run, made_once
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all of pytest's workers share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "commands"
+def shared_folder(workers_folder: Path) -> Path:
+    """A folder of the commands' tests that all of pytest's workers share."""
+    folder = workers_folder / "commands"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -39,18 +37,19 @@ def corpus(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(shared_folder: Path, corpus: Path) -> Commands:
-    """Starts train.py with a tiny model by default."""
+def commands(shared_folder: Path, corpus: Path, compiled: Path) -> Commands:
+    """Runs commands, train.py with a tiny model by default."""
     preset = shared_folder / "tiny.toml"
     made_once(preset, lambda: preset.write_text(PRESET.format(corpus=corpus)) and None)
-    return Commands(preset, shared_folder / "compiled")
+    return Commands(preset, compiled)
 
 
 @pytest.fixture(scope="session")
 def straight(commands: Commands, shared_folder: Path) -> Run:
-    """20 steps in one go on one device, with a sample at the end."""
+    """20 steps in one go on one device, with a sample at the end; a process."""
     folder = shared_folder / "straight"
-    finished = made_once(folder, lambda: commands.train(folder, "--sample.tokens", 8, "--sample.prompt", "the end"))
+    sample = ("--sample.tokens", 8, "--sample.prompt", "the end")
+    finished = made_once(folder, lambda: commands.train(folder, *sample, process=True))
     return Run(folder, finished)
 
 

@@ -1,4 +1,4 @@
-"""The commands as a user runs them: processes started from the repository's root, and what they leave behind."""
+"""The commands as a user runs them, in the tests' process or in one of their own, and what they leave behind."""
 
 import fcntl
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from inside import call
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400  # no command takes a tenth of this alone on a core
@@ -54,7 +55,7 @@ tokens = 0
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that has ended."""
+    """A command that has ended."""
 
     code: int
     out: str
@@ -71,7 +72,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Commands:
-    """Starts commands; `cache` is a folder for compiled programs, so that not every process compiles the same step."""
+    """Runs commands in this process, or in one of their own where that is the point.
+
+    `cache` is a folder for compiled programs, so that not every process compiles the same step.
+    """
 
     preset: Path
     cache: Path
@@ -81,8 +85,7 @@ class Commands:
         return os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves what is left of the compile time
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         }
 
     def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
@@ -92,13 +95,18 @@ class Commands:
             line, cwd=ROOT, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
         )
 
-    def run(self, script: str, *arguments: object) -> Finished:
-        """Start a command and wait for its end."""
+    def run_process(self, script: str, *arguments: object) -> Finished:
+        """Start a command as a process and wait for its end."""
         return finish(self.start(script, *arguments))
 
-    def train(self, run_dir: Path, *arguments: object, preset: object = None) -> Finished:
-        """Train in `run_dir` by the tests' preset; must succeed and leave standard error empty."""
-        done = self.run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
+    def run(self, script: str, *arguments: object) -> Finished:
+        """A command in this process: the same code, the same output (see `inside`)."""
+        return Finished(*call(script, *arguments))
+
+    def train(self, run_dir: Path, *arguments: object, preset: object = None, process: bool = False) -> Finished:
+        """Train in `run_dir` by the tests' preset; must succeed."""
+        run = self.run_process if process else self.run
+        done = run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
         assert done.code == 0, (done.code, done.out, done.err)
         return done
 

@@ -1,4 +1,7 @@
-"""A user's mistake: exit code 2, one line that names the flag or file and what would be valid, nothing half-written."""
+"""A user's mistake: exit code 2, one line that names the flag or file and what would be valid, nothing half-written.
+
+In the tests' process, where what `launch.run` makes of it is seen; `test_processes` shows that a process does the same.
+"""
 
 import os
 import re
@@ -9,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import Commands, Run, contents
+from processes import Commands, Finished, Run, contents
 
 from megajax.data.indexed import IndexedWriter
 from megajax.data.tokenizers import load_tokenizer
@@ -22,7 +25,11 @@ def redundant(*values: object) -> Any:
 
 def mistake(commands: Commands, script: str, *arguments: object) -> str:
     """The one line of a command that must end as a user's mistake."""
-    done = commands.run(script, *arguments)
+    return one_line(commands.run(script, *arguments))
+
+
+def one_line(done: Finished) -> str:
+    """The line of a command that ended as a user's mistake."""
     assert done.code == 2, (done.code, done.out, done.err)
     assert "Traceback" not in done.out + done.err
     lines = [line for line in done.err.splitlines() if line.strip()]
@@ -97,6 +104,24 @@ def test_presets(commands: Commands, old: str, new: str, words: list[str], tmp_p
     preset = tmp_path / "bad.toml"
     preset.write_text(commands.preset.read_text().replace(old, new, 1))
     assert_says(train_mistake(commands, tmp_path / "run", preset=preset), *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train.py PRESET --run-dir DIR/run --mesh.data 3", [r"--mesh\.data 3", "devices", "valid"]),
+        ("train.py PRESET --run-dir DIR/run --data.path DIR/no.txt", [r"no\.txt", "does not exist"]),
+        ("train.py PRESET --run-dir DIR/run --nonsense", ["--nonsense"]),
+        ("eval.py perplexitty --checkpoint DIR", ["perplexitty", r"\bperplexity\b"]),
+        ("eval.py perplexity --checkpoint DIR/no-run", ["--checkpoint", "no-run", r"config\.toml"]),
+        ("-m megajax schedule --mesh.pipe 2 --microbatches 0", ["--microbatches 0; valid: 1 or more"]),
+    ],
+)
+def test_processes(commands: Commands, line: str, words: list[str], tmp_path: Path) -> None:
+    """Exit code and the one line of a process, early and late mistakes."""
+    line = line.replace("PRESET", str(commands.preset)).replace("DIR", str(tmp_path))
+    assert_says(one_line(commands.run_process(*line.split())), *words)
+    assert not list(tmp_path.iterdir())
 
 
 def test_presets_that_are_not_there(commands: Commands, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
     learning rate the run goes on as if nothing had been."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     before = contents(run / "checkpoints")
-    done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
+    line = ("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
+    done = commands.run_process(*line)
     assert done.code == 1, (done.out, done.err)
     last = done.err.splitlines()[-1]
     assert "step 14" in last and str(run / "checkpoints" / "10") in last

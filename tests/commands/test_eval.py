@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint(commands: Commands, straight: Run, tmp_path: Path)
     checkpoint = run / "checkpoints" / "20"
     file = max((file for file in checkpoint.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    done = commands.run("eval.py", "perplexity", "--checkpoint", run)
+    done = commands.run_process("eval.py", "perplexity", "--checkpoint", run)
     assert done.code == 1, (done.out, done.err)
     last = done.err.splitlines()[-1]
     assert str(checkpoint) in last and "--step" in last

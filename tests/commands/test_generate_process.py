@@ -8,7 +8,7 @@ def test_the_text_alone_is_standard_output(commands: Commands, straight: Run) ->
     """What was sampled at the end of training; the run is only read."""
     before = contents(straight.folder)
     line = ("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "the end", "--max-tokens", 8)
-    done = commands.run(*line)
+    done = commands.run_process(*line)
     assert done.code == 0, (done.out, done.err)
     sampled = straight.finished.out.partition("a sample:\n")[2]
     assert sampled.startswith(done.out) and done.out.startswith("the end")
@@ -18,6 +18,6 @@ def test_the_text_alone_is_standard_output(commands: Commands, straight: Run) ->
 
 @pytest.mark.full
 def test_a_mistake_ends_with_two(commands: Commands, straight: Run) -> None:
-    done = commands.run("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "a" * 1000)
+    done = commands.run_process("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "a" * 1000)
     assert done.code == 2 and done.out == ""
     assert len(done.err.splitlines()) == 1 and "valid: at most 32" in done.err

@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: 
     assert process.returncode == -signal.SIGKILL, error
     assert 5 <= curve(run)[-1][0] < 20
 
-    done = commands.run(*line)
+    done = commands.run_process(*line)
     assert done.code == 0, done.err
     steps = [(record["step"], "loss" in record) for record in records(run)]
     assert len(steps) == len(set(steps))

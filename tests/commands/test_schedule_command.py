@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inside import call
 
 from megajax.cli import main
 
@@ -78,10 +79,9 @@ def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
 )
 def test_bad_input(arguments: str, words: str) -> None:
     """One line on standard error, exit code 2, nothing on standard output."""
-    command = [sys.executable, "-m", "megajax", "schedule", *arguments.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and not done.stdout
-    assert words in done.stderr and done.stderr.count("\n") == 1
+    code, out, err = call("-m", "megajax", "schedule", *arguments.split())
+    assert code == 2 and not out
+    assert words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("arguments", "words"), [((), "COMMAND missing"), (("frobnicate",), "unknown command 'frob")])
