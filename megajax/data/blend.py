@@ -118,12 +118,13 @@ class JoinedSamples:
 
     Attributes:
         sequence_length: of all parts.
+        form: of all parts.
     """
 
     def __init__(self, parts: Sequence[EvaluationSamples]) -> None:
         self._parts = parts
         self._order = Blend([len(part) for part in parts])
-        self.sequence_length = parts[0].sequence_length
+        self.sequence_length, self.form = parts[0].sequence_length, parts[0].form
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))

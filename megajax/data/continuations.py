@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megajax.batch import text_form
 from megajax.data.gpt import Sample, padded_sample
 
 
@@ -21,6 +22,7 @@ class ContinuationSamples:
     Attributes:
         owners: for every sample the number of its sequence.
         sequence_length: T, the least power of two that is enough, or the model's.
+        form: what a batch of the samples holds.
     """
 
     def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:
@@ -34,7 +36,7 @@ class ContinuationSamples:
                 window = np.array(ids[max(0, stop - 1 - sequence_length) : stop], np.int32)
                 self._windows.append((window, stop - start))
         longest = max((len(window) for window, _ in self._windows), default=2) - 1
-        self.sequence_length = min(sequence_length, 1 << (longest - 1).bit_length())
+        self.sequence_length, self.form = min(sequence_length, 1 << (longest - 1).bit_length()), text_form()
 
     def __len__(self) -> int:
         return len(self._windows)

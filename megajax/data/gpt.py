@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
+from megajax.batch import IGNORED, BatchForm, text_form
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -27,9 +27,15 @@ class EndlessSamples(Protocol):
 
 
 class Samples(Protocol):
-    """A finite sequence of samples to evaluate on."""
+    """A finite sequence of samples to evaluate on.
+
+    Attributes:
+        sequence_length: T.
+        form: what a batch of them holds.
+    """
 
     sequence_length: int
+    form: BatchForm
 
     def __len__(self) -> int: ...
 
@@ -186,6 +192,7 @@ class EvaluationSamples:
 
     Attributes:
         sequence_length: T.
+        form: what a batch of them holds.
         overlap: as given, or T.
 
     Raises:
@@ -204,7 +211,7 @@ class EvaluationSamples:
         assert 0 <= overlap <= sequence_length, (overlap, sequence_length)
         if numbers is None:
             numbers = np.arange(documents.num_documents)
-        self.sequence_length, self._with_positions = sequence_length, with_positions
+        self.sequence_length, self.form = sequence_length, text_form(with_positions=with_positions)
         self.overlap = overlap or sequence_length
         self._documents, self._numbers = documents, numbers
         self._stream = _TokenStream(documents, numbers)
@@ -227,7 +234,7 @@ class EvaluationSamples:
         start = number * self.overlap
         window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
         sample = padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if number else 0)
-        if self._with_positions:
+        if "positions" in self.form.entries:
             positions = self._stream.positions(start, start + len(window) - 1)
             sample["positions"] = np.pad(positions, (0, self.sequence_length - len(positions)))
         return sample

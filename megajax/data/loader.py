@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
 from megajax.data.gpt import EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
@@ -54,7 +53,8 @@ def evaluation_batches(
         prefetch: batches that threads prepare in advance; 0: none, and no threads.
     """
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
-    no_sample = {name: np.full_like(array, IGNORED if name == "targets" else 0) for name, array in samples[0].items()}
+    padding = samples.form.padding(1, tokens=samples.sequence_length)
+    no_sample = {name: array[0] for name, array in padding.items()}
 
     def load(batch: int) -> Batch:
         numbers = [batch * global_batch + row for row in rows]

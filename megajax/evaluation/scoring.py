@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
+from megajax.batch import IGNORED, text_form
 from megajax.data.continuations import ContinuationSamples
 from megajax.data.gpt import Samples
 from megajax.data.loader import evaluation_batches
@@ -99,6 +99,5 @@ def score_continuations(
 def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
     """Compile what `score_samples` runs on samples of `sequence_length` tokens, by scoring a batch without targets."""
     rows = program.local_rows
-    tokens = np.zeros((len(rows), sequence_length), np.int32)
-    batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
+    batch = program.put_batch(text_form().padding(len(rows), tokens=sequence_length), rows)
     np.asarray(scores(program)(params, batch)[0])

@@ -4,7 +4,7 @@ that training has, pipe included. Without limit: where the window is full, the o
 import jax
 import numpy as np
 
-from megajax.batch import IGNORED
+from megajax.batch import text_form
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.processes import gathered
 from megajax.program.program import Program
@@ -29,9 +29,9 @@ def sample(
     rows = program.local_rows
     for _ in range(num_tokens):
         window = ids[-model.sequence_length :]
-        tokens = np.zeros((len(rows), model.sequence_length), np.int32)
-        tokens[:, : len(window)] = window
-        batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, rows)
+        arrays = text_form().padding(len(rows), tokens=model.sequence_length)
+        arrays["tokens"][:, : len(window)] = window
+        batch = program.put_batch(arrays, rows)
         logits = next_logits(program)(params, batch, np.int32(len(window) - 1))
         first = gathered(logits)[:1, : model.vocab_size]
         chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.options import SHARE
+from megajax.models.registry import FAMILIES
+from megajax.options import SHARE, OneOf
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture, the same on every mesh."""
 
-    family: Annotated[str, "kind of model"] = "gpt2"
+    family: Annotated[str, "kind of model", OneOf(FAMILIES)] = "gpt2"
     num_layers: Annotated[int, "transformer layers"]
     hidden_size: Annotated[int, "width of the residual stream"]
     num_heads: Annotated[int, "attention heads; must divide the hidden size"]

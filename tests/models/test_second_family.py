@@ -1,0 +1,83 @@
+"""A family is added by its model and a name: nothing else knows of it (`tiny_family.py`)."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax import verify
+from megajax.models.family import count_parameters, step_flops
+from megajax.models.registry import FAMILIES
+from megajax.presets import load_preset, resolve
+from megajax.program.scoring import next_logits
+from megajax.program.synthetic import random_batch
+from megajax.verify import Trace, compare
+
+MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 16, "global_batch": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The one line of the registry."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        patch.setitem(FAMILIES, "tiny", "tiny_family")
+        yield
+    sys.modules.pop("tiny_family", None)
+
+
+@cache
+def reference() -> Trace:
+    return verify.trace(tiny_config(microbatch=8, **MODEL), 2, quick_compile=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "zero": 3, "sequence_parallel": True},
+        {"remat": "selective"},
+    ],
+    ids=["split", "plain"],
+)
+def test_it_trains_on_every_mesh(options):
+    """(2, 2, 2), with and without all that can be sharded: losses and every gradient, those of the new weights too."""
+    config = tiny_config((2, 2, 2), microbatch=2, **options, **MODEL)
+    found = compare(reference(), verify.trace(config, 2, quick_compile=True))
+    assert found.within(), found
+    norms = {name: np.linalg.norm(leaf) for name, leaf in reference().gradients[1].items()}
+    assert norms["shared/embedding_norm/scale"] > 1e-3 and norms["shared/table"] > 1e-3
+
+
+def test_it_is_another_model():
+    """Its losses are not GPT-2's; it has two weights of the hidden size more."""
+    gpt2 = tiny_config(microbatch=8, **MODEL | {"family": "gpt2"})
+    other = verify.trace(gpt2, 1, quick_compile=True)
+    assert abs(other.losses[0] - reference().losses[0]) > 1e-4
+    config = tiny_config(**MODEL).model
+    assert count_parameters(config) == count_parameters(gpt2.model) + 2 * config.hidden_size
+    assert step_flops(config, 1) == step_flops(gpt2.model, 1)
+
+
+def test_its_window_is_seen():
+    """A token moves the logits that it can reach through three layers of windows of five tokens, and no others."""
+    program = tiny_program(tiny_config(microbatch=8, dropout=0.0, **MODEL | {"sequence_length": 24}))
+    params = program.layout.init().params
+    batch = random_batch(program.config, 0)
+    changed = {name: array.copy() for name, array in batch.items()}
+    changed["tokens"][:, 3] = (changed["tokens"][:, 3] + 1) % 100
+
+    def logits(place: int) -> list[np.ndarray]:
+        return [np.asarray(next_logits(program)(params, arrays, np.int32(place))) for arrays in (batch, changed)]
+
+    near, far = logits(3 + 3 * 4), logits(3 + 3 * 4 + 1)
+    assert (near[0] != near[1]).any() and (far[0] == far[1]).all()
+
+
+def test_configurations_know_it():
+    """As a flag, and where a name is wrong."""
+    assert resolve(load_preset("demo"), {"model.family": "tiny"}).model.family == "tiny"
+    with pytest.raises(ValueError, match=r"--model\.family.*'tinny'.*gpt2.*tiny"):
+        resolve(load_preset("demo"), {"model.family": "tinny"})

@@ -1,0 +1,26 @@
+"""A second family, three lines off GPT-2: LayerNorm on the embedding, which makes it no linear function of its weights,
+and attention that sees a window only."""
+
+import dataclasses
+
+from megajax.models.gpt2.family import FAMILY as GPT2_FAMILY
+from megajax.models.gpt2.model import GPT2
+from megajax.models.transformer import LayerNorm
+from megajax.models.visibility import Visibility
+
+
+class Tiny(GPT2):
+    """GPT-2 with a LayerNorm on the embedding and a window of five tokens."""
+
+    def __init__(self, config, key, borders, backend):
+        super().__init__(config, key, borders, backend)
+        self.embedding_norm = LayerNorm(config.hidden_size, 1e-5)
+
+    def context(self, batch, dropout):
+        return dataclasses.replace(super().context(batch, dropout), visible=Visibility(causal=True, window=5))
+
+    def embed(self, batch, context):
+        return self.embedding_norm(super().embed(batch, context))
+
+
+FAMILY = dataclasses.replace(GPT2_FAMILY, model=Tiny, linear_embedding=False)
