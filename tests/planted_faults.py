@@ -108,10 +108,8 @@ def main(names: list[str]) -> None:
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         caught = bool(failed)
         missed += [] if caught else [name]
-        print(
-            f"{'caught' if caught else f'MISSED (pytest ended with {done.returncode})':<8}{time.monotonic() - began:5.0f} s  {name}",
-            flush=True,
-        )
+        verdict = "caught" if caught else f"MISSED (pytest ended with {done.returncode})"
+        print(f"{verdict:<8}{time.monotonic() - began:5.0f} s  {name}", flush=True)
         print(f"    {failed[0][:150] if caught else done.stdout[-2000:]}", flush=True)
     sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
 
