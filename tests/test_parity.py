@@ -148,6 +148,20 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero):
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
+def test_as_users_compile(monkeypatch):
+    """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""
+    options = {"xla_backend_optimization_level": 3}
+    options |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+    compiled = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, options))
+    split = {"zero": 3, "sequence_parallel": True, "vocabulary": "split", "schedule": "interleaved", "chunks": 2}
+    config = tiny_config((2, 2, 2), remat="layer", microbatch=4, global_batch=ROWS, num_layers=5, **split)
+    actual = trace(config, FEW)
+    monkeypatch.undo()
+    result = compare(first(FEW, reference(5, 101)), actual)
+    assert result.within(), result
+
+
 RESET_MODEL = {"num_layers": 5, "global_batch": ROWS, "reset_attention": True}
 RESET = [
     {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "zero": 3, "microbatch": 4},
