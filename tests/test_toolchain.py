@@ -1,7 +1,6 @@
 """Known faults of the toolchain, tried under the flags that the program sets.
 
-On jaxlib 0.10.2 this fails with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=+reduce, which undoes what avoids
-them.
+On jaxlib 0.10.2 this fails with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=+reduce, which takes the remedy away.
 """
 
 import os
