@@ -12,7 +12,8 @@ from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option
 from megajax.pipeline.config import PipelineConfig
-from megajax.pipeline.schedule import IDLE, Pass, Schedule, make_schedule
+from megajax.pipeline.schedule import make_schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, published_bubble, published_in_flight
 from megajax.validation import check_schedule
 

@@ -23,7 +23,7 @@ from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.window import sample
+from megajax.generation.window import continue_in_windows
 from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
@@ -112,7 +112,7 @@ class MegajaxLM(TemplateLM):
         done = 0
         while done < limit:
             wanted = min(_TOKENS_AT_ONCE, limit - done)
-            new = sample(
+            new = continue_in_windows(
                 self._sampler, self._trained.params, prompt, num_tokens=wanted, sampling=sampling, end=self.eot_token_id
             )
             yield new

@@ -13,7 +13,7 @@ from megajax.program.scoring import next_logits
 _choose = jax.jit(choose, static_argnames="sampling")
 
 
-def sample(
+def continue_in_windows(
     program: Program, params, prompt: list[int], *, num_tokens: int, sampling: Sampling, end: int | None = None
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before the id `end`.

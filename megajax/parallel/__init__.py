@@ -1,2 +1,2 @@
-"""Tensor (intra-layer) parallelism: the collectives, the split layers, the split vocabulary, layout-independent
+"""Tensor (intra-layer) parallelism: the collectives, the sharded layers and vocabulary, layout-independent
 randomness."""

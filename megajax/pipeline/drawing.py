@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megajax.pipeline.schedule import IDLE, Pass, Schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import StageTimes, timeline
 
 if TYPE_CHECKING:

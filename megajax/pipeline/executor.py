@@ -26,8 +26,8 @@ from megajax.parallel.collectives import (
 )
 from megajax.pipeline.ends import Ends, Microbatch, StageFunctions
 from megajax.pipeline.rows import Row, Work, rows_of
-from megajax.pipeline.schedule import Pass, Schedule
 from megajax.pipeline.stages import idle, when
+from megajax.pipeline.table import Pass, Schedule
 from megajax.precision import at_least_fp32
 
 Tree = Any

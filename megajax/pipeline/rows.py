@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.pipeline.schedule import IDLE, Pass, Schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule
 
 Number = Array | int
 Predicate = Array | bool

@@ -12,11 +12,10 @@ arrays.
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-IDLE = -1
+from megajax.pipeline.table import IDLE, Pass, Schedule, check
 
 
 @dataclass(frozen=True)
@@ -30,81 +29,6 @@ class Ticks:
 
     forward: np.ndarray
     backward: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One direction of a schedule. Tables are int32 [ticks, stages], `IDLE` where there is nothing.
-
-    Attributes:
-        microbatch, chunk: what runs.
-        slot: slot of the stage's ring buffer for what the backward needs: written by the forward, read by the backward.
-        arrival: inbox slot for what the neighbour sent in the tick before.
-        source: inbox slot of the input; none at the virtual stage where the direction begins.
-        inbox_depth: number of inbox slots.
-    """
-
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    slot: np.ndarray
-    arrival: np.ndarray
-    source: np.ndarray
-    inbox_depth: int
-
-    @property
-    def active(self) -> np.ndarray:
-        """Where something runs, bool [ticks, stages]."""
-        return self.microbatch != IDLE
-
-    @property
-    def direct(self) -> bool:
-        """Everything that arrives is used in the very next tick: no inbox is needed."""
-        return bool((self.arrival == self.source).all())
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The table of a step.
-
-    Attributes:
-        forward, backward: the two directions; a forward-only schedule has an empty `backward`.
-        num_chunks, num_microbatches: of every stage, of a step.
-        num_slots: size of the ring buffer.
-        fused: a single stage that runs a microbatch backward in the tick of its forward: what the backward needs does
-        not pass through a buffer. (In a pipe it does also on the last stage: run as one, its forward would wait for the
-        other stages' forwards of the tick, and their backwards for it.)
-    """
-
-    forward: Pass
-    backward: Pass
-    num_chunks: int
-    num_microbatches: int
-    num_slots: int
-    fused: bool
-
-    @property
-    def num_ticks(self) -> int:
-        return self.forward.microbatch.shape[0]
-
-    @property
-    def num_stages(self) -> int:
-        return self.forward.microbatch.shape[1]
-
-    @property
-    def num_virtual(self) -> int:
-        return self.num_chunks * self.num_stages
-
-    @property
-    def turns_at_once(self) -> bool:
-        """Every microbatch leaves the last virtual stage in the tick in which it came there."""
-        last = self.num_virtual - 1
-        here, there = self.at_virtual(self.forward, last), self.at_virtual(self.backward, last)
-        return bool((here == there).all() and (self.forward.microbatch == self.backward.microbatch)[here].all())
-
-    def at_virtual(self, table: Pass, k: int) -> np.ndarray:
-        """Where `table` runs virtual stage `k`, bool [ticks, stages]."""
-        chunk, stage = divmod(k, self.num_stages)
-        return np.logical_and(table.chunk == chunk, np.arange(self.num_stages) == stage)
 
 
 @dataclass(frozen=True)
@@ -260,57 +184,3 @@ def _slots(first: np.ndarray, last: np.ndarray, stage: np.ndarray, where: np.nda
             heapq.heappush(occupied, (int(last[item]), int(slots[item])))
         used = max(used, size)
     return slots, used
-
-
-def check(schedule: Schedule) -> None:
-    """Assert that a table can be run, independently of how it was made: run it with symbols in place of arrays.
-
-    Every stage runs every chunk of every microbatch forward once and backward once; its input has arrived in its inbox
-    and is the right one; nothing is overwritten before it was read, in inbox or ring buffer, and nothing is left over.
-    """
-    p, num_virtual = schedule.num_stages, schedule.num_virtual
-    for table in (schedule.forward, schedule.backward):
-        for array in (table.microbatch, table.chunk, table.slot, table.arrival, table.source):
-            assert array.shape == (schedule.num_ticks, p), array.shape
-    buffers: list[dict] = [{} for _ in range(p)]
-    directions: list[Any] = []
-    for table, step, end in ((schedule.forward, 1, num_virtual - 1), (schedule.backward, -1, 0)):
-        inboxes: list[dict] = [{} for _ in range(p)]
-        directions.append((table, step, end, inboxes, set(), [None] * p))
-    for tick in range(schedule.num_ticks):
-        for table, step, end, inboxes, ran, wires in directions:
-            arrived, wires[:] = list(wires), [None] * p
-            for s in range(p):
-                if arrived[s] is not None:
-                    slot = int(table.arrival[tick, s])
-                    assert 0 <= slot < table.inbox_depth and slot not in inboxes[s], ("inbox", tick, s)
-                    inboxes[s][slot] = arrived[s]
-                else:
-                    assert table.arrival[tick, s] == IDLE, ("nothing arrives", tick, s)
-                microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
-                if microbatch == IDLE:
-                    assert chunk == IDLE, ("a chunk of nothing", tick, s)
-                    continue
-                k = chunk * p + s
-                assert 0 <= microbatch < schedule.num_microbatches and 0 <= chunk < schedule.num_chunks, (tick, s)
-                assert (microbatch, k) not in ran, ("twice", tick, s)
-                ran.add((microbatch, k))
-                if k != (0 if step > 0 else num_virtual - 1):
-                    assert inboxes[s].pop(int(table.source[tick, s]), None) == (microbatch, k), ("input", tick, s)
-                if k != end:
-                    wires[(s + step) % p] = (microbatch, k + step)
-                slot = int(table.slot[tick, s])
-                if schedule.fused:
-                    other = schedule.backward if step > 0 else schedule.forward
-                    assert (other.microbatch[tick, s], other.chunk[tick, s]) == (microbatch, chunk), ("fused", tick)
-                elif step < 0:
-                    assert buffers[s].pop(slot, None) == (microbatch, k), ("saved", tick, s)
-                elif schedule.backward.active.any():
-                    assert 0 <= slot < schedule.num_slots and slot not in buffers[s], ("slot", tick, s)
-                    buffers[s][slot] = (microbatch, k)
-    for table, _, _, inboxes, ran, wires in directions:
-        expected = schedule.num_microbatches * num_virtual if table.active.any() else 0
-        assert len(ran) == expected, "something was not run"
-        assert not any(inboxes) and not any(wires), "something was not used"
-    assert schedule.forward.active.any() and not any(buffers)
-    assert schedule.backward.active.any() or schedule.num_slots == 0, "kept for a backward that never comes"

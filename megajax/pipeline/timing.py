@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.pipeline.schedule import IDLE, Pass, Schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule
 
 
 @dataclass(frozen=True)

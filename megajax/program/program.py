@@ -21,7 +21,8 @@ from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
-from megajax.pipeline.schedule import Schedule, forward_only, make_schedule
+from megajax.pipeline.schedule import forward_only, make_schedule
+from megajax.pipeline.table import Schedule
 from megajax.precision import COMPUTE_DTYPE
 from megajax.program.state import StateLayout
 

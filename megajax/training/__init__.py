@@ -1,1 +1,1 @@
-"""Training: the state, the compiled step, the loop, checkpoints and the run's log."""
+"""The training loop, and what people who watch it see."""

@@ -18,7 +18,7 @@ from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
-from megajax.generation.window import sample
+from megajax.generation.window import continue_in_windows
 from megajax.launch import give_back_freed_memory, start
 from megajax.processes import is_first_process, on_first_process
 from megajax.program.program import Program
@@ -232,7 +232,7 @@ class _Run:
             return ""
         prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
         one_row = dataclasses.replace(self.config.train, global_batch=self.config.mesh.data, microbatch=1)
-        ids = sample(
+        ids = continue_in_windows(
             Program(dataclasses.replace(self.config, train=one_row), self.program.mesh),
             self.state.params,
             prompt,

@@ -8,7 +8,7 @@ from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling
-from megajax.generation.window import sample
+from megajax.generation.window import continue_in_windows
 from megajax.program.scoring import next_logits, scores
 
 PROMPT = [5, 17, 99]
@@ -21,7 +21,7 @@ def model(mesh: tuple[int, int, int]):
 
 
 def draw(mesh, *, temperature: float = 1.0, seed: int = 3, end: int | None = None) -> list[int]:
-    return sample(*model(mesh), PROMPT, num_tokens=20, sampling=Sampling(temperature, seed=seed), end=end)
+    return continue_in_windows(*model(mesh), PROMPT, num_tokens=20, sampling=Sampling(temperature, seed=seed), end=end)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 4, 1)])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from test_schedule import TABLES, simulate
 
-from megajax.pipeline.schedule import IDLE, Pass, Schedule, check, forward_only, make_schedule
+from megajax.pipeline.schedule import forward_only, make_schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule, check
 
 
 def rejected(schedule: Schedule, by: Callable[[Schedule], object]) -> bool:

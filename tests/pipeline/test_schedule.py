@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.pipeline.schedule import (
-    IDLE,
-    SCHEDULES,
-    Pass,
-    Schedule,
-    Ticks,
-    arrange,
-    check,
-    forward_only,
-    make_schedule,
-)
+from megajax.pipeline.schedule import SCHEDULES, Ticks, arrange, forward_only, make_schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule, check
 from megajax.pipeline.timing import in_flight
 
 TABLES = ["microbatch", "chunk", "slot", "arrival", "source"]

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import TABLES, all_arguments
 
-from megajax.pipeline.schedule import IDLE, Pass, Schedule, forward_only, make_schedule
+from megajax.pipeline.schedule import forward_only, make_schedule
+from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import (
     StageTimes,
     bubble_overhead,
