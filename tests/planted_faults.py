@@ -46,8 +46,8 @@ FAULTS = {
         "tests/test_parity.py",
     ),
     "a stale slot of the ring buffer": Fault(
-        'slots[row["backward_slot"]], buffer["layers"]',
-        'slots[row["backward_slot"] * 0], buffer["layers"]',
+        'slots[row.backward.slot], buffer["residuals"]',
+        'slots[row.backward.slot * 0], buffer["residuals"]',
         "tests/test_parity.py",
     ),
     "ZeRO takes another device's shard": Fault(

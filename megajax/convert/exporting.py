@@ -15,10 +15,13 @@ from megajax.convert.weights import to_tensors
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
+from megajax.errors import UserError
 from megajax.mesh import make_mesh
 from megajax.program.program import Program
 from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, restore_params
+
+EXPORTED = ("gpt2",)  # families that Hugging Face's format is written of
 
 
 def export_config(run_dir: Path) -> Config:
@@ -29,6 +32,10 @@ def export_config(run_dir: Path) -> Config:
     """
     check_run(run_dir, "RUN")
     config = kept_config(run_dir, {})
+    if config.model.family not in EXPORTED:
+        raise UserError(
+            f"RUN {run_dir} holds a model of the family {config.model.family}; valid: {', '.join(EXPORTED)}"
+        )
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
 

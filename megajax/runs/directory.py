@@ -76,7 +76,8 @@ def claimed(run_dir: Path, config: Config) -> Iterator[None]:
         raise
 
 
-_WEIGHTS = [  # what a run keeps: the shapes of its weights
+_WEIGHTS = [  # what a run keeps: the names and shapes of its weights
+    "model.family",
     "model.num_layers",
     "model.hidden_size",
     "model.num_heads",
