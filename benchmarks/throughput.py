@@ -146,8 +146,8 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
             extra = KEEP_FREED_MEMORY if name in PEERS else {}
             sides.append(Side(name, [command], cores=pinned, environment=environment | extra))
         seconds = dict(zip(commands, in_turn(sides, own.rounds, own.steps), strict=True))
+        peaks = {side.name: side.ask("memory")["peak_bytes"] for side in sides}  # before what the products take
         products = sides[0].ask("products")
-        peaks = {side.name: side.ask("memory")["peak_bytes"] for side in sides}
     finally:
         for side in sides:
             side.close()
