@@ -111,6 +111,12 @@ class CutModel:
         """One layer, whose weights have no leading dim."""
         return nnx.merge(self._blocks, weights)
 
+    def joined(self, weights: Tree) -> Any:
+        """The model with its layers, to call as a whole."""
+        model = self.ends(weights["shared"])
+        model.blocks = nnx.merge(self._blocks, weights["blocks"])
+        return model
+
     def context(self, batch: Batch, dropout: Dropout) -> Tree:
         """See `Model.context`."""
         return self.ends(self.shapes["shared"]).context(batch, dropout)

@@ -35,11 +35,8 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             batch = {"tokens": tokens_BT, "positions": positions_BT}
             return ends.embed(batch, model.context(batch, Dropout.off()))
 
-        context = model.context({"tokens": tokens_BT}, Dropout.off())
-        x_BTD = ends.embed({"tokens": tokens_BT}, context)
-        for number, layer in enumerate(layers):
-            x_BTD = model.block(layer)(x_BTD, context, jnp.int32(number))
-        whole_BTV = ends.logits(x_BTD)
+        stacked = {"shared": shared, "blocks": jax.tree.map(lambda w: w[0, 0], params["blocks"])}
+        whole_BTV = model.joined(stacked)({"tokens": tokens_BT}, Dropout.off())
 
         in_prompt = jnp.arange(PROMPT, dtype=jnp.int32)[None] < length_B[:, None]
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad
