@@ -45,7 +45,7 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
-NOT_ALONE = [*SWITCHES, "optimizer.gradient_dtype"]
+NOT_ALONE = [*SWITCHES, "optimizer.gradient_dtype", "model.family"]  # of one family there is no other
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 
 

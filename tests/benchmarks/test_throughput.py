@@ -28,7 +28,9 @@ def test_our_side_alone():
     assert report["run"]["threads"] == 1 and report["run"]["sides"]["megajax"]["jax"]
 
 
-@pytest.mark.parametrize("flags", ["--threads 99", "--device tpu", "--device gpu", "--model.layers 3"])
+@pytest.mark.parametrize(
+    "flags", ["--threads 99", pytest.param("--device tpu", marks=pytest.mark.full), "--model.layers 3"]
+)
 def test_bad_flags_are_one_line(flags):
     done = run(*flags.split())
     assert done.returncode == 2 and done.stdout == ""

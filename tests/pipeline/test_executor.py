@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -41,7 +40,10 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
     return temp_bytes(fast_compile(loss_and_gradients(program).lower(*arguments))), predicted
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "vocabulary"), [("1f1b", 1, "replicated"), ("interleaved", 2, "split")])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "vocabulary"),
+    [pytest.param("1f1b", 1, "replicated", marks=pytest.mark.full), ("interleaved", 2, "split")],
+)
 def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary):
     """1F1B and interleaved with 64 microbatches need the memory of 8, to 1% (what is left is the tokens themselves)."""
     few, many = (step_bytes(schedule, m, chunks, vocabulary=vocabulary)[0] for m in (8, 64))
@@ -56,7 +58,7 @@ def test_memory_is_what_the_tables_predict():
 
 
 # Tokens are a prime number that divides no dim of a weight, so that an array without them is known by its size.
-ROWS, TOKENS = 3, 17
+ROWS, TOKENS = 2, 17
 
 
 @pytest.fixture
@@ -143,7 +145,6 @@ def test_selective_recomputes_no_matrix_product():
     assert products["layer"] - products["none"] == layers_and_microbatches * (5 + attention)
 
 
-@cache
 def compiled(remat: str, scan_layers: str) -> tuple:
     """Program, its loss and gradients compiled, and the hand-written loop compiled; four microbatches."""
     program = tiny_program(
@@ -162,7 +163,8 @@ LOOPS = [("none", "true"), ("layer", "false")]  # remat, scan_layers
 
 @pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)
 def test_it_is_the_hand_written_loop(remat, scan_layers):
-    """On one device, loss and every gradient are those of accumulating `value_and_grad` over the microbatches."""
+    """On one device, loss and every gradient are those of accumulating `value_and_grad` over the microbatches, and the
+    compiled program needs no more temporary bytes, within 5%."""
     program, ours, plain = compiled(remat, scan_layers)
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(program.layout.init).params
@@ -174,10 +176,4 @@ def test_it_is_the_hand_written_loop(remat, scan_layers):
     assert gradients.keys() == expected.keys()
     for name, leaf in expected.items():
         np.testing.assert_allclose(gradients[name], leaf, rtol=1e-5, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
-
-
-@pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)
-def test_it_needs_no_more_memory_than_the_hand_written_loop(remat, scan_layers):
-    """Temporary bytes of the compiled programs, within 5%."""
-    _, ours, plain = compiled(remat, scan_layers)
     assert temp_bytes(ours) <= 1.05 * temp_bytes(plain)

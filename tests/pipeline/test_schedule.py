@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.pipeline.schedule import SCHEDULES, Ticks, arrange, forward_only, make_schedule
+from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks, arrange, forward_only, make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule, check
 from megajax.pipeline.timing import in_flight
 
@@ -157,9 +157,9 @@ def test_a_simulated_pipe_runs_any_ticks(arguments, seed, pause):
 @pytest.mark.parametrize(("direction", "where"), [(0, (1, 0, 0)), (1, (slice(None), 0, 1))])
 def test_a_wrong_schedule_is_not_made(monkeypatch, direction, where):
     """The table of any function in `SCHEDULES` is checked: two in one cell; a stage ahead of its gradients."""
-    ticks = [table.copy() for table in dataclasses.astuple(SCHEDULES["1f1b"](4, 6, 1))]
+    ticks = [table.copy() for table in dataclasses.astuple(SCHEDULES["1f1b"].ticks(4, 6, 1))]
     ticks[direction][where] -= 1
-    monkeypatch.setitem(SCHEDULES, "wrong", lambda *_: Ticks(*ticks))
+    monkeypatch.setitem(SCHEDULES, "wrong", ScheduleKind(lambda *_: Ticks(*ticks)))
     with pytest.raises(AssertionError):
         make_schedule("wrong", 4, 6)
 
