@@ -5,7 +5,9 @@ part of it is damaged; the one before it is then used. Beside the digest stands 
 """
 
 import dataclasses
+import gc
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +122,8 @@ class Checkpoints:
                 found.append(read())
         except Exception as error:
             problem = " ".join(str(error).split()).partition(" See full")[0][:200]
+        if not found:
+            _forget_abandoned_reads()
         if not all_agree(bool(found)):
             raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
         return found[0]
@@ -171,6 +175,15 @@ class Checkpoints:
                     )
         wait_for_all("checkpoints set aside")
         self._manager.reload()
+
+
+def _forget_abandoned_reads() -> None:
+    """Remove what Orbax left of the reads beside one that failed: later, anywhere, they would print tracebacks."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
 
 
 class DamagedCheckpoint(Exception):

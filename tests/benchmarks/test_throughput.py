@@ -18,6 +18,7 @@ def run(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_our_side_alone():
     done = run("--threads", "1", "--rounds", "2", "--steps", "1", "--json")
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.generation.choice import Sampling
-from megajax.generation.window import sample
+from megajax.generation.window import continue_in_windows
 from megajax.models.config import ModelConfig
 from megajax.program.scoring import next_logits
 from megajax.runs.checkpoint import Checkpoints
@@ -78,7 +78,9 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
     generated = peer.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=64
     )
-    ours = sample(program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), end=tokenizer.end_of_text)
+    ours = continue_in_windows(
+        program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), end=tokenizer.end_of_text
+    )
     continuation = generated[0, len(prompt) :].tolist()
     assert len(ours) == 64 and len(set(ours)) > 4
     assert continuation == ours

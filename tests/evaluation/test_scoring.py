@@ -113,10 +113,10 @@ def test_continuations_are_sums_over_their_tokens():
 
 def test_greedy_continuations_are_those_that_the_model_writes():
     from megajax.generation.choice import Sampling
-    from megajax.generation.window import sample
+    from megajax.generation.window import continue_in_windows
 
     program, params = model()
-    ids = sample(program, params, [3, 1, 4], num_tokens=10, sampling=Sampling(0.0))
+    ids = continue_in_windows(program, params, [3, 1, 4], num_tokens=10, sampling=Sampling(0.0))
     other = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
     right, wrong = score_continuations(program, params, [([3, 1, 4, *ids], 3), ([3, 1, 4, *other], 3)])
     assert right.greedy and not wrong.greedy

@@ -9,7 +9,7 @@ from tiny import tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
-from megajax.generation.window import sample
+from megajax.generation.window import continue_in_windows
 
 SEQUENCE = 16
 PROMPTS = [np.random.default_rng(length).integers(0, 101, length).tolist() for length in (3, 1, 11, 16, 6)]
@@ -51,7 +51,7 @@ def test_the_ids_are_those_of_the_whole_window(sampling):
     assert len({tuple(ids) for ids, _ in found.values()}) == 5
     for number, prompt in enumerate(PROMPTS):
         ids = found[number][0]
-        assert ids == sample(*model(), prompt, num_tokens=len(ids), sampling=sampling)
+        assert ids == continue_in_windows(*model(), prompt, num_tokens=len(ids), sampling=sampling)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_bf16_chooses_from_the_window_s_logits():
     program, params = model((1, 1, 1), "bf16")
     found = texts(Decoder(program, params, GREEDY, None))
     same = [
-        ids[:2] == sample(program, params, PROMPTS[number], num_tokens=min(2, len(ids)), sampling=GREEDY)
+        ids[:2] == continue_in_windows(program, params, PROMPTS[number], num_tokens=min(2, len(ids)), sampling=GREEDY)
         for number, (ids, _) in found.items()
     ]
     assert sum(same) >= 4
