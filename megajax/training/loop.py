@@ -150,6 +150,7 @@ class _Run:
         """Wait for a step's metrics and log them."""
         metrics = {name: float(value) for name, value in pending.metrics.items()}
         was_skipped = bool(metrics.pop("skipped"))
+        losses = {name: metrics.pop(name) for name in list(metrics) if name.startswith("loss/")}
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
@@ -159,7 +160,7 @@ class _Run:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        self.log.record_step(pending.step, **metrics, skipped_steps=self.skipped, tokens=tokens, **times)
+        self.log.record_step(pending.step, **metrics, losses=losses, skipped_steps=self.skipped, tokens=tokens, **times)
         if was_skipped:
             self._report_skip(pending.step, metrics)
 

@@ -83,6 +83,7 @@ class RunLog:
         tokens: int,
         seconds: float,
         data_seconds: float,
+        losses: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Record a finished step.
 
@@ -92,6 +93,7 @@ class RunLog:
             grad_norm: global norm of the gradients before clipping.
             learning_rate: of the step.
             loss_scale: of the step.
+            losses: the parts of the loss by name, `loss/NAME`, where it has several.
             skipped_steps: of the run, so far.
             tokens: of the step, on all devices.
             seconds: that the step took.
@@ -100,6 +102,7 @@ class RunLog:
         if not self._write:
             return
         numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
+        numbers |= {name: float(value) for name, value in (losses or {}).items()}
         numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
         self._record({"step": int(step), **numbers, **speed, "data_seconds": float(data_seconds)})
