@@ -3,7 +3,7 @@ JSON object."""
 
 import sys
 
-from megajax.launch import run
+from megajax.ending import run
 
 
 def main() -> None:

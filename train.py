@@ -2,7 +2,7 @@
 
 import sys
 
-from megajax.launch import run
+from megajax.ending import run
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
+from megajax.ending import run
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import run
 from megajax.models.family import step_flops
 
 BENCHMARKS = Path(__file__).resolve().parent

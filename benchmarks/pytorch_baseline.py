@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
 from megajax.config import Config
+from megajax.ending import run
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import run
 from megajax.optim.config import OptimizerConfig
 from megajax.validation import validate
 

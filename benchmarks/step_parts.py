@@ -20,8 +20,9 @@ from paired import parse_own
 from throughput import DEFAULT, product_seconds
 
 from megajax.config import Config
+from megajax.ending import run
 from megajax.flags import parse
-from megajax.launch import run, start
+from megajax.launch import start
 from megajax.models.family import step_products
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.

@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_tokens, serve
 
 from megajax.config import Config
+from megajax.ending import run
 from megajax.errors import UserError
 from megajax.flags import parse
-from megajax.launch import give_back_freed_memory, may_use_gpus, run, start
+from megajax.launch import give_back_freed_memory, may_use_gpus, start
 from megajax.models.family import step_flops
 from megajax.models.flops import MatrixProduct
 

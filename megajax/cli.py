@@ -4,8 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from megajax.ending import run
 from megajax.errors import UserError
-from megajax.launch import run
 
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
     "convert": "Import a GPT-2 from Hugging Face's format, or export a run to it.",

@@ -10,17 +10,21 @@ from typing import Annotated, Literal
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
-from megajax.options import AT_LEAST_ZERO, SEED, Range
+from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 from megajax.pipeline.config import PipelineConfig
+
+_AXIS = between(1, 100_000)
+_ROWS = between(1, 1_000_000)
+_SIMULATED = between(0, 1024)  # which take JAX seconds; some thousands, minutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the three mesh axes."""
 
-    data: Annotated[int, "groups of devices that train on different rows of the batch"] = 1
-    pipe: Annotated[int, "stages that the layers are divided into"] = 1
-    tensor: Annotated[int, "devices that each layer is split over"] = 1
+    data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
+    pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
+    tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
 
     @property
     def num_devices(self) -> int:
@@ -33,8 +37,8 @@ class TrainConfig:
     """Length and batch of the training run."""
 
     steps: Annotated[int, "step at which training ends"]
-    global_batch: Annotated[int, "sequences per step, over all devices"]
-    microbatch: Annotated[int, "sequences per device and microbatch"]
+    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
+    microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
         "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
@@ -49,7 +53,13 @@ class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
     every: Annotated[int, "steps between two checkpoints; the last step always has one"] = 100
+    minutes: Annotated[float, "minutes after which one is due whatever the step; 0: steps alone", AT_LEAST_ZERO] = 0
     keep: Annotated[int, "newest checkpoints to keep"] = 3
+    keep_best: Annotated[int, "checkpoints with the lowest validation losses to keep besides", AT_LEAST_ZERO] = 0
+    keep_every: Annotated[
+        int, "keep every checkpoint whose step is a multiple of this for good; 0: none", AT_LEAST_ZERO
+    ] = 0
+    max_failures: Annotated[int, "checkpoints in a row that cannot be written before the run ends"] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,7 @@ class SampleConfig:
     """The continuation that is printed at the end of training."""
 
     prompt: Annotated[str, "text to continue"] = ""
-    tokens: Annotated[int, "tokens to sample; 0: none", AT_LEAST_ZERO] = 64
+    tokens: Annotated[int, "tokens to sample; 0: none", between(0, 1_000_000)] = 64
     temperature: Annotated[float, "0: always the most probable token", AT_LEAST_ZERO] = 0.8
 
 
@@ -66,10 +76,15 @@ class DistributedConfig:
     """Several processes; under SLURM, Open MPI and Kubernetes they are found without these flags."""
 
     coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
-    num_processes: Annotated[int, "processes of the run; 0: not given", AT_LEAST_ZERO] = 0
+    num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
     process_id: Annotated[
-        int, "number of this process, from 0; -1: not given", Range(lambda x: x >= -1, "0 or more, or -1: not given")
+        int,
+        "number of this process, from 0; -1: not given",
+        Range(lambda x: -1 <= x < 100_000, "0 to 99999, or -1: not given"),
     ] = -1
+    patience: Annotated[
+        float, "seconds without progress after which the processes end and say which one hangs; 0: never", AT_LEAST_ZERO
+    ] = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +100,12 @@ class Config:
         Literal["auto", "never", "must"],
         "continue from the last checkpoint: if there is one, never, or fail without one",
     ] = "auto"
-    simulate_devices: Annotated[
-        int, "CPU devices to simulate in this process; 0: use the real devices", AT_LEAST_ZERO
-    ] = 0
+    simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
     sequence_parallel: Annotated[
         bool, "split activations between the blocks along the sequence, over tensor (all-gather, reduce-scatter)"
+    ] = False
+    deterministic: Annotated[
+        bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
     ] = False
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
     model: ModelConfig

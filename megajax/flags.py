@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.options import Option, options, sections, suggest
-from megajax.presets import load_preset, preset_names, resolve
+from megajax.options import Option, options, sections, shown, suggest
+from megajax.presets import load_preset, preset_names, resolve, run_dir_left_out
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -58,10 +58,15 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
         """
+        for word in argv or ():
+            if "\0" in word:
+                raise UserError(f"{shown(word)}; valid: arguments without NUL")
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
-            raise UserError(f"{flags[0]}: unknown flag; {suggest(flags[0], self._option_string_actions, 'see --help')}")
+            raise UserError(
+                f"{flags[0]}: unknown flag; {suggest(flags[0], self._option_string_actions, 'valid: those of --help')}"
+            )
         if unknown:
             raise UserError(f"{unknown[0]!r} is one argument too many; valid: {self.usage}")
         return args
@@ -72,10 +77,14 @@ class Parser(argparse.ArgumentParser):
         if name == "the following arguments are required":
             helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
             raise UserError(f"{reason} missing; valid: {helps[0] if helps else self.usage}")
+        positional = next((action for action in self._get_positional_actions() if action.metavar == name), None)
+        if positional and positional.choices and reason.startswith("invalid choice: "):
+            given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
+            raise UserError(f"{name} {given}; valid: {', '.join(positional.choices)}")
         action = self._option_string_actions.get(name.partition("/")[0])
         if action is None:
-            raise UserError(message)
-        if reason.startswith("expected one argument"):
+            raise UserError(f"{message}; valid: {self.usage}")
+        if reason.startswith("expected "):
             raise UserError(f"{name} needs a value; valid: {getattr(action.type, 'valid', action.help)}")
         if reason.startswith("ignored explicit argument"):
             raise UserError(f"{name} takes no value; valid: {' or '.join(action.option_strings)}")
@@ -98,7 +107,7 @@ class _Value:
         try:
             value = self.option.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}; valid: {self.valid}") from None
+            raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {self.valid}") from None
         if problem := self.option.problem(value):
             raise argparse.ArgumentTypeError(problem)
         return value
@@ -146,4 +155,8 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
     overrides = parser.overrides(args)
     if not overrides.get("run_dir", "."):
         del overrides["run_dir"]  # empty: the preset's
-    return resolve(load_preset(args.preset), overrides)
+    config = resolve(load_preset(args.preset), overrides)
+    left_out = run_dir_left_out(args.preset)
+    if left_out and "run_dir" not in overrides and config.distributed.process_id <= 0:
+        print(f"{args.preset} is a copy of a run's configuration: {config.run_dir} is used, not its run_dir {left_out}")
+    return config

@@ -1,4 +1,4 @@
-"""Start of a process: its devices, the other processes, and how a run's end becomes an exit code."""
+"""Start of a process: its devices and the other processes."""
 
 import contextlib
 import ctypes
@@ -6,11 +6,12 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 from megajax.config import Config
-from megajax.errors import RunError, UserError
+from megajax.ending import leave_together, stop_signals
+from megajax.errors import UserError
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -30,8 +31,12 @@ GPU_FLAGS = {
     "--xla_gpu_enable_latency_hiding_scheduler": "true",
     "--xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
+DETERMINISTIC_FLAGS = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
 # Of a GPU's memory, 0.75 by default; the rest is for NCCL, cuBLAS and CUDA itself.
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
+
+_LAST = 1.0  # seconds that process 0 stays after the end of its work
+HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
 
 
 def start(config: Config) -> None:
@@ -50,7 +55,7 @@ def start(config: Config) -> None:
         )
     _set_flags(_PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
-        _set_flags(GPU_FLAGS)
+        _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both together
             os.environ.setdefault(*GPU_MEMORY)
     else:
@@ -67,16 +72,60 @@ def start(config: Config) -> None:
     if not cluster.coordinator and not in_cluster(os.environ):
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
+    for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
+        with contextlib.suppress(AttributeError):
+            jax.config.update(name, value)
     try:
-        if cluster.coordinator:
-            jax.distributed.initialize(cluster.coordinator, cluster.num_processes, cluster.process_id)
-        else:
-            jax.distributed.initialize()
+        with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
+            if cluster.coordinator:
+                jax.distributed.initialize(
+                    cluster.coordinator,
+                    cluster.num_processes,
+                    cluster.process_id,
+                    heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+                )
+            else:
+                jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
+        stop_signals.take()
+        leave_together(_leave)
     except (RuntimeError, ValueError) as error:
         where = (
             f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
         )
-        raise UserError(f"{where}: the processes did not find each other: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{where}: the processes did not find each other: {str(error).splitlines()[0]}; valid: an address that all "
+            "of them reach, and as many processes as were announced"
+        ) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing reaches standard error, C++ included."""
+    sys.stderr.flush()
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
+
+
+def _leave(succeeded: bool) -> None:
+    """Leave before process 0, which the others lean on: without it JAX would abort them."""
+    from megajax.processes import is_first_process, wait_for_all
+
+    if succeeded:
+        wait_for_all("the end")
+    if not is_first_process():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if succeeded:
+            os._exit(0)
+    else:
+        time.sleep(_LAST)
 
 
 def avoid_known_faults() -> None:
@@ -149,42 +198,3 @@ def in_cluster(environment: Mapping[str, str]) -> bool:
         if number.isdecimal() and int(number) > 1 and rank in environment:
             return True
     return "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment
-
-
-def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process: 0 done, 2 a user's mistake in one line, 1 anything else, in plain words last."""
-    code = 1
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except UserError as error:
-        _last_words(f"error: {error}")
-        code = 2
-    except RunError as error:
-        _last_words(f"error: {error}")
-    except KeyboardInterrupt:
-        _last_words("stopped by the user; what is written is kept, training goes on by the same command")
-    except BaseException as error:
-        traceback.print_exc()
-        _last_words(f"error: the run ended: {_plain(error)}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
-    sys.exit(0)
-
-
-def _last_words(text: str) -> None:
-    """Print the last line on standard error: what other threads still write there goes nowhere."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.write(stderr, f"{text}\n".encode(errors="backslashreplace"))
-
-
-def _plain(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    lost = any(word in text for word in ("Gloo", "gloo", "Connection closed by peer", "heartbeat", "NCCL"))
-    return f"lost another process ({text[:300]})" if lost else f"{type(error).__name__}: {text[:500]}"

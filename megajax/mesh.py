@@ -62,9 +62,26 @@ def shard_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Pa
     free = [dim for dim in divisible if entries[dim] is None]
     if divisible:
         dim = max(free or divisible, key=lambda dim: local[dim])
-        there = entries[dim]
-        entries[dim] = DATA if there is None else (*((there,) if isinstance(there, str) else there), DATA)
+        entries[dim] = _with_axis(entries[dim], DATA)
     return PartitionSpec(*entries)
+
+
+def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None) -> PartitionSpec:
+    """`spec` of an array with every axis that it lacks added on the dim of which most is left, among those of `dims`
+    (all, by default) that the axis divides."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        local = NamedSharding(mesh, PartitionSpec(*entries)).shard_shape(tuple(shape))
+        divisible = [dim for dim in (range(len(shape)) if dims is None else dims) if local[dim] % size == 0]
+        if axis not in spec_axes(spec) and size > 1 and divisible:
+            dim = max(divisible, key=lambda dim: local[dim])
+            entries[dim] = _with_axis(entries[dim], axis)
+    return PartitionSpec(*entries)
+
+
+def _with_axis(there: Axes | None, axis: str) -> Axes:
+    """What a dim is sharded over, and one axis more."""
+    return axis if there is None else (*((there,) if isinstance(there, str) else there), axis)
 
 
 def dim_over(axis: str, spec: PartitionSpec) -> int | None:

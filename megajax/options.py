@@ -1,20 +1,21 @@
 """The fields of configuration dataclasses as options: a key, a type, a default, a help text and what is valid.
 
 A field is declared once, as in `dropout: Annotated[float, "probability to drop", SHARE] = 0.1`; presets, flags,
-`--help`, checks and error messages are derived from it. A number without a range must be positive. A field whose type
-is a dataclass is a section.
+`--help`, checks and error messages are derived from it. A number without a range must be positive and at most 10^9. A
+field whose type is a dataclass is a section.
 """
 
 import difflib
 import functools
 import math
-import tomllib
+import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from megajax.errors import UserError
+from megajax.reading import parse_toml
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,15 @@ def between(least: float, most: float) -> Range:
     return Range(lambda x: least <= x <= most, f"{least} to {most}")
 
 
-AT_LEAST_ONE = Range(lambda x: x >= 1, "1 or more")
-AT_LEAST_ZERO = Range(lambda x: x >= 0, "0 or more")
-MORE_THAN_ZERO = Range(lambda x: x > 0, "more than 0")
-MORE_THAN_ONE = Range(lambda x: x > 1, "more than 1")
+def above(least: float, most: float) -> Range:
+    """The numbers above `least` up to `most`."""
+    return Range(lambda x: least < x <= most, f"more than {least} and at most {most}")
+
+
+MOST = 10**9  # of a number that declares no range; more is a slip
+AT_LEAST_ONE = between(1, MOST)
+AT_LEAST_ZERO = between(0, MOST)
+MORE_THAN_ZERO = above(0, MOST)
 SHARE = Range(lambda x: 0 <= x < 1, "0 or more and less than 1")
 POSITIVE_SHARE = Range(lambda x: 0 < x < 1, "more than 0 and less than 1")
 SEED = between(0, 2**31 - 1)
@@ -112,7 +118,16 @@ class Option:
         if self.record:
             entries = ", ".join(f"{field.name} = …" for field in fields(self.record))
             return f"TOML as in [{{ {entries} }}, …]"
-        return {int: "a whole number", float: "a finite number", bool: "true or false", str: "text in UTF-8"}[self.kind]
+        if self.kind in (bool, str):
+            return {bool: "true or false", str: "text in UTF-8, without NUL"}[self.kind]
+        words = {int: "a whole number", float: "a finite number"}[self.kind]
+        return f"{words}, {self._range.words}" if self._range.words else words
+
+    @property
+    def _range(self) -> Range:
+        """Of a number."""
+        default = AT_LEAST_ONE if self.kind is int else MORE_THAN_ZERO
+        return self.declared if isinstance(self.declared, Range) else default
 
     def convert(self, value: Any) -> Any:
         """`value` as this field's type; "8" is no number.
@@ -126,7 +141,8 @@ class Option:
         elif self.record:
             return _records(self.record, value)
         elif self.kind is float:
-            good = type(value) in (int, float) and math.isfinite(value)
+            good = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)  # which floats can hold
+            good = good and math.isfinite(value)
             value = float(value) if good else value
         else:
             good = type(value) is self.kind
@@ -134,6 +150,8 @@ class Option:
             raise ValueError(value)
         if isinstance(value, str):
             value.encode()  # an argument that is not UTF-8 has surrogates, which no file would take
+            if "\0" in value:  # which no path would
+                raise ValueError(value)
         return value
 
     def parse(self, text: str) -> Any:
@@ -147,13 +165,42 @@ class Option:
         if self.kind is bool:
             return self.convert({"true": True, "false": False}.get(text))
         if self.record:
-            return self.convert(tomllib.loads(f"value = {text}")["value"])
-        return self.convert(self.kind(text))
+            return self.convert(parse_toml(f"value = {text}")["value"])
+        return self.convert(text if self.kind is str else number(text, self.kind))
 
     def problem(self, value: Any) -> str:
         """What an error message says of a value of the right type, after the flag; empty if the value is valid."""
-        valid = self.declared or {int: AT_LEAST_ONE, float: MORE_THAN_ZERO}.get(self.kind)
+        valid = self._range if self.kind in (int, float) else self.declared
         return valid.problem(value) if valid else ""
+
+
+def number(text: str, kind: type[int] | type[float] = int) -> Any:
+    """The number that a text is, in the digits 0 to 9.
+
+    Raises:
+        ValueError: it is none, or longer than any number needs.
+    """
+    if not text.isascii() or len(text) > _LONGEST or text != text.strip():
+        raise ValueError(text)
+    return kind(text)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number of 0 or more, in the digits 0 to 9."""
+    return text.isascii() and text.isdecimal() and len(text) <= _LONGEST
+
+
+_LONGEST = 300  # characters of a number
+
+
+def shown(value: object) -> str:
+    """A value as error messages quote it, cut where it is long."""
+    return _SHOWN.repr(value)
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
+_SHOWN.maxlong = 100
 
 
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:

@@ -1,15 +1,15 @@
 """Presets, TOML files with values of a configuration: finding and reading them, and replacing values by flags."""
 
-import reprlib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from megajax import reading
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.options import options, sections, suggest
+from megajax.options import options, sections, shown, suggest
+from megajax.paths import check_path
 from megajax.validation import check_values
 
 
@@ -29,14 +29,18 @@ def find_preset(name_or_file: str | Path) -> Path:
     Raises:
         UserError: there is none.
     """
+    check_path(name_or_file, "PRESET")
     path = Path(name_or_file)
     if path.suffix != ".toml" and path.name == str(name_or_file):
         for candidate in (folder / f"{path}.toml" for folder in preset_folders()):
-            if candidate.is_file():
+            if reading.is_file(candidate):
                 return candidate
-    if path.is_dir():
+    there = reading.kind(path)
+    if there == "a folder":
         raise UserError(f"{path} is a folder; valid: a preset's name, or a TOML file such as {path / 'config.toml'}")
-    if not path.is_file():
+    if there and there != "a file":
+        raise UserError(f"{path} is {there}; valid: a preset's name, or a TOML file")
+    if not there:
         valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
         raise UserError(f"no preset {str(name_or_file)!r}; {suggest(path.stem, preset_names(), valid)}")
     return path
@@ -49,17 +53,23 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: it cannot be read or is malformed, with the line.
     """
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return reading.parse_toml(reading.read_bytes(path).decode())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; valid: a TOML file that can be read") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
-    """The values of a preset by key; without a `run_dir` in it, that is runs/ and its name.
+    """The values of a preset by key. Its `run_dir` is
+
+    - for the config.toml of a run directory: that directory, wherever it lies now;
+    - for a copy of one, which would name the directory of a run that goes on elsewhere: runs/ and its name;
+    - for any other preset: what it says, else runs/ and its name.
 
     Raises:
         UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type.
@@ -72,11 +82,37 @@ def load_preset(name_or_file: str | Path) -> dict[str, Any]:
             values.update({f"{name}.{key}": value for key, value in entry.items()})
         elif isinstance(entry, dict) or name in sections(Config):
             known = ", ".join(f"[{section}]" for section in sections(Config))
-            raise UserError(f"{path}: {name} = {reprlib.repr(entry)}; valid tables: {known}")
+            raise UserError(f"{path}: {name} = {shown(entry)}; valid tables: {known}")
         else:
             values[name] = entry
     values = {key: _convert(key, value, f"{path}: {key}") for key, value in values.items()}
-    return values | {"run_dir": values.get("run_dir") or f"runs/{path.stem}"}
+    if _lies_in_run(path):
+        return values | {"run_dir": str(path.parent)}
+    return values | {"run_dir": (not is_of_run(tables) and values.get("run_dir")) or f"runs/{path.stem}"}
+
+
+_TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}
+_VALUES = {"seed", "precision", "run_dir", "resume", "simulate_devices"}
+
+
+def is_of_run(tables: Mapping[str, Any]) -> bool:
+    """Whether a preset has every value, as training writes one, which nobody does by hand."""
+    return tables.keys() >= _TABLES | _VALUES and all(isinstance(tables[name], dict) for name in _TABLES)
+
+
+def _lies_in_run(path: Path) -> bool:
+    return path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "checkpoints"))
+
+
+def run_dir_left_out(name_or_file: str | Path) -> str:
+    """The `run_dir` that `load_preset` does not follow, the preset being a copy of a run's; empty if there is none.
+
+    Raises:
+        UserError: the preset cannot be read.
+    """
+    path = find_preset(name_or_file)
+    tables = read_toml(path)
+    return str(tables["run_dir"]) if is_of_run(tables) and not _lies_in_run(path) else ""
 
 
 def _convert(key: str, value: object, name: str) -> Any:
@@ -89,7 +125,7 @@ def _convert(key: str, value: object, name: str) -> Any:
     try:
         return table[key].convert(value)
     except ValueError:
-        raise UserError(f"{name} = {reprlib.repr(value)}; valid: {table[key].valid}") from None
+        raise UserError(f"{name} = {shown(value)}; valid: {table[key].valid}") from None
 
 
 def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -106,7 +142,7 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
     values |= overrides
     for option in options(Config).values():
         if option.default is MISSING and option.key not in values:
-            raise UserError(f"the preset lacks {option.key} ({option.help}): add it, or pass {option.flag}")
+            raise UserError(f"{option.flag} missing ({option.help}); valid: that flag, or {option.key} in the preset")
     parts: dict[str, Any] = {"": {}} | {name: {} for name in sections(Config)}
     for key, value in values.items():
         section, _, field = key.rpartition(".")

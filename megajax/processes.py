@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
 
@@ -41,6 +42,28 @@ def of_first_process(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
+def numbers_of_first_process(numbers: list[int]) -> list[int]:
+    """The numbers that process 0 has, each less than 2^31."""
+    if jax.process_count() == 1:
+        return numbers
+    from jax.experimental import multihost_utils
+
+    found = np.zeros(of_first_process(len(numbers)), np.int32)
+    if is_first_process():
+        found[:] = numbers
+    return [int(number) for number in multihost_utils.broadcast_one_to_all(found)] if found.size else []
+
+
+def sums_over_processes(numbers: list[int]) -> list[int]:
+    """Of every number, each less than 2^32, the sum over all processes modulo 2^32."""
+    if jax.process_count() == 1:
+        return numbers
+    from jax.experimental import multihost_utils
+
+    all_numbers = multihost_utils.process_allgather(np.asarray(numbers, np.uint32))
+    return [int(number) for number in np.asarray(all_numbers).sum(axis=0, dtype=np.uint32)]
+
+
 def all_agree(value: bool) -> bool:
     """Whether `value` holds on every process."""
     if jax.process_count() == 1:
@@ -48,6 +71,27 @@ def all_agree(value: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
+
+
+class Poll:
+    """What processes tell each other in passing: nobody waits for it, all hear the same."""
+
+    def __init__(self) -> None:
+        self._alone = jax.process_count() == 1
+        mesh = Mesh(np.array(jax.devices()), ("all",))
+        self._places = NamedSharding(mesh, PartitionSpec("all"))
+        self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def ask(self, numbers: Callable[[], tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
+        """Tell the others this process's numbers of now; what it returns gives, later, the largest of each.
+
+        A process that is alone hears its own numbers of later.
+        """
+        if self._alone:
+            return numbers
+        local = np.tile(np.asarray(numbers(), np.int32), (jax.local_device_count(), 1))
+        largest = self._largest(jax.make_array_from_process_local_data(self._places, local))
+        return lambda: tuple(map(int, np.asarray(largest)))
 
 
 def wait_for_all(what: str) -> None:

@@ -6,7 +6,7 @@ import re
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
-from megajax.options import check
+from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
 
@@ -62,7 +62,7 @@ def check_values(config: Config) -> None:
             f"{distributed.num_processes}; valid: 0 to {distributed.num_processes - 1}"
         )
     host, _, port = distributed.coordinator.rpartition(":")
-    if distributed.coordinator and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+    if distributed.coordinator and not (host and is_whole(port) and 0 < int(port) < 2**16):
         raise UserError(
             f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
         )
@@ -72,9 +72,10 @@ def _check_data(data: DataConfig) -> None:
     if data.path and data.sources:
         raise UserError("--data.path and --data.sources are both given; valid: one of them")
     for source in data.sources:
-        if not source.path or source.weight <= 0:
+        if not source.path or not 0 < source.weight <= MOST:
             raise UserError(
-                f"--data.sources: path {source.path!r}, weight {source.weight:g}; valid: a path and a weight above 0"
+                f"--data.sources: path {source.path!r}, weight {source.weight:g}; "
+                f"valid: a path and a weight above 0, at most {MOST}"
             )
     names = [entry.name for entry in data.validation]
     for entry in data.validation:
@@ -114,6 +115,29 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
         )
 
 
+_MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
+
+
+def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
+    """Check that a schedule's table is not too large to make.
+
+    Args:
+        pipeline: schedule and chunks.
+        pipe: stages.
+        microbatches: of a step.
+        name: of their number, for error messages.
+
+    Raises:
+        UserError: it is.
+    """
+    size = pipe * pipeline.chunks * microbatches
+    if size > _MOST_CELLS or pipe**2 > _MOST_CELLS:
+        raise UserError(
+            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
+            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
+        )
+
+
 def validate(config: Config, num_devices: int) -> None:
     """Check a training: the values by themselves, against each other, and against the devices of all processes.
 
@@ -128,6 +152,8 @@ def validate(config: Config, num_devices: int) -> None:
             f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
         )
+    name = "--train.global-batch / (--mesh.data x --train.microbatch)"
+    check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     length, tensor = config.model.sequence_length, config.mesh.tensor
     if config.sequence_parallel and length % tensor:
         raise UserError(
@@ -145,11 +171,11 @@ def validate_mesh(config: Config, num_devices: int) -> None:
     model, mesh = config.model, config.mesh
     check_schedule(config.pipeline, mesh.pipe, model.num_layers)
     if mesh.num_devices != num_devices:
-        simulated = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
         raise UserError(
             f"--mesh.data {mesh.data} x --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} needs {mesh.num_devices} "
-            f"devices, there are {num_devices}; valid: sizes whose product is {num_devices}, "
-            f"or --simulate-devices {simulated}"
+            f"devices, there are {num_devices}; valid: sizes whose product is {num_devices}{simulated}"
         )
     vocabulary = f"the padded vocabulary of {model.padded_vocab_size} (see --model.vocab-multiple)"
     if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from megajax.config import Config
 from megajax.program.program import Program
+from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step_with_gradients
 
@@ -59,15 +60,27 @@ class Comparison:
 
 
 def trace(
-    config: Config, steps: int, devices: Sequence[jax.Device] | None = None, *, quick_compile: bool = False
+    config: Config,
+    steps: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    natural: TrainState | None = None,
+    quick_compile: bool = False,
 ) -> Trace:
-    """Train `config` for `steps` steps on random batches, on its mesh over the first of `devices` (default: all there
-    are). `quick_compile` leaves the CPU's machine code unoptimised."""
+    """Train `config` for `steps` steps on random batches.
+
+    Args:
+        config: its mesh is made of the first devices.
+        steps: how many.
+        devices: all there are if None.
+        natural: the state to begin with, in mesh-independent form; a fresh one if None.
+        quick_compile: leave the CPU's machine code unoptimised.
+    """
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
     program = Program.on(config, devices)
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
-    state = program.layout.init(options)
+    state = program.layout.init(options) if natural is None else program.layout.from_natural(natural)
     losses, gradients = [], []
     train_step = None
     for step in range(steps):

@@ -44,8 +44,14 @@ def test_tensor_all_reduces_of_a_layer(remat, per_layer):
 REMATS = {"none": 2, "selective": 2, "layer": 1 + 2, "stage": 2 + 2}  # all-reduces of a layer's backward
 
 
+TICKS = {"gpipe": 2 * (4 + 1), "1f1b": 4 + 2, "interleaved": 2 * 4 + 4}
+
+
 @pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize(("schedule", "ticks"), [("gpipe", 2 * (4 + 1)), ("1f1b", 4 + 2), ("interleaved", 2 * 4 + 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ticks"),
+    [pytest.param(*kind, marks=[] if kind[0] == "interleaved" else [pytest.mark.full]) for kind in TICKS.items()],
+)
 def test_tensor_all_reduces_of_a_stage(schedule, ticks, remat):
     """The same per layer in a pipe's tick: 2 where it runs forward, the rest where backward, of a chunk's layers."""
     chunks = 2 if schedule == "interleaved" else 1
@@ -101,9 +107,10 @@ def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    permutes = [c for c in collectives(train_step(program), *arguments) if c.kind == "permute"]
+    step = train_step(program)
+    permutes = [c for c in collectives(step, *arguments) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
-    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr) if inside]
+    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(step)(*arguments).jaxpr) if inside]
     inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
     assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
 
@@ -117,10 +124,11 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    found = [c for c in over("pipe", collectives(train_step(program), *arguments)) if c.kind == "all-reduce"]
+    step = train_step(program)
+    found = [c for c in over("pipe", collectives(step, *arguments)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])
     assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
-    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr) if is_cond(eqn)]
+    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(step)(*arguments).jaxpr) if is_cond(eqn)]
     over_pipe = [eqn for eqn in conditionals if "pipe" in communicated(eqn)]
     assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
 

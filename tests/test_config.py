@@ -8,7 +8,7 @@ import pytest
 from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.presets import load_preset, preset_names, resolve
+from megajax.presets import load_preset, preset_names, resolve, run_dir_left_out
 from megajax.validation import validate, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
@@ -83,8 +83,8 @@ def test_the_paper_s_models_and_recipe(name: str) -> None:
 def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(name: str, tmp_path: Path) -> None:
     awkward = {"sample.prompt": 'a "b"\n\t\\ é 語', "optimizer.epsilon": 1e-300, "model.init_std": 0.1 + 0.2, "seed": 9}
     config = resolve(load_preset(name), awkward)
-    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    assert resolve(load_preset(tmp_path / "config.toml")) == config
+    (tmp_path / f"{name}.toml").write_text(to_toml(config), encoding="utf-8")
+    assert resolve(load_preset(tmp_path / f"{name}.toml")) == config
 
 
 def test_the_head_size_and_the_padding_of_the_vocabulary() -> None:
@@ -105,12 +105,32 @@ def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path
     assert demo(run_dir="here").run_dir == "here"
 
 
+def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_path: Path) -> None:
+    """Wherever the run directory lies now; what the copy names is somebody else's."""
+    config = demo(run_dir="theirs", model__dropout=0.25)
+    for name, beside in (("marked", "run.json"), ("before the mark", "checkpoints")):
+        (tmp_path / name / beside).mkdir(parents=True)
+        (tmp_path / name / "config.toml").write_text(to_toml(config))
+        preset = load_preset(tmp_path / name / "config.toml")
+        assert (preset["run_dir"], preset["model.dropout"]) == (str(tmp_path / name), 0.25)
+        assert run_dir_left_out(tmp_path / name / "config.toml") == ""
+    for copy in ("config.toml", "mine.toml"):
+        (tmp_path / copy).write_text(to_toml(config))
+        assert load_preset(tmp_path / copy)["run_dir"] == f"runs/{Path(copy).stem}"
+        assert run_dir_left_out(tmp_path / copy) == "theirs"
+    write(tmp_path, 'run_dir = "there"')
+    assert run_dir_left_out(tmp_path / "mine.toml") == ""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[model]\nnum_layer = 3", "model.num_layer: unknown key; did you mean model.num_layers"),
         ("steps = 3", "steps: unknown key; did you mean train.steps?"),
-        ("[checkpoint]\nzzz = 3", "checkpoint.zzz: unknown key; valid: checkpoint.every, checkpoint.keep"),
+        (
+            "[checkpoint]\nzzz = 3",
+            "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
+        ),
         ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [mesh]"),
         ("model = 3", "model = 3; valid tables: [model]"),
         ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
@@ -120,7 +140,7 @@ def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path
         ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
         ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp16, fp64"),
         ("run_dir = 3", "run_dir = 3; valid: text"),
-        ("seed = 1\n[model\n", "not valid TOML"),
+        ("seed = 1\n[model\n", "not TOML"),
     ],
 )
 def test_a_mistake_in_a_preset_names_the_file_the_key_and_what_is_valid(text: str, words: str, tmp_path: Path) -> None:
@@ -155,19 +175,19 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
         ({"mesh.tensro": 2}, "--mesh.tensro: unknown key; did you mean mesh.tensor?"),
         ({"train.global_batch": 2.5}, "--train.global-batch = 2.5; valid: a whole number"),
         ({"sample.prompt": "\udcff"}, "valid: text in UTF-8"),
-        ({"model.num_layers": 0}, "--model.num-layers 0; valid: 1 or more"),
-        ({"mesh.data": -1}, "--mesh.data -1; valid: 1 or more"),
+        ({"model.num_layers": 0}, "--model.num-layers 0; valid: 1 to 10000"),
+        ({"mesh.data": -1}, "--mesh.data -1; valid: 1 to 100000"),
         ({"optimizer.learning_rate": 0}, "--optimizer.learning-rate 0.0; valid: more than 0"),
         ({"model.dropout": 1}, "--model.dropout 1.0; valid: 0 or more and less than 1"),
         ({"data.validation_fraction": 0}, "--data.validation-fraction 0.0; valid: more than 0 and less than 1"),
-        ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 or more"),
+        ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 to 1000000000"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
         ({"optimizer.warmup_steps": 101}, "--optimizer.decay-steps 100, which includes it; valid: at most 100"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
-        ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1, or 0"),
-        ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 or more"),
+        ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
+        ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 to 1000000000"),
         (
             {"optimizer.gradient_dtype": "bf16"},
             "--optimizer.gradient-dtype bf16 with --precision fp32; valid: fp32",

@@ -103,7 +103,7 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
         ("demo --mesh.d 2", "--mesh.d: unknown flag"),
         ("demo --steps=5", "--steps: unknown flag; did you mean --train.steps?"),
         ("demo --run_dir x", "--run_dir: unknown flag; did you mean --run-dir?"),
-        ("demo -x", "-x: unknown flag; see --help"),
+        ("demo -x", "-x: unknown flag; valid: those of --help"),
         ("demo other", "'other' is one argument too many; valid: train.py PRESET"),
         ("demo --mesh.data", "--mesh.data needs a value; valid: a whole number"),
         ("demo --mesh.data=", "--mesh.data ''; valid: a whole number"),

@@ -1,6 +1,7 @@
 """What the annotations of a field say of its values: ranges, and names that are found at run time."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import MISSING, dataclass
 from typing import Annotated
 
 import pytest
@@ -9,7 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
 from megajax.generation.options import GenerateOptions
-from megajax.options import AT_LEAST_ZERO, SHARE, OneOf, check, options
+from megajax.options import AT_LEAST_ZERO, SHARE, OneOf, Option, check, is_whole, number, options, shown
 from megajax.preparation.options import PrepareOptions
 
 FAMILIES = {"gpt": 1}
@@ -36,9 +37,9 @@ class Sections:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Sections(size=0), "--size 0; valid: 1 or more"),
-        (Sections(rate=0.0), "--rate 0.0; valid: more than 0"),
-        (Sections(rest=-1), "--rest -1; valid: 0 or more"),
+        (Sections(size=0), "--size 0; valid: 1 to 1000000000"),
+        (Sections(rate=0.0), "--rate 0.0; valid: more than 0 and at most 1000000000"),
+        (Sections(rest=-1), "--rest -1; valid: 0 to 1000000000"),
         (Sections(model=Section(dropout=1.5)), "--model.dropout 1.5; valid: 0 or more and less than 1"),
         (Sections(model=Section(family="zzz")), "--model.family 'zzz'; valid: gpt"),
         (Sections(model=Section(family="gtp")), "--model.family 'gtp'; valid: gpt (did you mean gpt?)"),
@@ -75,9 +76,45 @@ def test_flags_are_checked_as_they_are_read_and_help_lists_the_names() -> None:
     assert parser.overrides(args, Sections) == {"model.family": "gpt", "size": 3}
     assert parser.overrides(args) == {"model.family": "gpt", "size": 3, "mesh.data": 2}
     for line, words in (
-        ("--size 0", "--size 0; valid: 1 or more"),
+        ("--size 0", "--size 0; valid: 1 to 1000000000"),
         ("--model.family=gptt", r"--model.family 'gptt'; valid: gpt \(did you mean gpt\?\)"),
         ("--model.family", "--model.family needs a value; valid: gpt"),
     ):
         with pytest.raises(UserError, match=words):
             parser.parse_args(line.split())
+
+
+NUMBERS = [
+    pytest.param(option, id=f"{owner.__name__} {option.flag}")
+    for owner in (Config, GenerateOptions, PrepareOptions)
+    for option in options(owner).values()
+    if option.kind in (int, float)
+]
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_every_number_has_a_range(option: Option) -> None:
+    """So that a slip of some digits is found before anything is allocated; the default lies in it."""
+    assert option.problem(option.kind(1e30) * 10) and option.problem(-option.kind(1e30))
+    assert option.default is MISSING or not option.problem(option.default)
+    assert re.search(r"\d$|=|not given$|norm$|\^64$|core$|less than 1$", option.valid), option.valid
+
+
+@pytest.mark.parametrize("text", ["٣", "１", "²", "1 ", " 1", "", "1e3", "0x1", "--1", "1" * 301, "\n1"])
+def test_whole_numbers_are_in_the_digits_0_to_9(text: str) -> None:
+    with pytest.raises(ValueError):
+        number(text)
+    assert not is_whole(text) or len(text) > 300
+
+
+def test_numbers() -> None:
+    assert [number("12"), number("-3"), number("300_000"), number("1e-3", float)] == [12, -3, 300_000, 1e-3]
+    assert is_whole("0") and not is_whole("-1") and not is_whole("1_0")
+    for text in ("٣.٥", "1" * 301):
+        with pytest.raises(ValueError):
+            number(text, float)
+    rate = options(Sections)["rate"]
+    for value in (10**400, -(10**400), float("nan"), float("inf"), "1", True):
+        with pytest.raises(ValueError):
+            rate.convert(value)
+    assert len(shown("9" * 5000)) < 100 and len(shown(10**4000)) < 200

@@ -11,6 +11,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
 from megajax.launch import start
+from megajax.paths import check_path
 
 
 def import_hf(argv: Sequence[str]) -> None:
@@ -29,9 +30,11 @@ def import_hf(argv: Sequence[str]) -> None:
     args = _parse(parser, argv)
     from megajax.convert.hub import local_folder
     from megajax.convert.importing import check_new, import_hf, open_source
+    from megajax.runs.parts import check_outside_runs
 
     run_dir = Path(args.run)
     check_new(run_dir, "RUN")
+    check_outside_runs(run_dir, "RUN")
     source = open_source(local_folder(args.path), parser.overrides(args))
     _start(source.config)
     import_hf(source, run_dir)
@@ -65,9 +68,11 @@ def export_hf(argv: Sequence[str]) -> None:
     args = _parse(parser, argv)
     from megajax.convert.exporting import export_config, export_hf
     from megajax.convert.importing import check_new
+    from megajax.runs.parts import check_outside_runs
 
     run_dir, folder = Path(args.run), Path(args.path)
     check_new(folder, "PATH")
+    check_outside_runs(folder, "PATH")
     config = export_config(run_dir)
     _start(config)
     step, tokenizer = export_hf(run_dir, config, folder, args.step)
@@ -101,8 +106,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     for name in "path", "run":
-        if not getattr(args, name):
-            raise UserError(f"{name.upper()} is empty; valid: {parser.usage}")
+        check_path(getattr(args, name), name.upper())
     return args
 
 

@@ -9,6 +9,7 @@ from megajax.errors import UserError
 from megajax.evaluation.tasks import OVERLAPPING, PAPER_OVERLAP, TASKS
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
+from megajax.paths import check_path
 from megajax.processes import is_first_process
 
 USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--overlap N] [--flag value ...]"
@@ -32,6 +33,9 @@ def main(argv: Sequence[str]) -> None:
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(argv)
+    check_path(args.checkpoint, "--checkpoint")
+    if args.data:
+        check_path(args.data, "--data")
     own = {"overlap": args.overlap} if "overlap" in args else {}
     if own and args.task not in OVERLAPPING:
         raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")

@@ -16,6 +16,7 @@ from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import Screen, continuation_text, read_prompts
 from megajax.options import Option
+from megajax.paths import check_path
 from megajax.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(argv)
+    check_path(args.checkpoint, "--checkpoint")
     options = GenerateOptions(**parser.overrides(args, GenerateOptions))
     overrides = parser.overrides(args, Config)
     if overrides.get("mesh.pipe", 1) != 1:
@@ -75,7 +77,8 @@ def continue_texts(
     Raises:
         UserError: the run, the step, the prompts or the mesh cannot be used.
     """
-    config = evaluation_config(run_dir, overrides | {"optimizer.zero": 1, "sequence_parallel": False})
+    of_training = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
+    config = evaluation_config(run_dir, overrides | of_training)
     tokenizer = run_tokenizer(run_dir, config)
     ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
     length = config.model.sequence_length

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
+from megajax.paths import check_path, check_place
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
 from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.progress import Show
-from megajax.preparation.report import print_table
+from megajax.preparation.report import print_table, printable
 from megajax.preparation.workers import num_cores
+from megajax.runs.parts import check_outside_runs
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,14 +40,20 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
     )
-    at_least = Range(lambda x: x >= 0, "1 or more, or 0: one for each core")
+    at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)
     parser.add_argument("--overwrite", action="store_true", help="begin anew, and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
     args = parser.parse_args(argv)
     workers = getattr(args, "workers", 0)
-    if not args.output or args.output.endswith("/"):
+    if args.output.rpartition("/")[2] in ("", ".", ".."):
         raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
+    check_place(args.output, "--output")
+    for path in args.inputs:
+        check_path(path, "INPUT")
+    for path in args.decontaminate:
+        check_path(path, "--decontaminate")
+    check_outside_runs(Path(args.output), "--output")
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:
@@ -52,6 +61,6 @@ def main(argv: Sequence[str]) -> None:
     finally:
         show.close()
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(printable(json.dumps(found, ensure_ascii=False)))
     else:
         print_table(found, Console())

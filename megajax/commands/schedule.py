@@ -1,6 +1,7 @@
 """`megajax schedule`: print and draw a pipeline schedule."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
@@ -11,14 +12,15 @@ from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option
+from megajax.paths import check_place
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, published_bubble, published_in_flight
-from megajax.validation import check_schedule
+from megajax.runs.parts import check_outside_runs
+from megajax.validation import check_schedule, check_table
 
 PLOT_FORMATS = (".png", ".svg")
-MOST_CELLS = 250_000  # a table that takes some seconds
 
 
 def main(argv: Sequence[str]) -> None:
@@ -40,15 +42,12 @@ def main(argv: Sequence[str]) -> None:
     stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
     pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
     check_schedule(pipeline, stages)
-    size = stages * pipeline.chunks * microbatches
-    if size > MOST_CELLS or stages**2 > MOST_CELLS:
-        raise UserError(
-            f"--mesh.pipe {stages} x --pipeline.chunks {pipeline.chunks} x --microbatches {microbatches} is a table of "
-            f"{size} forwards; valid: at most {MOST_CELLS}, and {int(MOST_CELLS**0.5)} stages"
-        )
+    check_table(pipeline, stages, microbatches, "--microbatches")
     plot = Path(args.plot) if "plot" in args else None
     if plot and plot.suffix.lower() not in PLOT_FORMATS:
         raise UserError(f"--plot {plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
+    if plot:
+        _check_plot(plot)
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
     bubble = bubble_overhead(table)
     if plot:
@@ -59,13 +58,23 @@ def main(argv: Sequence[str]) -> None:
             with file_atomically(plot) as new:
                 draw_timeline(new, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
         except OSError as error:
-            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}") from None
+            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
     if args.json:
         print(json.dumps(_figures(table, bubble)))
     else:
         _print(pipeline, table, bubble)
         if plot:
             print(f"timeline drawn: {plot}")
+
+
+def _check_plot(plot: Path) -> None:
+    """Raises `UserError` where the picture cannot be written, or would replace something else than a timeline."""
+    from megajax.pipeline.drawing import is_own
+
+    check_place(plot, "--plot")
+    check_outside_runs(plot, "--plot")
+    if os.path.lexists(plot) and not is_own(plot):
+        raise UserError(f"--plot {plot} is there already and is no timeline of megajax; valid: another name")
 
 
 def _describe(pipeline: PipelineConfig, table: Schedule) -> str:

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+from megajax.config import Config
+from megajax.data.records import STANDARD_LIBRARY
 from megajax.flags import parse
+from megajax.paths import check_path, check_place
 
 
 def main(argv: Sequence[str]) -> None:
@@ -13,6 +16,7 @@ def main(argv: Sequence[str]) -> None:
         RunError: the training cannot go on.
     """
     config = parse(argv, "Pretrain a GPT on a (data, pipe, tensor) mesh.")
+    _check_paths(config)
     if config.profile_pipeline:
         from megajax.training.profile import profile_pipeline
 
@@ -21,3 +25,15 @@ def main(argv: Sequence[str]) -> None:
         from megajax.training.loop import train
 
         train(config)
+
+
+def _check_paths(config: Config) -> None:
+    """Raises `UserError` where a path of the configuration cannot be looked at, or the run directory not be made."""
+    if not config.profile_pipeline:
+        check_place(config.run_dir, "--run-dir")
+    named = [("--data.path", config.data.path), ("--tokenizer.path", config.tokenizer.path)]
+    named += [("--data.sources", source.path) for source in config.data.sources]
+    named += [("--data.validation", entry.path) for entry in config.data.validation]
+    for flag, path in named:
+        if path not in ("", STANDARD_LIBRARY):
+            check_path(path, flag)

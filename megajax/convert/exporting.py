@@ -6,17 +6,19 @@ from pathlib import Path
 
 import jax
 
+from megajax import reading
 from megajax.config import Config
 from megajax.convert.importing import check_new
 from megajax.convert.settings import to_settings
 from megajax.convert.tensor_files import WEIGHTS
 from megajax.convert.tokenizer_files import write_tokenizer
 from megajax.convert.weights import to_tensors
+from megajax.data.corpus import kept_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 from megajax.mesh import make_mesh
+from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, restore_params
@@ -57,8 +59,9 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
 
     check_new(folder, "PATH")
     own = run_dir / "data" / "tokenizer"
-    tokenizer = load_tokenizer(own) if is_tokenizer_folder(own) else None
+    tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
+    check_memory(program, training=False)
     params, number = restore_params(program, run_dir, step)
     tensors = to_tensors(jax.device_get(program.layout.natural_weights(params)), config.model)
     settings = to_settings(config.model, tokenizer.end_of_text if tokenizer else None)

@@ -1,6 +1,7 @@
 """A GPT-2 in Hugging Face's format as a run directory that stands at step 0."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from megajax.errors import UserError
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.borders import F_AND_G
+from megajax.paths import check_place
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
@@ -52,6 +54,11 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     config = read_settings(folder, overrides or {})
     tensors = TensorFiles(folder)
     prefix = "transformer." if any(name.startswith("transformer.") for name in tensors.shapes) else ""
+    if config.model.num_layers > max(len(tensors.shapes), _LAYERS):  # each has several
+        raise UserError(
+            f"{folder / 'config.json'}: n_layer is {config.model.num_layers}, but there are {len(tensors.shapes)} "
+            "tensors in all; valid: the number of layers in the safetensors"
+        )
     shapes = {prefix + name: shape for name, shape in tensor_shapes(config.model).items()}
     tensors.check(shapes)
     layers = range(config.model.num_layers)
@@ -70,10 +77,14 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     return Source(config, tensors, prefix, tokenizer, added)
 
 
+_LAYERS = 1000  # are soon looked for one by one
+
+
 def check_new(folder: Path, name: str) -> None:
-    """Raises `UserError` unless `folder`, the argument `name`, is empty or does not exist."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        kind = "not empty" if folder.is_dir() else "a file"
+    """Raises `UserError` unless `folder`, the argument `name`, is empty, or does not exist and can be made."""
+    check_place(folder, name)
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+        kind = "a link" if folder.is_symlink() else "not empty" if folder.is_dir() else "a file"
         raise UserError(f"{name} {folder} is {kind}; valid: an empty folder, or a path that does not exist")
 
 
@@ -83,6 +94,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
 
     Raises:
         UserError: `run_dir` is not empty, or cannot be written.
+        RunError: the checkpoint cannot be written.
     """
     check_new(run_dir, "RUN")
     config = dataclasses.replace(source.config, run_dir=str(run_dir))
@@ -93,6 +105,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
         checkpoints = Checkpoints(new, layout, keep=config.checkpoint.keep)
         try:
             checkpoints.save(0, layout.from_natural(layout.begin(weights)))
+            checkpoints.wait()
         finally:
             checkpoints.close()
         if source.tokenizer:

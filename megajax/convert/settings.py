@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax import reading
 from megajax.config import Config
-from megajax.data.tokenizer import read_text
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.gpt2.block import LAYER_NORM_EPSILON
+from megajax.options import options
 from megajax.presets import resolve
 
 _SIZES = {  # theirs -> ours
@@ -53,12 +54,9 @@ def read_settings(folder: Path, overrides: Mapping[str, Any]) -> Config:
         UserError: it is not the GPT-2 that our model is.
     """
     file = folder / "config.json"
-    if not file.is_file():
+    if not reading.is_file(file):
         raise UserError(f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote")
-    try:
-        fields = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not JSON: {error}") from None
+    fields = reading.read_json(file)
     if not isinstance(fields, dict):
         raise UserError(f"{file}: not a JSON object; valid: the configuration of a GPT-2")
     _check(file, "model_type", fields.get("model_type"), "gpt2")
@@ -67,8 +65,9 @@ def read_settings(folder: Path, overrides: Mapping[str, Any]) -> Config:
     sizes = {}
     for name, key in _SIZES.items():
         sizes[key] = size = fields.get(name)
-        if type(size) is not int or size < 1:
-            raise UserError(f"{file}: {name} is {json.dumps(size)}; valid: a whole number, 1 or more")
+        option = options(Config)[key]
+        if type(size) is not int or option.problem(size):
+            raise UserError(f"{file}: {name} is {json.dumps(size)}; valid: {option.valid}")
     hidden, heads = fields["n_embd"], fields["n_head"]
     if hidden % heads:
         raise UserError(f"{file}: n_embd {hidden} is not divisible by n_head {heads}; valid: a multiple of it")

@@ -3,7 +3,6 @@
 Other formats of weights are never read: they are pickles, which can run any code.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.tokenizer import read_text
+from megajax import reading
 from megajax.errors import UserError
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_INDEX_BYTES = 1 << 25  # a line of some hundred for each tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -46,12 +46,13 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         try:
+            reading.open_file(path).close()
             file = safe_open(path, framework="np")
         except OSError as error:
-            reason = "it does not exist" if not path.exists() else error.strerror or str(error)
-            raise UserError(f"{path}: cannot be read: {reason}") from None
+            reason = "it does not exist" if not reading.kind(path) else error.strerror or str(error)
+            raise UserError(f"{path}: cannot be read: {reason}; valid: a file that can be") from None
         except SafetensorError as error:
-            raise UserError(f"{path}: damaged, or not a safetensors file: {error}") from None
+            raise UserError(f"{path}: damaged, or not a safetensors file: {error}; valid: a whole one") from None
         for name in file.keys():  # noqa: SIM118  # not a dict
             if name in self._files:
                 raise UserError(f"{path}: {name} is in {self._paths[name].name} too; valid: every tensor once")
@@ -106,9 +107,9 @@ def _list(names: list[str]) -> str:
 
 def _find(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights."""
-    if (folder / WEIGHTS).is_file():
+    if reading.is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    if (folder / _INDEX).is_file():
+    if reading.is_file(folder / _INDEX):
         return _shards(folder / _INDEX)
     pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles:
@@ -120,10 +121,11 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
+    content = reading.read_json(index, _INDEX_BYTES)
     try:
-        names = set(json.loads(read_text(index))["weight_map"].values())
+        names = set(content["weight_map"].values())
         plain = all(Path(name).name == name and name.endswith(".safetensors") for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         plain = False
     if not plain:
         raise UserError(f"{index}: not an index of safetensors; valid: a weight_map from tensors to .safetensors files")

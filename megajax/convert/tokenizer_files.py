@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megajax import reading
 from megajax.data.bpe import BytePairTokenizer, check_vocabulary
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, read_text
+from megajax.data.tokenizer import END_OF_TEXT, FILE_BYTES, Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 
@@ -31,12 +32,12 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
         UserError: it is damaged, or not a byte-level BPE as GPT-2's.
     """
     _check_no_prefix_space(folder / "tokenizer_config.json")
-    if (folder / _SINGLE).is_file():
+    if reading.is_file(folder / _SINGLE):
         return _read_single(folder / _SINGLE)
     if is_tokenizer_folder(folder):
         return load_tokenizer(folder), []
     for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
-        if (folder / name).is_file():
+        if reading.is_file(folder / name):
             raise UserError(f"{folder}: {name} without {other}; valid: both, {_SINGLE}, or no tokenizer")
     return None, []
 
@@ -71,22 +72,19 @@ def _read_single(file: Path) -> tuple[Tokenizer, list[str]]:
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{file}: not a tokenizer of the library tokenizers; valid: what its save wrote") from None
     if not known:
-        raise UserError(f"{file}: merges must be pairs of tokens that form a third of the vocabulary")
+        raise UserError(f"{file}: merges of unknown tokens; valid: pairs of tokens that form a third of the vocabulary")
     if END_OF_TEXT in added:
         vocabulary[END_OF_TEXT] = added.pop(END_OF_TEXT)
     return BytePairTokenizer(check_vocabulary(vocabulary, file), merges), sorted(added)
 
 
 def _check_no_prefix_space(file: Path) -> None:
-    if file.is_file() and _read_object(file).get("add_prefix_space"):
+    if reading.is_file(file) and _read_object(file).get("add_prefix_space"):
         raise UserError(f"{file}: add_prefix_space is true; valid: false, as GPT-2's")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not JSON: {error}") from None
+    content = reading.read_json(file, FILE_BYTES)
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object")
+        raise UserError(f"{file}: not a JSON object; valid: what the library tokenizers wrote")
     return content

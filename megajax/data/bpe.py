@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import write_atomically
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer, read_text
+from megajax.data.tokenizer import END_OF_TEXT, FILE_BYTES, MOST_IDS, Tokenizer
 from megajax.errors import UserError
+from megajax.reading import read_json, read_text
 
 
 class BytePairTokenizer(Tokenizer):
@@ -40,7 +41,7 @@ class BytePairTokenizer(Tokenizer):
         from tokenizers import models, pre_tokenizers, trainers
 
         if vocab_size < 257:
-            raise UserError(f"{flag} {vocab_size}: must be at least 257, for 256 bytes and {END_OF_TEXT}")
+            raise UserError(f"{flag} {vocab_size}; valid: 257 or more, for 256 bytes and {END_OF_TEXT}")
         core = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - 1,
@@ -61,7 +62,7 @@ class BytePairTokenizer(Tokenizer):
         Raises:
             UserError: a file cannot be read or is malformed.
         """
-        vocabulary = _parse_vocabulary(vocabulary_file)
+        vocabulary = check_vocabulary(read_json(vocabulary_file, FILE_BYTES), vocabulary_file)
         return cls(vocabulary, _parse_merges(merges_file, vocabulary))
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int:
@@ -95,14 +96,6 @@ def _byte_level(model: Any) -> Any:
     return core
 
 
-def _parse_vocabulary(file: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not JSON ({error}); it must be one object of token: id") from None
-    return check_vocabulary(vocabulary, file)
-
-
 def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
     """`vocabulary`, read from `file`, as that of a byte-level tokenizer.
 
@@ -111,28 +104,34 @@ def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
     """
     from tokenizers import pre_tokenizers
 
-    if not isinstance(vocabulary, dict) or not all(type(token) is int and token >= 0 for token in vocabulary.values()):
-        raise UserError(f"{file}: must be one JSON object of token: id, ids being whole numbers from 0")
+    if not isinstance(vocabulary, dict) or not all(
+        type(token) is int and 0 <= token < MOST_IDS for token in vocabulary.values()
+    ):
+        raise UserError(f"{file}: no vocabulary; valid: one JSON object of token: id, ids from 0 to {MOST_IDS - 1}")
+    try:
+        "".join(vocabulary).encode()
+    except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but no text
+        raise UserError(f"{file}: a token is no text ({error.reason}); valid: text in Unicode") from None
     if len(set(vocabulary.values())) < len(vocabulary):
-        raise UserError(f"{file}: two tokens have the same id; ids must be distinct")
+        raise UserError(f"{file}: two tokens have the same id; valid: a different id for each")
     missing_bytes = sum(byte not in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
     if missing_bytes:
-        raise UserError(f"{file}: {missing_bytes} of the 256 bytes have no token; it must be a byte-level vocabulary")
+        raise UserError(f"{file}: {missing_bytes} of the 256 bytes have no token; valid: a byte-level vocabulary")
     if END_OF_TEXT not in vocabulary:
-        raise UserError(f"{file}: no {END_OF_TEXT} token; it must be there, to end documents with")
+        raise UserError(f"{file}: no {END_OF_TEXT} token; valid: a vocabulary with it, to end documents with")
     return vocabulary
 
 
 def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file, FILE_BYTES).split("\n"), start=1):
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")
         if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
             raise UserError(
-                f"{file}:{number}: must be two tokens, a space between, that form a third of the vocabulary"
+                f"{file}:{number}: no merge; valid: two tokens, a space between, that form a third of the vocabulary"
             )
         merges.append((pair[0], pair[1]))
     return merges

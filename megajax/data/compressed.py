@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megajax.reading import open_file
+
 SUFFIXES = (".gz", ".zst")
 
 _BLOCK_BYTES = 1 << 20
@@ -26,7 +28,7 @@ def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         Damaged: while reading: the file is truncated or not what its name says.
         OSError: the file cannot be opened or read.
     """
-    with file.open("rb") as raw:
+    with open_file(file) as raw:
         try:
             if file.suffix.lower() == ".gz":
                 with gzip.open(raw, "rb") as content:

@@ -1,58 +1,39 @@
 """From a user's text to a tokenized corpus in the run directory."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.files import folder_atomically, put_back, write_atomically
+from megajax import reading
+from megajax.data.digests import CheckedTokens
+from megajax.data.files import folder_atomically, put_back
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.prepared import open_prepared, prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.records import STANDARD_LIBRARY
+from megajax.data.report import (
+    TOKENIZER_FILES,
+    CorpusReport,
+    check_index,
+    check_tokenizer,
+    digests_of,
+    read_blocks,
+    read_report,
+    tokenizer_part,
+    write_blocks,
+    write_report,
+)
 from megajax.data.text import TextDocuments, in_parts
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import (
-    BPE_FILES,
-    WORDPIECE_FILES,
-    is_tokenizer_folder,
-    load_tokenizer,
-    train_tokenizer,
-)
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on; of a larger corpus documents at even distances
 _BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusReport:
-    """Where a corpus came from and what it took to make; `report.json` in its folder.
-
-    Attributes:
-        source: absolute path, or python-stdlib.
-        tokenizer_source: absolute path of a given tokenizer; empty if it was trained, imported or there is none.
-        dataset: PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder.
-        vocab_size: all ids are below this.
-        text_bytes: of the text in UTF-8; 0 for a dataset that was given tokenized.
-        skipped_files: files of a folder that are not UTF-8.
-        tokenizer_seconds: what training the tokenizer took.
-        encoding_seconds: what tokenizing took.
-    """
-
-    source: str
-    tokenizer_source: str
-    dataset: str
-    vocab_size: int
-    documents: int
-    tokens: int
-    text_bytes: int = 0
-    skipped_files: int = 0
-    tokenizer_seconds: float = 0.0
-    encoding_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +83,8 @@ def make_corpus(
     if has_corpus(folder):
         _check_same_source(folder, path, tokenizer_path, flag)
         return open_corpus(folder, vocab_size)
+    if Path(path).is_dir() and Path(path).resolve() in folder.resolve().parents:
+        raise UserError(f"{flag} {path}: all of this folder is read, and {folder} is in it; valid: a --run-dir outside")
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
@@ -119,17 +102,51 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
         UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
     """
     folder = Path(output_dir)
-    report = _read_report(folder)
-    has_tokenizer = is_tokenizer_folder(folder / "tokenizer")
-    tokenizer = _load_tokenizer(folder / "tokenizer", vocab_size) if has_tokenizer else None
-    tokens = IndexedDataset(report.dataset or folder / "tokens")
+    report = read_report(folder)
+    prefix = Path(report.dataset or folder / "tokens")
+    index_file, tokens_file = dataset_files(prefix)
+    again = f"or, {report.source} being unchanged, no {folder}: then the corpus is made again"
+    advice = f"valid: the file as it was, {again}"
+    tokenizer = _kept_tokenizer(folder, report, vocab_size, advice)
+    if report.dataset:
+        advice = "valid: the dataset as it was when the run began, or another --run-dir"
+    check_index(index_file, report.digests, advice)
+    try:
+        tokens = IndexedDataset(prefix)
+    except UserError as error:
+        raise UserError(f"{error}; {advice}") from None
     if tokens.num_tokens != report.tokens:
-        raise UserError(f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made")
+        raise UserError(
+            f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"
+        )
+    blocks = read_blocks(folder, report, advice)
+    tokens.checked = CheckedTokens(tokens.tokens, blocks, vocab_size, str(tokens_file), advice)
     if not report.dataset:
         tokens.name = report.source  # what the user knows it by
     if report.vocab_size > vocab_size:
         tokens.check_vocabulary(vocab_size)
     return Corpus(tokens, tokenizer, report)
+
+
+def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests.
+
+    Raises:
+        UserError: there is none, or it is not what was written.
+    """
+    own = Path(output_dir, "tokenizer")
+    corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
+    if corpus := next(corpora, None):
+        check_tokenizer(own, tokenizer_part(read_report(corpus).digests), "valid: the file as it was")
+    return load_tokenizer(own)
+
+
+def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
+    own = folder / "tokenizer"
+    check_tokenizer(own, tokenizer_part(report.digests), advice)
+    if report.dataset and not reading.kind(own):
+        return None
+    return _load_tokenizer(own, vocab_size)
 
 
 def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") -> TokenDocuments:
@@ -142,63 +159,43 @@ def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") 
     if prefix is None:
         documents = TextDocuments(path, cut=False, flag=flag)
         return TokenDocuments.from_documents(_encode(documents, tokenizer), path)
-    tokens = IndexedDataset(prefix)
-    tokens.check_vocabulary(tokenizer.size)
-    return tokens
-
-
-def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
-    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx; None if it names no dataset.
-
-    Raises:
-        UserError: only one of the two files exists.
-    """
-    named = Path(path)
-    prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
-    index_file, tokens_file = dataset_files(prefix)
-    if index_file.is_file() and tokens_file.is_file():
-        return prefix
-    if (named == prefix and named.exists()) or not (index_file.is_file() or tokens_file.is_file()):
-        return None
-    raise UserError(f"{flag}: a prepared dataset is both {tokens_file} and {index_file}, only one of them exists")
-
-
-def tokenizer_folder(prefix: str | Path) -> Path:
-    """PREFIX.tokenizer, where `megajax prepare` leaves the tokenizer of a dataset."""
-    return Path(f"{prefix}.tokenizer")
+    return prepared_tokens(prefix, tokenizer.size)
 
 
 def has_corpus(output_dir: str | Path) -> bool:
     """Whether `make_corpus` made a corpus there."""
-    return Path(output_dir, "report.json").is_file()  # written last
+    return bool(reading.kind(Path(output_dir, "report.json")))  # written last
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
     """Whether a folder has a tokenizer, that of imported weights, and nothing else."""
     folder = Path(output_dir)
-    files = {name for names in BPE_FILES + WORDPIECE_FILES for name in names}
     return (
-        [entry.name for entry in folder.iterdir()] == ["tokenizer"]
+        reading.names(folder) == {"tokenizer"}
         and is_tokenizer_folder(folder / "tokenizer")
-        and ({entry.name for entry in (folder / "tokenizer").iterdir()} <= files)
+        and reading.names(folder / "tokenizer") <= set(TOKENIZER_FILES)
     )
 
 
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
-    there = _load_tokenizer(own, vocab_size) if is_tokenizer_folder(own) else None
+    there = _load_tokenizer(own, vocab_size) if reading.names(own) else None
     given = _load_tokenizer(tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
-        raise UserError(f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; leave it out")
+        raise UserError(
+            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
+        )
     return given or there
 
 
 def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
     """Record a dataset that was given tokenized."""
+    tokens, blocks = open_prepared(prefix)
     beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
     if tokenizer is None and beside:
         tokenizer = _load_tokenizer(beside, vocab_size)
-    tokens = IndexedDataset(prefix)
+    if blocks is not None:
+        write_blocks(folder, blocks)
     if tokenizer:
         tokenizer.save(folder / "tokenizer")
     tokens.check_vocabulary(vocab_size)
@@ -209,8 +206,9 @@ def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab
         vocab_size=vocab_size,
         documents=tokens.num_documents,
         tokens=tokens.num_tokens,
+        digests=digests_of(dataset_files(prefix)[0], blocks, folder / "tokenizer"),
     )
-    _write_report(folder, report)
+    write_report(folder, report)
 
 
 def _tokenize(
@@ -226,6 +224,7 @@ def _tokenize(
             writer.add_document(ids)
             num_tokens += len(ids)
     tokenizer.save(folder / "tokenizer")
+    write_blocks(folder, writer.digests)
     report = CorpusReport(
         source=_absolute(documents.path),
         tokenizer_source=_absolute(tokenizer_path),
@@ -237,8 +236,9 @@ def _tokenize(
         skipped_files=documents.report.skipped_files,
         tokenizer_seconds=trained - started,
         encoding_seconds=time.perf_counter() - trained,
+        digests=digests_of(folder / "tokens.idx", writer.digests, folder / "tokenizer"),
     )
-    _write_report(folder, report)
+    write_report(folder, report)
 
 
 def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
@@ -259,8 +259,8 @@ def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     tokenizer = load_tokenizer(folder)
     if tokenizer.size > vocab_size:
         raise UserError(
-            f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; --model.vocab-size {vocab_size} "
-            "must be at least that"
+            f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "
+            f"--model.vocab-size {vocab_size}, or a larger one"
         )
     return tokenizer
 
@@ -269,20 +269,8 @@ def _absolute(path: str) -> str:
     return path if path in ("", STANDARD_LIBRARY) else str(Path(path).resolve())
 
 
-def _write_report(folder: Path, report: CorpusReport) -> None:
-    write_atomically(folder / "report.json", json.dumps(asdict(report), indent=1) + "\n")
-
-
-def _read_report(folder: Path) -> CorpusReport:
-    file = folder / "report.json"
-    try:
-        return CorpusReport(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"{file}: not the report of a corpus; delete {folder} to make the corpus again") from None
-
-
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
-    report = _read_report(folder)
+    report = read_report(folder)
     source = _absolute(path)
     if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name it too
         source = str(prepared_prefix(source) or source)
@@ -291,4 +279,4 @@ def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: 
         ("--tokenizer.path", report.tokenizer_source, _absolute(tokenizer_path)),
     ):
         if made_from != given:
-            raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; use that, or another --run-dir")
+            raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that, or a new --run-dir")

@@ -24,7 +24,7 @@ def mark(folder: Path) -> None:
 
 def is_marked(folder: Path) -> bool:
     """Whether `mark` was called for a folder."""
-    return (folder / _MARK).is_file()
+    return (folder / _MARK).is_file() and not folder.is_symlink()
 
 
 def empty(folder: Path, keep: Collection[str] = ()) -> None:
@@ -110,7 +110,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be written: {error.strerror}; valid: a place that can be") from None
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
                 new = place / folder.name
                 new.mkdir()
             except OSError as error:
-                raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+                raise UserError(f"{folder}: cannot be written: {error.strerror}; valid: a place that can be") from None
             yield new
             if _check_replaceable(folder, ours):
                 folder.rename(place / _EARLIER)

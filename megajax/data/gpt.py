@@ -216,7 +216,7 @@ class EvaluationSamples:
         self._documents, self._numbers = documents, numbers
         self._stream = _TokenStream(documents, numbers)
         if len(self._stream) < 2:
-            raise UserError(f"{documents.name} has {len(self._stream)} tokens; at least 2 are needed to predict one")
+            raise UserError(f"{documents.name} has {len(self._stream)} tokens; valid: at least 2, to predict one")
 
     @property
     def num_targets(self) -> int:
@@ -281,7 +281,7 @@ class _TokenStream:
             end = int(self._ends[place])
             shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # from here to the corpus
             until = min(stop, end)
-            window[done - start : until - start] = self._documents.tokens[done + shift : until + shift]
+            window[done - start : until - start] = self._documents.part(done + shift, until + shift)
             done, place = until, place + 1
         return window
 

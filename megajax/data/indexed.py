@@ -17,6 +17,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from megajax import reading
+from megajax.data.digests import Digester
 from megajax.data.files import scratch
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -71,6 +73,9 @@ class IndexedWriter:
         prefix: path of the two files without their suffixes.
         vocab_size: ids are below this; tokens take two bytes if it is less than 65500, else four (as in Megatron-LM).
 
+    Attributes:
+        digests: after the block, those of the .bin file's blocks, [B, 16].
+
     Raises:
         UserError: the files cannot be written (no permission, no space).
     """
@@ -82,6 +87,7 @@ class IndexedWriter:
         self._code = 8 if vocab_size < 65500 else 4
         self._dtype: np.dtype[Any] = np.dtype(_TOKEN_TYPES[self._code])
         self._lengths = array.array("i")
+        self._digester = Digester()
 
     @property
     def num_documents(self) -> int:
@@ -104,8 +110,10 @@ class IndexedWriter:
         """
         ids = np.asarray(tokens, dtype=np.int64)
         assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
+        content = ids.astype(self._dtype).tobytes()
+        self._digester.update(content)
         with self._writable():
-            self._file.write(ids.astype(self._dtype).tobytes())
+            self._file.write(content)
         self._lengths.append(len(ids))
 
     def __exit__(
@@ -120,6 +128,7 @@ class IndexedWriter:
                 self._stack.close()
 
     def _finish(self) -> None:
+        self.digests = self._digester.finish()
         _sync(self._file)
         self._file.close()
         lengths = np.array(self._lengths, dtype="<i4")
@@ -139,7 +148,9 @@ class IndexedWriter:
         try:
             yield
         except OSError as error:
-            raise UserError(f"{self._tokens_file}: cannot be written: {error.strerror}") from None
+            raise UserError(
+                f"{self._tokens_file}: cannot be written: {error.strerror}; valid: a place that can be"
+            ) from None
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
@@ -154,30 +165,38 @@ def _sync(file: IO[bytes]) -> None:
 
 def _map(file: Path, dtype: str) -> npt.NDArray[Any]:
     try:
-        size = file.stat().st_size
+        with reading.open_file(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
         if size < np.dtype(dtype).itemsize:  # an empty file cannot be mapped
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", shape=(size // np.dtype(dtype).itemsize,)).view(np.ndarray)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; a dataset is PREFIX.bin and PREFIX.idx") from None
+        raise UserError(f"{file}: cannot be read: {error.strerror}; valid: both PREFIX.bin and PREFIX.idx") from None
 
 
 def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
     if bytes(index[: len(_MAGIC)]) != _MAGIC:
-        raise UserError(f"{file}: not an index of Megatron-LM (it does not start with MMIDIDX)")
+        raise UserError(
+            f"{file}: not an index of Megatron-LM (which starts with MMIDIDX); valid: PREFIX.idx of a dataset"
+        )
     if len(index) < _HEADER.size:
-        raise UserError(f"{file}: truncated: {len(index)} bytes, the header alone has {_HEADER.size}")
+        raise UserError(f"{file}: truncated: {len(index)} bytes, the header alone has {_HEADER.size}; valid: all of it")
     _, version, code, num_sequences, num_entries = _HEADER.unpack(bytes(index[: _HEADER.size]))
     if version != 1:
-        raise UserError(f"{file}: version {version} of the index; only version 1 is known")
+        raise UserError(f"{file}: version {version} of the index; valid: version 1")
     if code not in _TOKEN_TYPES:
         kind = "floating-point numbers, not tokens" if code in _FLOAT_TYPES else "unknown"
         raise UserError(f"{file}: type code {code} is {kind}; valid are 1, 2, 3, 4, 5 and 8 (integers)")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
+    if num_sequences and len(index) == expected + num_sequences:
+        raise UserError(
+            f"{file}: a multimodal index (one more byte for each of {num_sequences} sequences), which is not "
+            "supported; valid: an index of text"
+        )
     if len(index) != expected:
         raise UserError(
             f"{file}: truncated or damaged: {num_sequences} sequences and {num_entries} document boundaries need "
-            f"{expected} bytes, the file has {len(index)}"
+            f"{expected} bytes, the file has {len(index)}; valid: all of it, and no more"
         )
     return _TOKEN_TYPES[code], num_sequences, num_entries
 
@@ -192,13 +211,14 @@ def _check_sequences(
         chunk = lengths[start : start + _CHECK_SEQUENCES]
         if chunk.min() < 0:
             number = start + int(np.argmax(chunk < 0))
-            raise UserError(f"{index_file}: sequence {number} has a negative length ({lengths[number]})")
+            raise UserError(f"{index_file}: sequence {number} has the length {lengths[number]}; valid: 0 or more")
         ends = reached + np.cumsum(chunk, dtype=np.int64) * tokens.itemsize
         wrong = pointers[start : start + len(chunk)] != np.concatenate([[reached], ends[:-1]])
         if wrong.any():
             number = start + int(np.argmax(wrong))
             raise UserError(
-                f"{index_file}: sequence {number} starts at byte {pointers[number]}, not where the one before it ends"
+                f"{index_file}: sequence {number} starts at byte {pointers[number]}, not where the one before it ends; "
+                "valid: one right after the other"
             )
         reached = int(ends[-1])
         if reached > num_bytes:
@@ -207,13 +227,13 @@ def _check_sequences(
         more = "at least " if reached > num_bytes else ""
         raise UserError(
             f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{reached} bytes of tokens; "
-            "one of the two is truncated or belongs to another dataset"
+            "valid: both files of one dataset, whole"
         )
 
 
 def _check_documents(document_index: npt.NDArray[Any], num_sequences: int, file: Path) -> None:
     if len(document_index) == 0 or document_index[0] != 0 or document_index[-1] != num_sequences:
-        raise UserError(f"{file}: the document index must go from 0 to {num_sequences}, the number of sequences")
+        raise UserError(f"{file}: no index of documents; valid: one from 0 to {num_sequences}, the number of sequences")
     falling = document_index[1:] < document_index[:-1]
     if falling.any():
-        raise UserError(f"{file}: the document index falls at document {np.argmax(falling)}; it must never fall")
+        raise UserError(f"{file}: document index falls at document {np.argmax(falling)}; valid: one that never falls")

@@ -10,8 +10,9 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, NoReturn
+from typing import IO, Any, Literal, NamedTuple, NoReturn
 
+from megajax import reading
 from megajax.data import compressed
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
@@ -24,6 +25,7 @@ _NOT_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packag
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _BLOCK_BYTES = 1 << 20
 _ROWS = 256  # of a Parquet file in memory at once
+_ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once may stand in all of them
 
 
 class Record(NamedTuple):
@@ -65,12 +67,12 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
         except UnicodeDecodeError as error:
             raise NotUtf8(str(error)) from None
     try:
-        line = json.loads(record.content.decode("utf-8-sig" if record.number == 1 else "utf-8"))
+        line = reading.parse_json(record.content.decode("utf-8-sig" if record.number == 1 else "utf-8"))
         text = line[key]
         text.encode()  # escapes such as \ud800 are valid JSON but no text
     except json.JSONDecodeError as error:
         raise NoText(f"not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise NoText(str(error)) from None
     except KeyError:
         keys = ", ".join(json.dumps(found) for found in list(line)[:5])
@@ -132,8 +134,10 @@ class TextFiles:
         for index, file in enumerate(self.files):
             try:
                 yield from self._file_records(index, file, cut, key)
+            except reading.TooLong as error:
+                raise UserError(f"{self._flag}: {file}: {error}") from None
             except compressed.Damaged as error:
-                raise UserError(f"{self._flag}: {file} is truncated or damaged: {error}") from None
+                raise UserError(f"{self._flag}: {file} is truncated or damaged: {error}; valid: all of it") from None
             except OSError as error:
                 raise_unreadable(self._flag, error, file)
 
@@ -145,16 +149,16 @@ class TextFiles:
             return
         with compressed.reading(file) as (content, raw):
             if kind == "lines":
-                for number, line in enumerate(content, start=1):
+                for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
                     if line.strip():
                         yield Record(index, number, "json", line), raw.tell()
             elif self._in_folder[index]:
-                yield Record(index, 1, "file", content.read()), raw.tell()
+                yield Record(index, 1, "file", reading.whole(content, reading.LINE_BYTES)), raw.tell()
             else:
                 blocks = _decoded(content, file, self._flag)
                 texts: Iterable[str]
                 if not cut:
-                    texts = ["".join(blocks)]
+                    texts = [_joined(blocks)]
                 elif _contains(file, END_OF_TEXT.encode()):
                     texts = _separated(blocks, END_OF_TEXT)
                 else:
@@ -168,12 +172,14 @@ def valid_paths(flag: str) -> str:
     """What a flag of text takes, in words."""
     prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
     files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
-    return f"give UTF-8 text as a file, {files}, {prepared}or the word {STANDARD_LIBRARY}"
+    return f"valid: UTF-8 text as a file, {files}, {prepared}or the word {STANDARD_LIBRARY}"
 
 
 def raise_unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
     """Raise a `UserError` for an error of reading `path`."""
-    raise UserError(f"{flag}: cannot read {error.filename or path}: {error.strerror or error}") from None
+    raise UserError(
+        f"{flag}: cannot read {error.filename or path}: {error.strerror or error}; valid: files to read"
+    ) from None
 
 
 def _find(path: str, flag: str) -> tuple[list[Path], bool]:
@@ -184,12 +190,12 @@ def _find(path: str, flag: str) -> tuple[list[Path], bool]:
         root = Path(sysconfig.get_path("stdlib"))
         return [file for file in _files(root, skip=_NOT_LIBRARY_CODE) if file.suffix == ".py"], False
     root = Path(path)
-    if root.is_dir():
+    kind = reading.kind(root)
+    if kind == "a folder":
         return _files(root), False
-    if root.is_file():
+    if kind == "a file":
         return [root], True
-    problem = "is neither a file nor a folder" if root.exists() else f"does not exist; {valid_paths(flag)}"
-    raise UserError(f"{flag}: {path} {problem}")
+    raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
 
 
 def _files(root: Path, skip: Iterable[str] = ()) -> list[Path]:
@@ -229,21 +235,30 @@ def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
         with pq.ParquetFile(file) as table:
             if key not in table.schema_arrow.names:
                 names = ", ".join(f'"{name}"' for name in table.schema_arrow.names)
-                raise UserError(f'{flag}: {file} has no column "{key}"; it has {names}')
+                raise UserError(f'{flag}: {file} has no column "{key}"; valid: one of {names}')
             kind = table.schema_arrow.field(key).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; it must be text')
+                raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
             done = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[key]):
+            rows = max(1, min(_ROWS, _ROWS_BYTES // _largest_part(table.metadata)))
+            for batch in table.iter_batches(batch_size=rows, columns=[key]):
                 done += len(batch)
-                for value in batch.column(0).to_pylist():
-                    yield value or "", file.stat().st_size * done // table.metadata.num_rows
+                for value in batch.column(0):
+                    text = value.as_py() or ""
+                    _check_length([text])
+                    yield text, file.stat().st_size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:
         raise compressed.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         raise compressed.Damaged(str(error).splitlines()[0]) from None
+
+
+def _largest_part(metadata: Any) -> int:
+    """Bytes of the largest row group of a Parquet file, not compressed; asked for a column's, Arrow may end the process
+    where the file is damaged."""
+    return max(1, *(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)), 1)
 
 
 def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
@@ -259,7 +274,7 @@ def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
             place = offset - undecoded + error.start
             raise UserError(
                 f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {place}); "
-                "convert it to UTF-8, for example with iconv"
+                "valid: UTF-8, for example by iconv"
             ) from None
         yield text.removeprefix("\ufeff") if offset == 0 else text
         if not block:
@@ -268,12 +283,32 @@ def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
 
 
 def _separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
-    pending = ""
+    parts: list[str] = []  # of a text that has not ended
+    tail = ""  # its end, in which the separator may have begun
     for block in blocks:
-        *complete, pending = (pending + block).split(separator)
-        for text in complete:
-            yield text.strip("\r\n")
-    yield pending.strip("\r\n")
+        first, *others = (tail + block).split(separator)
+        for text in others:
+            yield _joined([*parts, first]).strip("\r\n")
+            parts, first = [], text
+        parts.append(first[: -len(separator)])
+        tail = first[-len(separator) :]
+        _check_length(parts)
+    yield _joined([*parts, tail]).strip("\r\n")
+
+
+def _joined(blocks: Iterable[str]) -> str:
+    """One document of several blocks."""
+    parts: list[str] = []
+    for block in blocks:
+        parts.append(block)
+        _check_length(parts)
+    return "".join(parts)
+
+
+def _check_length(parts: Sequence[str]) -> None:
+    """Raises `TooLong` where parts are more than one document may be."""
+    if sum(map(len, parts)) > reading.LINE_BYTES:
+        raise reading.TooLong(f"more than {reading.LINE_BYTES >> 20} MiB as one text; valid: at most that")
 
 
 def _pieces(blocks: Iterable[str], target: int) -> Iterator[str]:

@@ -70,7 +70,7 @@ class TextDocuments:
                 report.skipped_files += 1
                 continue
             except NoText as problem:
-                raise UserError(f'{where}: {problem}; each line must be {{"{self._key}": …}} in UTF-8') from None
+                raise UserError(f'{where}: {problem}; valid: {{"{self._key}": …}} in UTF-8 on each line') from None
             if text and not text.isspace():
                 report.documents += 1
                 report.num_bytes += len(text.encode())

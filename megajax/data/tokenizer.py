@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.errors import UserError
-
 # The special token that ends every document in GPT-2's vocabulary, and separates documents in a text file.
 END_OF_TEXT = "<|endoftext|>"
+FILE_BYTES = 1 << 26  # of a tokenizer's file; a vocabulary of 256,000 tokens has 7 MB
+MOST_IDS = 1 << 31  # token ids are int32
 
 
 class Tokenizer(ABC):
@@ -65,17 +65,3 @@ class Tokenizer(ABC):
         Raises:
             UserError: they cannot be written.
         """
-
-
-def read_text(file: Path) -> str:
-    """The text of a tokenizer's file.
-
-    Raises:
-        UserError: it cannot be read or is not UTF-8.
-    """
-    try:
-        return file.read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text (at byte {error.start})") from None

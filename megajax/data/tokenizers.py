@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from megajax import reading
 from megajax.data.bpe import BytePairTokenizer
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.wordpiece import WordPieceTokenizer
@@ -44,10 +45,15 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
         return BytePairTokenizer.read(*files)
     if files := _find(Path(folder), WORDPIECE_FILES):
         return WordPieceTokenizer.read(*files)
-    problem = "does not have" if Path(folder).is_dir() else "is not a folder; give one with"
-    raise UserError(
-        f"{flag}: {folder} {problem} vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt)"
-    )
+    both = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt)"
+    found = reading.names(folder)
+    for names in BPE_FILES:
+        if half := found & set(names):
+            missing = min(set(names) - half, default="")
+            problem = f"{min(half)} without {missing}" if missing else f"{' and '.join(names)} that are no files"
+            raise UserError(f"{flag}: {folder} has {problem}; valid: a folder with {both}")
+    problem = "has no tokenizer" if reading.is_folder(folder) else "is not a folder"
+    raise UserError(f"{flag}: {folder} {problem}; valid: a folder with {both}")
 
 
 def is_tokenizer_folder(folder: str | Path) -> bool:
@@ -55,8 +61,14 @@ def is_tokenizer_folder(folder: str | Path) -> bool:
     return _find(Path(folder), BPE_FILES + WORDPIECE_FILES) is not None
 
 
+def has_only_tokenizer_files(folder: str | Path) -> bool:
+    """Whether a folder holds files of a tokenizer and nothing else."""
+    files = {name for names in BPE_FILES + WORDPIECE_FILES for name in names}
+    return Path(folder).is_dir() and {entry.name for entry in Path(folder).iterdir()} <= files
+
+
 def _find(folder: Path, alternatives: tuple[tuple[str, ...], ...]) -> list[Path] | None:
     for names in alternatives:
-        if all((folder / name).is_file() for name in names):
+        if all(reading.is_file(folder / name) for name in names):
             return [folder / name for name in names]
     return None

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.digests import CheckedTokens
 from megajax.errors import UserError
 
 _SCAN_TOKENS = 1 << 24  # tokens looked at in one go: bounds the memory of a scan
@@ -14,10 +15,13 @@ class TokenDocuments:
     """D documents with N tokens in all.
 
     Attributes:
-        tokens: ids, an integer array [N], possibly memory-mapped.
+        tokens: ids, an integer array [N], possibly memory-mapped; `part` and `document` read them checked.
         document_offsets: int64 [D + 1]; document d is `tokens[document_offsets[d]:document_offsets[d + 1]]`.
         name: file or path, for error messages.
+        checked: what is wrong with the tokens is found by this, if anything.
     """
+
+    checked: CheckedTokens | None = None
 
     def __init__(self, tokens: npt.NDArray[np.integer], document_offsets: npt.NDArray[np.int64], name: str) -> None:
         assert tokens.ndim == 1 and document_offsets[0] == 0 and document_offsets[-1] == len(tokens)
@@ -43,8 +47,18 @@ class TokenDocuments:
         return len(self.tokens)
 
     def document(self, number: int) -> npt.NDArray[np.integer]:
-        """Tokens of one document, a view [length]."""
-        return self.tokens[self.document_offsets[number] : self.document_offsets[number + 1]]
+        """Tokens of one document, a view [length]; see `part`."""
+        return self.part(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
+
+    def part(self, start: int, stop: int) -> npt.NDArray[np.integer]:
+        """The tokens from `start` to `stop`, a view [stop - start].
+
+        Raises:
+            UserError: they are not what was written, or an id is beyond the vocabulary, if `checked` can tell.
+        """
+        if self.checked:
+            self.checked.check(start, stop)
+        return self.tokens[start:stop]
 
     def max_token(self) -> int:
         """The largest id, -1 without tokens. Reads all tokens, a part at a time."""
@@ -65,5 +79,5 @@ class TokenDocuments:
                 first = int(np.argmax((chunk < 0) | (chunk >= size)))
                 raise UserError(
                     f"{self.name}: token id {chunk[first]} at position {start + first} is beyond the vocabulary; "
-                    f"--model.vocab-size {size} allows 0 to {size - 1}, the largest id here is {self.max_token()}"
+                    f"valid: 0 to {size - 1}, with --model.vocab-size {size}; the largest id here is {self.max_token()}"
                 )

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data.files import write_atomically
-from megajax.data.tokenizer import Tokenizer, read_text
+from megajax.data.tokenizer import FILE_BYTES, Tokenizer
 from megajax.errors import UserError
+from megajax.reading import read_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -40,7 +41,7 @@ class WordPieceTokenizer(Tokenizer):
         from tokenizers import models, trainers
 
         if vocab_size < 100:
-            raise UserError(f"{flag} {vocab_size}: must be at least 100, for the special tokens and the letters")
+            raise UserError(f"{flag} {vocab_size}; valid: 100 or more, for the special tokens and the letters")
         core = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
         documents = list(documents)
         counts: Counter[str] = Counter()
@@ -68,14 +69,14 @@ class WordPieceTokenizer(Tokenizer):
         Raises:
             UserError: the file cannot be read or is malformed.
         """
-        tokens = read_text(file).rstrip("\n").replace("\r\n", "\n").split("\n")
+        tokens = read_text(file, FILE_BYTES).rstrip("\n").replace("\r\n", "\n").split("\n")
         vocabulary = {token: number for number, token in enumerate(tokens)}
         if len(vocabulary) < len(tokens):
             twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
-            raise UserError(f"{file}: the token {twice!r} stands there twice; every line must be another token")
+            raise UserError(f"{file}: the token {twice!r} stands there twice; valid: another token on every line")
         missing = [token for token in ("[UNK]", "[SEP]") if token not in vocabulary]
         if missing:
-            raise UserError(f"{file}: no {' and no '.join(missing)} token; a WordPiece vocabulary has both")
+            raise UserError(f"{file}: no {' and no '.join(missing)} token; valid: a vocabulary with both")
         return cls(vocabulary)
 
     def save(self, folder: str | Path) -> None:

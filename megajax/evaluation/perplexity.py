@@ -1,6 +1,7 @@
 """Loss per token and perplexity over a set of samples, on any mesh."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,14 @@ def exponential(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def perplexity(program: Program, params: Any, samples: Samples, *, batches: int = 0) -> Perplexity:
+def perplexity(
+    program: Program,
+    params: Any,
+    samples: Samples,
+    *,
+    batches: int = 0,
+    between: Callable[[], None] = lambda: None,
+) -> Perplexity:
     """Evaluate `params` on `samples`; the arguments are those of `score_samples`."""
-    losses = [scores.loss for scores in score_samples(program, params, samples, batches=batches)]
+    losses = [scores.loss for scores in score_samples(program, params, samples, batches=batches, between=between)]
     return Perplexity(math.fsum(float(loss.sum()) for loss in losses), sum(map(len, losses)))

@@ -5,7 +5,7 @@ losses of tokens, and the host sums them in float64. Every process calls these f
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,14 @@ class SampleScores:
     hit: npt.NDArray[np.bool_]
 
 
-def score_samples(program: Program, params: Any, samples: Samples, *, batches: int = 0) -> Iterator[SampleScores]:
+def score_samples(
+    program: Program,
+    params: Any,
+    samples: Samples,
+    *,
+    batches: int = 0,
+    between: Callable[[], None] = lambda: None,
+) -> Iterator[SampleScores]:
     """Scores of every sample in order, dropout off.
 
     Args:
@@ -43,6 +50,7 @@ def score_samples(program: Program, params: Any, samples: Samples, *, batches: i
         params: weights on the program's mesh.
         samples: what to predict; no longer than the model's sequences.
         batches: at most this many batches; 0: all.
+        between: called before every batch; what it raises ends the scoring.
     """
     rows, size = program.local_rows, program.config.train.global_batch
     number, running = 0, deque[tuple[Any, Any]]()
@@ -54,6 +62,7 @@ def score_samples(program: Program, params: Any, samples: Samples, *, batches: i
             yield SampleScores(loss_T[counted].astype(np.float64), hit_T[counted] == 1)
 
     for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
+        between()
         running.append(scores(program)(params, program.put_batch(batch, rows)))
         if len(running) > _AHEAD:
             yield from read()

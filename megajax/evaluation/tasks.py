@@ -8,9 +8,9 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.data.blend import JoinedSamples
-from megajax.data.corpus import evaluation_tokens, prepared_prefix
+from megajax.data.corpus import evaluation_tokens
 from megajax.data.gpt import EvaluationSamples
-from megajax.data.indexed import IndexedDataset
+from megajax.data.prepared import prepared_prefix, prepared_tokens
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -113,8 +113,7 @@ def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tup
     """The samples of a text with the run's tokenizer, or of a tokenized dataset without one."""
     tokenizer: Tokenizer | None = None
     if prefix := prepared_prefix(data, flag="--data"):
-        tokens: TokenDocuments = IndexedDataset(prefix)
-        tokens.check_vocabulary(config.model.vocab_size)
+        tokens: TokenDocuments = prepared_tokens(prefix, config.model.vocab_size)
     else:
         tokenizer = run_tokenizer(run_dir, config)
         tokens = evaluation_tokens(data, tokenizer)

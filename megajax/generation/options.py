@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import AT_LEAST_ZERO, SEED, Range
+from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,4 +19,4 @@ class GenerateOptions:
         Range(lambda x: 0 < x <= 1, "more than 0 and at most 1"),
     ] = 1.0
     seed: Annotated[int, "of the random choice", SEED] = 0
-    batch: Annotated[int, "prompts that are continued at once"] = 8
+    batch: Annotated[int, "prompts that are continued at once", between(1, 100_000)] = 8

@@ -1,10 +1,11 @@
 """Prompts from the command line, and continuations as text that appears while it is generated."""
 
-from pathlib import Path
-
+from megajax import reading
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
+from megajax.paths import check_path
 
+_FILE_BYTES = 1 << 24  # of prompts
 _CONTEXT = 8  # earlier ids that are decoded with new ones
 UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or only the first of one
 
@@ -24,12 +25,13 @@ def read_prompts(given: list[str], file: str) -> list[str]:
             raise UserError(f"--prompt {prompt!r} (number {number}); valid: text in UTF-8") from None
     if not file:
         return given
+    check_path(file, "--prompt-file")
     try:
-        text = Path(file).read_bytes().decode()
+        text = reading.read_bytes(file, _FILE_BYTES).decode()
     except OSError as error:
-        raise UserError(f"--prompt-file {file}: cannot be read: {error.strerror}") from None
+        raise UserError(f"--prompt-file {file}: cannot be read: {error.strerror}; valid: a text that can be") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt-file {file}: not UTF-8 text (at byte {error.start})") from None
+        raise UserError(f"--prompt-file {file}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
     prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"--prompt-file {file}: no prompt in it; valid: a text with a prompt on every line")

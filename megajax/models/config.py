@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.models.registry import FAMILIES
-from megajax.options import SHARE, OneOf
+from megajax.options import SHARE, OneOf, above, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,16 +12,18 @@ class ModelConfig:
     """Architecture, the same on every mesh."""
 
     family: Annotated[str, "kind of model", OneOf(FAMILIES)] = "gpt2"
-    num_layers: Annotated[int, "transformer layers"]
-    hidden_size: Annotated[int, "width of the residual stream"]
-    num_heads: Annotated[int, "attention heads; must divide the hidden size"]
-    sequence_length: Annotated[int, "tokens per sequence, and number of learned positions"]
-    vocab_size: Annotated[int, "tokens in the vocabulary, before padding"]
-    vocab_multiple: Annotated[int, "the vocabulary is padded to a multiple of this, on every mesh"] = 1024
+    num_layers: Annotated[int, "transformer layers", between(1, 10_000)]
+    hidden_size: Annotated[int, "width of the residual stream", between(1, 1_000_000)]
+    num_heads: Annotated[int, "attention heads; must divide the hidden size", between(1, 100_000)]
+    sequence_length: Annotated[int, "tokens per sequence, and number of learned positions", between(1, 1_000_000)]
+    vocab_size: Annotated[int, "tokens in the vocabulary, before padding", between(1, 100_000_000)]
+    vocab_multiple: Annotated[
+        int, "the vocabulary is padded to a multiple of this, on every mesh", between(1, 1_000_000)
+    ] = 1024
     dropout: Annotated[
         float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE
     ] = 0.1
-    init_std: Annotated[float, "standard deviation of the initial weights"] = 0.02
+    init_std: Annotated[float, "standard deviation of the initial weights", above(0, 100)] = 0.02
     scan_layers: Annotated[
         Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
     ] = "auto"

@@ -3,25 +3,25 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.options import AT_LEAST_ZERO, MORE_THAN_ONE, POSITIVE_SHARE, SHARE, Range
+from megajax.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, its learning-rate schedule, where its state is kept, and which steps it skips."""
 
-    learning_rate: Annotated[float, "peak, reached at the end of the warm-up"]
+    learning_rate: Annotated[float, "peak, reached at the end of the warm-up", above(0, 1e30)]
     decay_steps: Annotated[int, "step at which the decay reaches the floor, warm-up included; constant: not used"]
     schedule: Annotated[
         Literal["cosine", "linear", "constant"], "way of the learning rate from the peak down to the floor"
     ] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
-    min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", AT_LEAST_ZERO] = 0.0
+    min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", between(0, 1000)] = 0.0
     beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9
     beta2: Annotated[float, "decay of the mean of their squares", SHARE] = 0.999
-    epsilon: Annotated[float, "added to the denominator"] = 1e-8
-    weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases", AT_LEAST_ZERO] = 0.01
-    clip_norm: Annotated[float, "largest global norm of the gradients"] = 1.0
+    epsilon: Annotated[float, "added to the denominator", above(0, 1000)] = 1e-8
+    weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases", between(0, 1000)] = 0.01
+    clip_norm: Annotated[float, "largest global norm of the gradients", above(0, 1e30)] = 1.0
     zero: Annotated[
         Literal[0, 1, 3],
         "what is split over data: 0 nothing, 1 main weights and moments, 3 also the weights that layers compute with",
@@ -32,19 +32,22 @@ class OptimizerConfig:
     skip_above: Annotated[
         float,
         "skip a step whose gradient norm is more than this times the median of recent ones; 0: none",
-        Range(lambda x: x == 0 or x > 1, "more than 1, or 0: no step is skipped for its norm"),
+        Range(
+            lambda x: x == 0 or 1 < x <= MOST, f"more than 1 and at most {MOST}, or 0: no step is skipped for its norm"
+        ),
     ] = 0.0
     max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run", AT_LEAST_ZERO] = 20
+
+
+_SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
 
-    initial: Annotated[float, "scale at the start", Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")] = (
-        2.0**16
-    )
-    growth: Annotated[float, "factor of growth", MORE_THAN_ONE] = 2.0
+    initial: Annotated[float, "scale at the start", _SCALE] = 2.0**16
+    growth: Annotated[float, "factor of growth", above(1, 65536)] = 2.0
     growth_every: Annotated[int, "good steps in a row before it grows"] = 1000
     backoff: Annotated[float, "factor after an overflow", POSITIVE_SHARE] = 0.5
-    floor: Annotated[float, "smallest scale"] = 1.0
+    floor: Annotated[float, "smallest scale", _SCALE] = 1.0

@@ -1,7 +1,7 @@
 """Every byte that crosses devices: the only module that calls JAX's collectives or asks for a device's position.
 
-All functions are called inside the one `shard_map` region of the step, whose mesh axes are `(data, pipe, tensor)` and
-whose types are checked (`check_vma=True`): a value that differs between the devices of an axis is *varying* over it,
+All functions are called inside a `shard_map` region, of which a step has one. Its mesh axes are `(data, pipe, tensor)`,
+and its types are checked (`check_vma=True`): a value that differs between the devices of an axis is *varying* over it,
 and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the conjugate pair of the
 paper.
 """
@@ -79,6 +79,11 @@ def gather_shards(x: Array, dim: int, axis: str = DATA, *, invariant: bool = Fal
 def scatter_sum(x: Array, dim: int, axis: str = DATA) -> Array:
     """Reduce-scatter: every device gets its part along `dim` of the sum; its transpose is `gather_shards`."""
     return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def exchange(x: Array, divided: int, joined: int, axis: str) -> Array:
+    """All-to-all: every device hands each a part along the dim `divided`, and joins what it gets along `joined`."""
+    return lax.all_to_all(x, axis, split_axis=divided, concat_axis=joined, tiled=True)
 
 
 def broadcast_stage(x: Array, mine: Array | bool) -> Array:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megajax.options import between
 from megajax.pipeline.schedule import SCHEDULES
 
 
@@ -14,7 +15,9 @@ class PipelineConfig:
         Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # every function there is
         "order of the forwards and backwards",
     ] = "1f1b"
-    chunks: Annotated[int, "pieces of the model on every stage; interleaved: 2 or more, others: 1"] = 1
+    chunks: Annotated[
+        int, "pieces of the model on every stage; interleaved: 2 or more, others: 1", between(1, 10_000)
+    ] = 1
     vocabulary: Annotated[
         Literal["replicated", "split"], "embedding and head on the first and last stage, or split over all stages"
     ] = "replicated"

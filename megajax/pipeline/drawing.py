@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # One per chunk, then from the beginning; forward and backward.
 STYLES = ("blue", "cyan", "bright_blue", "bright_cyan"), ("green", "yellow", "bright_green", "bright_yellow")
+MARK = b"megajax schedule"  # in the pictures, as the program that drew them
 COLOURS = ("#4477aa", "#66ccee", "#88a9cc", "#a6dff5"), ("#228833", "#ccbb44", "#7cbb88", "#e3d98f")
 
 
@@ -98,4 +99,15 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=8)
-    figure.savefig(path, format=path.suffix.lower().removeprefix("."))
+    kind = path.suffix.lower().removeprefix(".")
+    name = {"png": "Software", "svg": "Creator"}[kind]
+    figure.savefig(path, format=kind, metadata={name: MARK.decode()})
+
+
+def is_own(file: Path) -> bool:
+    """Whether a file is a picture that `draw_timeline` drew."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    with file.open("rb") as content:
+        head = content.read(4096)
+    return b"tEXtSoftware\0" + MARK in head or b"<dc:title>" + MARK + b"</dc:title>" in head

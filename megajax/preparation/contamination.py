@@ -13,6 +13,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from megajax.preparation.shards import opened
+
 GRAM = 8  # words of a gram
 
 # Thai, Lao, Burmese, Khmer, kana, Chinese characters.
@@ -90,8 +92,12 @@ class TestSets:
 
     @classmethod
     def load(cls, file: Path) -> "TestSets":
-        """Read what `save` wrote."""
-        with np.load(file) as data:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        with opened(file) as content, np.load(content) as data:
             words = data["words"].tobytes().decode().split("\n")
             ends = np.cumsum(data["sizes"])
             parts = zip(ends - data["sizes"], ends, strict=True)

@@ -14,7 +14,7 @@ class PrepareOptions:
     tokenizer: Annotated[
         str, "folder of a tokenizer; or bpe or wordpiece: train one on the cleaned text, with --vocab-size", NOT_EMPTY
     ] = "bpe"
-    vocab_size: Annotated[int, "ids of a tokenizer that is trained", between(1, 2**31 - 1)] = 50257
+    vocab_size: Annotated[int, "ids of a tokenizer that is trained", between(1, 100_000_000)] = 50257
     fix_unicode: Annotated[bool, "repair wrongly decoded characters (ftfy)"] = True
     clean_newlines: Annotated[bool, "remove white space at line ends, and more than one blank line in a row"] = True
     min_tokens: Annotated[int, "drop documents with fewer tokens; 0: none", AT_LEAST_ZERO] = 128

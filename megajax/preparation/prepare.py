@@ -2,38 +2,31 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megajax.data.corpus import TRAINING_BYTES, evenly, tokenizer_folder
+from megajax import reading
+from megajax.data.corpus import TRAINING_BYTES, evenly
 from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.indexed import IndexedWriter
+from megajax.data.indexed import IndexedWriter, dataset_files
+from megajax.data.prepared import tokenizer_folder
 from megajax.data.records import Record, TextFiles, valid_paths
+from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.options import check
 from megajax.preparation import duplicates
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
-from megajax.preparation.plan import (
-    SHARD_BYTES,
-    TRAINED,
-    Task,
-    begin_writing,
-    claimed,
-    finished,
-    make_plan,
-    remove,
-    report_file,
-)
+from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
+from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
 from megajax.preparation.progress import Clock, Show
-from megajax.preparation.report import report, throughput
-from megajax.preparation.shards import KEPT, WorkFolder
+from megajax.preparation.report import printable, report, throughput
+from megajax.preparation.shards import KEPT, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean_shard
 from megajax.preparation.workers import Workers
 
@@ -61,16 +54,13 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     """
     check(task.options)
     files = TextFiles(task.inputs, "INPUT")
-    for path in task.inputs:
-        if Path(path).is_dir() and Path(path).resolve() in Path(task.output).resolve().parents:
-            raise UserError(f"--output {task.output} is in the folder {path} that is read; valid: a place outside")
     plan = make_plan(task, files)
-    work = WorkFolder(Path(f"{task.output}.work"), task.output)
+    work = work_folder(task.output)
     if not overwrite and (found := finished(work, plan)):
         return found
     with claimed(work, plan, overwrite) as resumed:
         found = _run(task, files, work, workers, resumed, show) | {"plan": plan}
-        write_atomically(report_file(task.output), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(report_file(task.output), printable(json.dumps(found, indent=1, ensure_ascii=False)) + "\n")
         remove(work.folder)
     return found
 
@@ -99,16 +89,20 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
         found = report(task, corpus, files, tokenizer, test_sets, exact, near) | {"resumed": resumed}
         if not (corpus.rule == KEPT).any():
             dropped = ", ".join(f"{rule['count']} {name}" for name, rule in found["dropped"].items() if rule["count"])
-            raise UserError(f"INPUT: none of the {len(corpus)} documents is left: {dropped}")
+            raise UserError(
+                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens {options.min_tokens} "
+                "drops shorter ones; valid: less, longer text, or --duplicates and --contaminated that drop less"
+            )
         begin_writing(work)
-        _write(task.output, corpus, tokenizer)
-    return found | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
+        digests = _write(task.output, corpus, tokenizer)
+    return found | {"digests": digests} | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
 
 
 def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:
     """Read and clean the input; the number of shards."""
     if (work / "clean.json").exists():
-        return int(json.loads((work / "clean.json").read_text()))
+        with opened(work / "clean.json") as file:
+            return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
     show.begin("cleaning", sum(files.sizes))
     before = np.cumsum([0, *files.sizes])
     num_shards = 0
@@ -127,7 +121,7 @@ def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: 
     broken.check()
     documents = sum(len(work.load("clean", shard, "rule")[0]) for shard in range(num_shards))
     if not documents:
-        valid = "another --text-key" if broken.first() else valid_paths("INPUT")
+        valid = "valid: another --text-key" if broken.first() else valid_paths("INPUT")
         remove(work.folder)
         raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{broken.first()}; {valid}")
     with work.writing(work / "clean.json") as file:
@@ -231,8 +225,9 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
         show.advance(num_shards - len(missing) + done)
 
 
-def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> None:
-    with folder_atomically(tokenizer_folder(output), ours=lambda _: True) as folder:
+def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> dict[str, str]:
+    """Write the dataset and its tokenizer; their digests."""
+    with folder_atomically(tokenizer_folder(output), ours=has_only_tokenizer_files) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:
         for shard in range(corpus.num_shards):
@@ -240,3 +235,4 @@ def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> None:
             for document in np.flatnonzero(corpus.kept(shard)).tolist():
                 begin = ends[document - 1] if document else 0
                 writer.add_document(np.append(tokens[begin : ends[document]], tokenizer.end_of_text))
+    return digests_of(dataset_files(output)[0], writer.digests, tokenizer_folder(output))

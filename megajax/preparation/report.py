@@ -118,7 +118,12 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """A text that can be encoded, whatever the names of files in it: bytes that are not UTF-8 as in JSON."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _line(example: dict[str, Any]) -> str:

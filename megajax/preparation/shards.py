@@ -6,6 +6,8 @@ D documents in a shard. Files are written atomically, so an interrupted preparat
 import contextlib
 import functools
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -13,6 +15,7 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megajax import reading
 from megajax.errors import UserError
 
 KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # what became of a document
@@ -24,7 +27,31 @@ RULES = {  # why a document was dropped, in words
     EXACT: "exact duplicate",
     NEAR: "near duplicate",
 }
+_OF_ARCHIVES = (
+    EOFError,
+    zlib.error,
+    zipfile.BadZipFile,
+    RuntimeError,
+    MemoryError,
+)  # what else they raise
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """A file of a work folder to read, in a `with` block.
+
+    Raises:
+        UserError: it is missing or is not what was written, as far as the block finds out.
+    """
+    try:
+        with reading.open_file(file) as content:
+            yield content
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, *_OF_ARCHIVES) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged"
+        raise UserError(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
 
 
 class WorkFolder:
@@ -55,9 +82,13 @@ class WorkFolder:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def load(self, stage: str, shard: int, *names: str) -> list[npt.NDArray[Any]]:
-        """Some of a stage's results for a shard."""
-        with np.load(self._file(stage, shard, "npz")) as arrays:
-            return [arrays[name] for name in names]
+        """Some of a stage's results for a shard.
+
+        Raises:
+            UserError: they are damaged.
+        """
+        with opened(self._file(stage, shard, "npz")) as file, np.load(file) as arrays:
+            return [_array(arrays[name]) for name in names]
 
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
         """Write the cleaned texts of a shard.
@@ -75,18 +106,26 @@ class WorkFolder:
         return starts
 
     def texts(self, shard: int) -> Iterator[str]:
-        """The cleaned texts of a shard in order; dropped documents are empty."""
+        """The cleaned texts of a shard in order; dropped documents are empty.
+
+        Raises:
+            UserError: they are damaged.
+        """
         (starts,) = self.load("clean", shard, "starts")
-        with self._file("clean", shard, "text").open("rb") as file:
+        with opened(self._file("clean", shard, "text")) as file:
             for size in np.diff(starts).tolist():
-                yield file.read(size).decode()
+                yield _bytes(file, size).decode()
 
     def text(self, shard: int, document: int) -> str:
-        """The cleaned text of a document."""
+        """The cleaned text of a document.
+
+        Raises:
+            UserError: it is damaged.
+        """
         starts = _starts(self._file("clean", shard, "npz"))
-        with self._file("clean", shard, "text").open("rb") as file:
-            file.seek(int(starts[document]))
-            return file.read(int(starts[document + 1] - starts[document])).decode()
+        with opened(self._file("clean", shard, "text")) as file:
+            begin, end = starts[document : document + 2].tolist()
+            return _bytes(file, end - begin, begin).decode()
 
     def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
         """Write the band hashes of a shard, uint64 [bands, D].
@@ -100,7 +139,8 @@ class WorkFolder:
     def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
         """The hashes of one band of a shard of D `documents`, uint64 [D]."""
         size = 8 * documents
-        return np.fromfile(self._file("tokens", shard, "bands"), np.uint64, documents, offset=band * size)
+        with opened(self._file("tokens", shard, "bands")) as file:
+            return np.frombuffer(_bytes(file, size, band * size), np.uint64)
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
@@ -129,8 +169,8 @@ class WorkFolder:
                 yield handle
         except OSError as error:
             name = file.name.removesuffix(".partial").removesuffix(f".{os.getpid()}")
-            problem = f"{file.with_name(name)} cannot be written: {error.strerror}; the same command goes on from here"
-            raise UserError(f"--output {self.output}: {problem}") from None
+            problem = f"{file.with_name(name)} cannot be written: {error.strerror}"
+            raise UserError(f"--output {self.output}: {problem}; valid: more room; the same command goes on") from None
 
     def _file(self, stage: str, shard: int, suffix: str) -> Path:
         return self.folder / f"{stage}-{shard:06}.{suffix}"
@@ -138,5 +178,22 @@ class WorkFolder:
 
 @functools.lru_cache(maxsize=64)
 def _starts(file: Path) -> npt.NDArray[np.int64]:
-    with np.load(file) as arrays:
-        return arrays["starts"]
+    with opened(file) as content, np.load(content) as arrays:
+        return _array(arrays["starts"])
+
+
+def _array(found: Any) -> npt.NDArray[Any]:
+    """What an archive holds under a name; `ValueError` where that is no array."""
+    if not isinstance(found, np.ndarray):
+        raise ValueError("no array")
+    return found
+
+
+def _bytes(file: IO[bytes], size: int, offset: int | None = None) -> bytes:
+    """Exactly so many bytes of a file, from `offset` or where it stands; `ValueError` where there are fewer."""
+    if offset is not None:
+        file.seek(offset)
+    content = file.read(size) if size >= 0 else b""
+    if len(content) != size:
+        raise ValueError(f"{len(content)} bytes, not {size}")
+    return content

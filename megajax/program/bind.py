@@ -81,11 +81,12 @@ def _bind(
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
 
     unroll = not scans_layers(config, program.backend)
+    layer = rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll)
     functions = StageFunctions(
         embed=embed,
         linear_embedding=model.linear_embedding,
         layers=Layers(
-            rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll),
+            jax.jit(layer, inline=True),  # traced once, though the loop has it in several places
             jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
             unroll,
             layout.placement.padded,

@@ -1,41 +1,105 @@
-"""What a device holds for training beside activations: weights, optimizer state and gradients, in bytes.
+"""What a device holds for training beside activations: weights, optimizer state and gradients, in bytes; and whether
+that fits.
 
 Per parameter, with d the size of `data` (Megatron-LM's figures, docs/memory.md): 18 bytes in fp16 or bf16 with fp32
 gradients, 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
 """
 
+import contextlib
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.errors import UserError
 from megajax.program.parts import sum_bytes
 from megajax.program.program import Program
+from megajax.program.state import StateLayout
 
 Tree = Any
 
 
 def state_bytes(program: Program) -> dict[str, int]:
-    """Bytes on one device by part; `weights`, `main weights` and `moments` live from step to step, `gradients` while a
-    step runs: their sums, and where those are in half precision what the optimizer gets, in fp32. As in the published
-    figures, fp32 shards of fp32 sums are not counted again. Nothing is computed.
+    """Bytes on one device by part: those of `kept_bytes`, and `gradients`, which live while a step runs: their sums,
+    and where those are in half precision what the optimizer gets, in fp32. As in the published figures, fp32 shards of
+    fp32 sums are not counted again. Nothing is computed.
     """
     layout = program.layout
-    state, specs = layout.shapes, layout.specs
-
-    def local(shapes: Tree, specs: Tree) -> int:
-        def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-            return math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-        return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))
-
-    owned = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, layout.main_dtype), state.params)
+    owned = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, layout.main_dtype), layout.shapes.params)
     converted = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
+    gradients = sum_bytes(program) + (_local_bytes(layout, owned, layout.owned_specs) if converted else 0)
+    return kept_bytes(layout) | {"gradients": gradients}
+
+
+def kept_bytes(layout: StateLayout) -> dict[str, int]:
+    """Bytes on one device of what lives from step to step, by part: `weights`, `main weights`, `moments`."""
+    state, specs = layout.shapes, layout.specs
     return {
-        "weights": local(state.params, specs.params),
-        "main weights": 0 if state.main is None else local(state.main, specs.main),
-        "moments": local(state.optimizer, specs.optimizer),
-        "gradients": sum_bytes(program) + (local(owned, layout.owned_specs) if converted else 0),
+        "weights": _local_bytes(layout, state.params, specs.params),
+        "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
+        "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
     }
+
+
+def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
+    def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        return math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))
+
+
+def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
+    """Check, before anything is allocated, that the devices of this process can hold what certainly has to be held:
+    weights, optimizer state when training, and what one layer hands to the next. More is needed, so what passes may
+    still not fit.
+
+    Args:
+        program: what is to be run.
+        training: whether the whole state is held, or the weights alone.
+        rows: of a batch that are computed at once on a device.
+
+    Raises:
+        UserError: they cannot.
+    """
+    config, layout = program.config, program.layout
+    parts = kept_bytes(layout)
+    if not training:
+        parts = {"weights": parts["weights"]}
+    tokens = rows * config.model.sequence_length // (config.mesh.tensor if config.sequence_parallel else 1)
+    parts["activations"] = tokens * config.model.hidden_size * jnp.dtype(layout.compute_dtype).itemsize
+    devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
+    there = _device_bytes(devices)
+    if sum(parts.values()) > there:
+        model, needed = config.model, ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size > 2**26)
+        raise UserError(
+            f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, --model.vocab-size "
+            f"{model.vocab_size} and --train.microbatch {config.train.microbatch} need {_gib(sum(parts.values()))} on "
+            f"each of {len(devices)} devices ({needed}), which have {_gib(there)}; valid: less, or more devices"
+        )
+
+
+def _device_bytes(devices: list[jax.Device]) -> float:
+    """Memory of each of this process's devices; those of a CPU share the machine's."""
+    if devices[0].platform == "cpu":
+        return _machine_bytes() / len(devices)
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices]
+    return min(limits)
+
+
+def _machine_bytes() -> float:
+    """Memory of this machine, or of the container that this process is in."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes":
+        with contextlib.suppress(OSError, ValueError):  # "max": there is none
+            found.append(int(Path(limit).read_text()))
+    return min(found)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config import Config
 from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, dim_over, mesh_spec, shard_over_data, shardings
+from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.optim.adam import make_optimizer
 from megajax.optim.guard import initial_norms
@@ -58,6 +59,7 @@ class StateLayout:
 
     Attributes:
         specs: where the state lies.
+        layer_specs: where the parts of every layer lie in natural form, were all layers everywhere.
         owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         per_use: the sharding of `params` themselves over `data`, gathered before every use (ZeRO-3).
@@ -77,6 +79,11 @@ class StateLayout:
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
         self._place(model, config.optimizer.zero)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The configuration of the model whose state it is."""
+        return self._config.model
 
     def _place(self, model: CutModel, zero: int) -> None:
         rules = SPLIT_VOCABULARY_RULES if self._config.splits_vocabulary else RULES
@@ -100,6 +107,7 @@ class StateLayout:
         self.per_use = Shards(dims if zero == 3 else nothing)
         has_main = self.compute_dtype != self.main_dtype
         self.natural_specs = self._specs(_stacked(owned if has_main else params, layers), None, _stacked(owned, layers))
+        self.layer_specs = self._specs(_stacked(owned, None), None, _stacked(owned, None))
         staged = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
         self.owned_specs = _stacked(owned, *staged)
         self.specs = self._specs(_stacked(params, *staged), self.owned_specs if has_main else None, self.owned_specs)
@@ -155,6 +163,20 @@ class StateLayout:
         """state -> the state in natural form, on this mesh."""
         return jax.jit(self._natural, out_shardings=shardings(self.mesh, self.natural_specs))
 
+    @cached_property
+    def stored_scale(self):
+        """The loss scale as a checkpoint has it."""
+        return jax.jit(
+            lambda scale: scale.stored(self.loss_scale), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )
+
+    @cached_property
+    def resumed_scale(self):
+        """The loss scale to go on with from a checkpoint's."""
+        return jax.jit(
+            lambda scale: scale.resumed(self.loss_scale), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )
+
     def natural_weights(self, tree: Tree) -> Tree:
         """Weights or gradients in natural form."""
         return _map_blocks(self.placement.to_natural, tree)
@@ -194,6 +216,9 @@ def _stacked(specs: Tree, *leading) -> Tree:
 
 def _map_blocks(function, tree: Tree) -> Tree:
     """Apply `function` to the leaves that belong to the stacked layers: those below a key `blocks`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(leaf) if jax.tree_util.DictKey("blocks") in path else leaf, tree
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
+
+
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Whether a leaf with this path belongs to the stacked layers."""
+    return jax.tree_util.DictKey("blocks") in path

@@ -1,71 +1,168 @@
-"""Checkpoints: the state in mesh-independent form, written by Orbax in the background, atomically, the last N kept.
+"""Checkpoints: the state in mesh-independent form, written in the background, atomically, and read on any mesh.
 
-A digest of every array is stored with it and compared after reading, so that a damaged checkpoint is noticed whatever
-part of it is damaged; the one before it is then used. Beside the digest stands the format (`formats.py`).
+The state goes leaf by leaf to the host's memory (`program/transfer.py`), from there in the background to the disk
+(`writing.py`), and back (`stored.py`). A write that fails is news, not an end, until several have failed in a row.
 """
 
-import dataclasses
-import gc
-import logging
-import sys
-import warnings
-from collections.abc import Callable
+import shutil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
-from jax import Array, lax
 
 from megajax.errors import RunError, UserError
-from megajax.mesh import shardings
-from megajax.processes import all_agree, is_first_process, wait_for_all
+from megajax.options import is_whole
+from megajax.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.program.state import StateLayout, TrainState
-from megajax.runs.formats import FORMAT, check_known, upgraded, written_as
+from megajax.program.transfer import Transfer, natural_bytes
+from megajax.runs import step_folders
+from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import read_metrics
+from megajax.runs.mismatch import check_fits
+from megajax.runs.retention import Retention
+from megajax.runs.stored import FORMAT_NAME, DamagedCheckpoint, Reader, weights_of
+from megajax.runs.writing import Write, in_one_line
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
-
-_FORMAT = "format"  # among the digest's names; a checkpoint without it is of format 1
-
-T = TypeVar("T")
+_OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. All processes make one and call its methods together."""
+    """The folder `checkpoints/` of a run. All processes make one and call its methods together.
 
-    def __init__(self, run_dir: Path, layout: StateLayout, keep: int | None = None):
-        """`keep` newest checkpoints stay when a new one is written; without it nothing is ever written."""
+    Attributes:
+        saved: the newest step that was restored as a state, or saved and is known to be complete; None without one.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        layout: StateLayout,
+        keep: Retention | int | None = None,
+        max_failures: int = 1,
+    ):
+        """What `keep` does not keep is removed when a checkpoint is complete; without it nothing is ever written. So
+        many failed writes in a row as `max_failures` end the run.
+
+        Raises:
+            UserError: there is no folder to write to.
+        """
         self.folder = Path(run_dir).absolute() / "checkpoints"
-        self._layout, self._mesh = layout, layout.mesh
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None, read_only=keep is None)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
-        self._digest = jax.jit(digest)
+        self.saved: int | None = None
+        self._layout, self._transfer = layout, Transfer(layout)
+        self._reader = Reader(self.folder)
+        self._keep = Retention(keep) if isinstance(keep, int) else keep
+        self._max_failures, self._failures = max_failures, 0
+        self._write: Write | None = None
+        self._problem = ""  # of the last write, if it failed
+        self._news: list[str] = []
+        self._losses: dict[int, float] = {}
+        if keep is not None:
+            on_first_process(self._prepare)
+
+    def _prepare(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            step_folders.clear(self.folder)
+        except OSError as error:
+            raise UserError(f"{self.folder}: {error.strerror}; valid: a folder that can be written") from None
+        self._losses = validation_losses(self.folder.parent)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints there are, ascending."""
-        return sorted(self._manager.all_steps(read=True))
+        return numbers_of_first_process(step_folders.complete(self.folder))
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Write the `state` after `step` steps: copied when this returns, the files are complete later (`wait`)."""
-        natural = self._layout.to_natural(state)
-        sums = {name: int(value) for name, value in _named(self._digest(natural)).items()}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(natural), digest=ocp.args.JsonSave({_FORMAT: FORMAT, **sums})
-            ),
-        )
+    def save(self, step: int, state: TrainState, validation_loss: float | None = None) -> None:
+        """Begin to write the `state` after `step` steps, whose validation loss may be known.
+
+        When this returns, the state is copied; the files are complete later (`wait`). If the write before failed, or
+        this one cannot begin, that is news (`news`).
+
+        Raises:
+            RunError: too many writes in a row have failed.
+        """
+        self._settle()
+        if validation_loss is not None:
+            self._losses[step] = validation_loss
+        obstacle = self._obstacle(step) if is_first_process() else ""
+        if of_first_process(bool(obstacle)):
+            self._failed(step, obstacle or "process 0 says why")
+            return
+        natural = self._transfer.to_host(state)
+        self._write = Write(self.folder, step, natural, {FORMAT_NAME: FORMAT}, then=self._retire)
 
     def wait(self) -> None:
-        """Wait until what was saved is complete."""
-        self._manager.wait_until_finished()
+        """Wait until what was saved is complete.
+
+        Raises:
+            RunError: the last state that was saved could not be written.
+        """
+        self._settle()
+        if self._problem:
+            raise RunError(f"{self._problem}; last good checkpoint: {self.last_good}")
 
     def close(self) -> None:
-        """Wait, and end what runs in the background."""
-        self._manager.close()
+        """Wait for what this process writes, whatever became of the others; to be sure of a checkpoint, `wait`."""
+        if self._write is not None:
+            self._write.abandon()
+
+    def news(self) -> list[str]:
+        """What went wrong in writing and was not told yet, a line for each failed write.
+
+        Raises:
+            RunError: too many writes in a row have failed.
+        """
+        if jax.process_count() == 1 and self._write is not None and not self._write.is_under_way:
+            self._settle()
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def last_good(self) -> str:
+        """Folder and step of the newest complete checkpoint, in words."""
+        return "none yet" if self.saved is None else f"{self.folder / str(self.saved)} (step {self.saved})"
+
+    def _settle(self) -> None:
+        """Wait for the end of the write under way and take note of it."""
+        if self._write is None:
+            return
+        write, self._write = self._write, None
+        if not write.wait():
+            self._failed(write.step, write.problem or "process 0 says why")
+            return
+        self.saved, self._failures, self._problem = write.step, 0, ""
+        if write.problem:
+            self._news.append(f"the checkpoint of step {write.step} was written at the second try; {write.problem}")
+
+    def _failed(self, step: int, why: str) -> None:
+        self._failures += 1
+        self._problem = f"the checkpoint of step {step} could not be written: {why}"
+        if self._failures >= self._max_failures:
+            raise RunError(
+                f"{self._problem}; that is {self._failures} in a row (--checkpoint.max-failures {self._max_failures}), "
+                f"so training stops; last good checkpoint: {self.last_good}"
+            )
+        self._news.append(f"{self._problem}; training goes on ({self._failures} of {self._max_failures} in a row)")
+
+    def _obstacle(self, step: int) -> str:
+        """Why a checkpoint cannot be written now; empty if nothing is in the way."""
+        needed = natural_bytes(self._layout) + _OVERHEAD
+        try:
+            step_folders.clear(self.folder, step)
+            free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
+        except OSError as error:
+            return in_one_line(error)
+        if free < needed:
+            return f"{self.folder} has {free / 1e6:.0f} MB free, and it takes {needed / 1e6:.0f} MB"
+        return ""
+
+    def _retire(self) -> None:
+        """Remove the checkpoints that are not kept."""
+        assert self._keep is not None
+        try:
+            for step in self._keep.removed(step_folders.complete(self.folder), self._losses):
+                step_folders.discard(self.folder, step)
+        except OSError as error:
+            self._news.append(f"an old checkpoint cannot be removed: {in_one_line(error)}")
 
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh.
@@ -74,76 +171,21 @@ class Checkpoints:
             DamagedCheckpoint: it cannot be read, or not all of it is what was written.
             UserError: a newer version of this program wrote it.
         """
-        return self._layout.from_natural(self._restore(step, self._target))
+        self._reader.check_files(step)
+        state = self._transfer.to_devices(self._reader.read(step, self._transfer.targets))
+        self.saved = step
+        return state
 
     def restore_params(self, step: int) -> Any:
-        """The weights after `step` steps, as layers compute with them on this mesh; nothing else is read.
+        """The weights after `step` steps, as layers compute with them on this mesh; nothing else is read, so that the
+        digests of files are not compared.
 
         Raises:
             DamagedCheckpoint: they cannot be read, or are not what was written.
             UserError: a newer version of this program wrote them.
         """
-        others: dict[str, Any] = {"optimizer": None, "loss_scale": None, "recent_norms": None}
-        weights = dataclasses.replace(self._target, **others)
-        return self._layout.params_from_natural(self._restore(step, weights).params)
-
-    @property
-    def _target(self) -> TrainState:
-        """Types and places of the natural state."""
-        return jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-            self._layout.natural_shapes,
-            shardings(self._mesh, self._layout.natural_specs),
-        )
-
-    def _restore(self, step: int, target: TrainState) -> TrainState:
-        """What `target` has of the natural state; a part of it that is None is not read."""
-        folder = self.folder / str(step)
-        sums = self._try(step, lambda: self._read_digest(step))
-        number = sums.pop(_FORMAT, 1)
-        check_known(number, str(folder))
-        stored = self._try(step, lambda: self._read(step, written_as(target, number)))
-        actual = {name: int(value) for name, value in _named(self._digest(stored)).items()}
-        wrong = sorted(name for name in actual if sums.get(name) != actual[name])
-        if not all_agree(not wrong):
-            raise DamagedCheckpoint(f"{folder}: {len(wrong)} arrays differ from what was written")
-        return upgraded(target, number, stored)
-
-    def _try(self, step: int, read: Callable[[], T]) -> T:
-        """What is read, if all processes can: none may go on to the next collective alone.
-
-        Raises:
-            DamagedCheckpoint: one of them cannot.
-        """
-        found: list[T] = []
-        problem = "another process cannot read it"
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                found.append(read())
-        except Exception as error:
-            problem = " ".join(str(error).split()).partition(" See full")[0][:200]
-        if not found:
-            _forget_abandoned_reads()
-        if not all_agree(bool(found)):
-            raise DamagedCheckpoint(f"{self.folder / str(step)}: {problem}")
-        return found[0]
-
-    def _read_digest(self, step: int) -> dict[str, int]:
-        digest = self._manager.restore(step, args=ocp.args.Composite(digest=ocp.args.JsonRestore())).digest
-        if not isinstance(digest, dict) or not isinstance(digest.get(_FORMAT, 1), int):
-            raise ValueError("the digest is damaged")
-        return digest
-
-    def _read(self, step: int, target: TrainState) -> TrainState:
-        if target.optimizer is not None:
-            state = ocp.args.StandardRestore(target)
-            return self._manager.restore(step, args=ocp.args.Composite(state=state)).state
-        parts = {"step": target.step, "params": target.params}
-        wanted = ocp.args.PyTreeRestore(
-            parts, restore_args=ocp.checkpoint_utils.construct_restore_args(parts), partial_restore=True
-        )
-        with ocp.PyTreeCheckpointer() as reader:
-            return dataclasses.replace(target, **reader.restore(self.folder / str(step) / "state", args=wanted))
+        weights = self._reader.read(step, weights_of(self._transfer.targets))
+        return self._transfer.params_to_devices(weights.params)
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.
@@ -155,56 +197,42 @@ class Checkpoints:
             UserError: a newer version of this program wrote the newest.
         """
         damaged: list[str] = []
-        for step in reversed(self.steps()):
+        for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
             try:
                 return self.restore(step), step, damaged
             except DamagedCheckpoint as error:
+                check_fits(self.folder / str(step), self._layout.model)
                 damaged.append(str(error))
         if damaged:
             raise RunError(f"no checkpoint in {self.folder} can be read; the newest: {damaged[0]}")
         return None, 0, damaged
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of later steps than `after`, so that they can be written again."""
-        if is_first_process():
-            for step in self.steps():
+        """Rename the checkpoints of later steps than `after`, so that they can be written again.
+
+        Raises:
+            UserError: they cannot be renamed.
+        """
+
+        def rename() -> None:
+            for step in step_folders.candidates(self.folder):
                 if step > after:
-                    folder = self.folder / str(step)
-                    folder.rename(
-                        next(p for n in range(1000) if not (p := self.folder / f"damaged-{step}-{n}").exists())
-                    )
-        wait_for_all("checkpoints set aside")
-        self._manager.reload()
+                    try:
+                        step_folders.set_aside(self.folder, step)
+                    except OSError as error:
+                        problem = in_one_line(error)
+                        raise UserError(f"{self.folder}: {problem}; valid: a folder that can be written") from None
+
+        on_first_process(rename)
 
 
-def _forget_abandoned_reads() -> None:
-    """Remove what Orbax left of the reads beside one that failed: later, anywhere, they would print tracebacks."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
-
-
-class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be read, or is not what was written."""
-
-
-def digest(tree: Any) -> Any:
-    """A uint32 checksum of the bits of every array: independent of how it is split over devices."""
-
-    def checksum(x: Array) -> Array:
-        bits = x if jnp.issubdtype(x.dtype, jnp.integer) else lax.bitcast_convert_type(x, jnp.uint32)
-        weight = jnp.ones(bits.shape, jnp.uint32)  # odd, and different for neighbours in every dim
-        for dim in range(bits.ndim):
-            weight += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(2 * (31**dim))
-        return jnp.sum(bits.astype(jnp.uint32) * weight, dtype=jnp.uint32)
-
-    return jax.tree.map(checksum, tree)
-
-
-def _named(tree: Any) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def validation_losses(run_dir: Path) -> dict[int, float]:
+    """The validation losses of a run by step, those that are finite."""
+    return {
+        record["step"]: record["validation_loss"]
+        for record in read_metrics(run_dir)
+        if record.get("validation_loss") is not None  # null: it was not finite
+    }
 
 
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
@@ -218,15 +246,11 @@ def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
     if wanted == "latest":
         return steps[-1]
     if wanted == "best":
-        losses = {
-            record["step"]: record["validation_loss"]
-            for record in read_metrics(run_dir)
-            if record.get("validation_loss") is not None  # null: it was not finite
-        }
+        losses = validation_losses(run_dir)
         measured = [step for step in steps if step in losses]
         if not measured:
             raise UserError(f"--step best: no checkpoint in {run_dir} has a validation loss; valid: latest, or a step")
         return min(measured, key=losses.__getitem__)
-    if not wanted.isdecimal() or int(wanted) not in steps:
-        raise UserError(f"--step {wanted}; valid: latest, best, or one of {', '.join(map(str, steps))}")
+    if not is_whole(wanted) or int(wanted) not in steps:
+        raise UserError(f"--step {wanted[:100]}; valid: latest, best, or one of {', '.join(map(str, steps))}")
     return int(wanted)

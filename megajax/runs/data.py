@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megajax.config import Config
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, has_corpus, make_corpus, open_corpus, prepared_prefix, tokenizer_folder
+from megajax.data.corpus import Corpus, has_corpus, make_corpus, open_corpus
 from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
+from megajax.data.prepared import prepared_prefix, tokenizer_folder
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.data.tokens import TokenDocuments

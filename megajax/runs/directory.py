@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.corpus import prepared_prefix
 from megajax.data.files import put_back
+from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
 from megajax.runs.formats import FORMAT, check_known
-from megajax.runs.ownership import MARK, entries, mark, run_format
+from megajax.runs.lock import RunLock
+from megajax.runs.ownership import entries, mark, run_format
+from megajax.runs.parts import MARK, check_outside_runs, check_parts
+from megajax.runs.step_folders import named
 
 
 def claim(run_dir: Path, config: Config) -> None:
@@ -25,6 +28,7 @@ def claim(run_dir: Path, config: Config) -> None:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
+    check_outside_runs(run_dir, "--run-dir")
     there = entries(run_dir)
     number = run_format(run_dir) if there else None
     never = "--resume never, but " if config.resume == "never" else ""
@@ -37,9 +41,8 @@ def claim(run_dir: Path, config: Config) -> None:
         raise UserError(f"{never}--run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
     if number is not None:
         check_known(number, f"--run-dir {run_dir}")
-        put_back(run_dir / "data")
-    checkpoints = list((run_dir / "checkpoints").iterdir()) if (run_dir / "checkpoints").is_dir() else []
-    steps = [int(entry.name) for entry in checkpoints if entry.name.isdecimal()]
+        check_parts(run_dir)
+    steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
         raise UserError(
             f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
@@ -55,8 +58,9 @@ def claim(run_dir: Path, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path, config: Config) -> Iterator[None]:
-    """`claim` for a block that begins the run. If it fails and leaves nothing, the run directory is as it was before.
+def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
+    """`claim` for a block that begins the run, and take its lock, which is held when the block has succeeded. If it
+    fails and leaves nothing, the run directory is as it was before.
 
     Raises:
         UserError: the run directory may not be used.
@@ -64,10 +68,13 @@ def claimed(run_dir: Path, config: Config) -> Iterator[None]:
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     before = {MARK, *entries(run_dir)}
     new = not (run_dir / MARK).exists()
-    claim(run_dir, config)
     try:
+        claim(run_dir, config)
+        lock.take()
+        put_back(run_dir / "data")
         yield
     except BaseException:
+        lock.release()
         with contextlib.suppress(OSError):
             if new and before.issuperset(entries(run_dir)):
                 (run_dir / MARK).unlink()

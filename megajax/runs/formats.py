@@ -1,8 +1,9 @@
 """The formats that runs and their checkpoints were written in, and how an older one becomes today's.
 
-A checkpoint is read in the form that it was written in and then upgraded on the mesh, one format after the other; a
-leaf that is split over devices stays so. What a format holds follows from today's: a target is a tree of
-`ShapeDtypeStruct` with shardings, the natural state (`program/state.py`) or a part of it.
+A checkpoint is read in the form that it was written in and then upgraded on the mesh, one format after the other and
+leaf by leaf; a leaf that is split over devices stays so, in the memory in which it is. What a format holds follows from
+today's: a target is a tree of `ShapeDtypeStruct` with shardings, the natural state (`program/state.py`) or a part of
+it.
 
 1. Attention's query, key and value are one leaf `qkv`: weight [L, D, 3, H, K], bias [L, 3, H, K].
 2. They are leaves `query`, `key` and `value`: weights [L, D, H, K], biases [L, H, K].
@@ -17,6 +18,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
+from megajax.program.transfer import moved
 
 Tree = Any
 
@@ -84,8 +86,9 @@ def _joined(target: Tree) -> Tree:
     def join(part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dims = [*part.sharding.spec, *[None] * (part.ndim - len(part.sharding.spec))]
         spec = PartitionSpec(*dims[:-2], None, *dims[-2:])
+        place = NamedSharding(part.sharding.mesh, spec, memory_kind=part.sharding.memory_kind)
         shape = (*part.shape[:-2], len(_PARTS), *part.shape[-2:])
-        return jax.ShapeDtypeStruct(shape, part.dtype, sharding=NamedSharding(part.sharding.mesh, spec))
+        return jax.ShapeDtypeStruct(shape, part.dtype, sharding=place)
 
     def node(found: Tree) -> Tree:
         if not _is_divided(found):
@@ -100,7 +103,9 @@ def _divided(target: Tree, stored: Tree) -> Tree:
     """Every `qkv` as `query`, `key` and `value`, where the target has those."""
 
     def divide(joint: Array, *parts: jax.ShapeDtypeStruct) -> tuple[Array, ...]:
-        return jax.jit(_divide, out_shardings=tuple(part.sharding for part in parts))(joint)
+        places = tuple(NamedSharding(part.sharding.mesh, part.sharding.spec) for part in parts)
+        divided = jax.jit(_divide, out_shardings=places)(moved(joint))
+        return tuple(moved(array, part.sharding.memory_kind) for array, part in zip(divided, parts, strict=True))
 
     def node(wanted: Tree, found: Tree) -> Tree:
         if not _is_divided(wanted):

@@ -1,22 +1,71 @@
 """The figures of a run, `metrics.jsonl` in its directory."""
 
-import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megajax import reading
+from megajax.errors import UserError
+
+_LINE_BYTES = 1 << 16  # a line has some hundred
+_BROKEN = 1000  # lines that a crash may leave
+
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what has no newline was not finished
-    except FileNotFoundError:
+    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out.
+
+    Raises:
+        UserError: it cannot be read, or none of its lines is one of figures: it is something else.
+    """
+    file = run_dir / "metrics.jsonl"
+    if not reading.kind(file):
         return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
+    records, broken = [], 0
+    try:
+        for record in _records(file):
+            if record is not None:
+                records.append(record)
+            elif (broken := broken + 1) > _BROKEN:
+                raise UserError(f"{file}: more than {_BROKEN} of its lines hold no figures of a run; {_ADVICE}")
+    except reading.TooLong as error:
+        raise UserError(f"{file}: {error}; {_ADVICE}") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; {_ADVICE}") from None
+    if broken and not records:
+        raise UserError(f"{file}: holds no figures of a run; {_ADVICE}")
     return records
+
+
+_ADVICE = "valid: the metrics.jsonl of a run, or none"
+
+
+def is_metrics(file: Path) -> bool:
+    """Whether every whole line of a file is one of metrics.jsonl."""
+    try:
+        return all(record is not None for record in _records(file))
+    except (reading.TooLong, OSError):
+        return False
+
+
+def _records(file: Path) -> Iterator[dict[str, Any] | None]:
+    """The figures in every whole line, None for a line that holds none."""
+    with reading.open_file(file) as content:
+        for line in reading.lines(content, _LINE_BYTES):
+            if line.endswith(b"\n"):  # else it was not finished
+                yield _record(line)
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = reading.parse_json(line.decode())
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not all(map(_is_figure, record.values())):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < 1 << 63 and len(record) > 1 else None

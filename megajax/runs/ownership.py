@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megajax import reading
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.files import is_marked, write_atomically
 from megajax.errors import UserError
-from megajax.presets import read_toml
+from megajax.presets import is_of_run, read_toml
 from megajax.runs.formats import FORMAT
-
-MARK = "run.json"  # written before anything else
+from megajax.runs.metrics import is_metrics
+from megajax.runs.parts import MARK, marked_format
 
 
 def mark(run_dir: Path) -> None:
@@ -30,14 +31,6 @@ def entries(run_dir: Path) -> list[str]:
     return sorted(entry for entry in _names(run_dir) if entry != half or not is_marked(run_dir / half))
 
 
-def marked_format(run_dir: Path) -> int | None:
-    """The format that the mark of a folder names, None where there is no mark."""
-    content = _json(run_dir / MARK)
-    if isinstance(content, dict) and content.get("program") == "megajax" and isinstance(content.get("format"), int):
-        return content["format"]
-    return None
-
-
 def run_format(run_dir: Path) -> int | None:
     """The format of the run in a folder, None where there is no run."""
     if os.path.lexists(run_dir / MARK):
@@ -47,7 +40,7 @@ def run_format(run_dir: Path) -> int | None:
 
 def _is_unmarked_run(folder: Path) -> bool:
     """Whether a folder is of format 1, which had no mark: all that training would touch there must be a run's."""
-    parts = {"config.toml": _is_config, "metrics.jsonl": _is_metrics, "checkpoints": _is_checkpoints, "data": _is_data}
+    parts = {"config.toml": _is_config, "metrics.jsonl": is_metrics, "checkpoints": _is_checkpoints, "data": _is_data}
     names = _names(folder)
     if not all(is_own(folder / name) for name, is_own in parts.items() if name in names):
         return False
@@ -61,30 +54,12 @@ def _is_unmarked_run(folder: Path) -> bool:
     return "data.partial" in names or ("data" in names and not has_only_tokenizer(folder / "data"))
 
 
-_TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}
-_VALUES = {"seed", "precision", "run_dir", "resume", "simulate_devices"}
-
-
 def _is_config(file: Path) -> bool:
     """Whether a file is a configuration with every value, as training leaves one, not one that somebody wrote."""
     try:
-        content = read_toml(file)
+        return is_of_run(read_toml(file))
     except UserError:
         return False
-    return content.keys() >= _TABLES | _VALUES and all(isinstance(content[name], dict) for name in _TABLES)
-
-
-def _is_metrics(file: Path) -> bool:
-    """Whether every whole line of a file is one of metrics.jsonl."""
-
-    def is_record(line: bytes) -> bool:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return False
-        return isinstance(record, dict) and "step" in record and bool(record.keys() & {"loss", "validation_loss"})
-
-    return file.is_file() and all(map(is_record, file.read_bytes().split(b"\n")[:-1]))
 
 
 def _is_checkpoints(folder: Path) -> bool:
@@ -94,13 +69,13 @@ def _is_checkpoints(folder: Path) -> bool:
         if not entry.is_dir():
             return False
         inside = {part.name for part in entry.iterdir()}
-        parts = {"state", "digest", "_CHECKPOINT_METADATA", "commit_success.txt"}
+        parts = {"state", "digest", "_CHECKPOINT_METADATA", "commit_success.txt", "files.json"}
         return ".orbax-checkpoint-tmp" in entry.name or (bool(_CHECKPOINT.fullmatch(entry.name)) and inside <= parts)
 
     return folder.is_dir() and all(map(is_checkpoint, folder.iterdir()))
 
 
-_CHECKPOINT = re.compile(r"\d+|damaged-\d+-\d+")
+_CHECKPOINT = re.compile(r"[0-9]+|damaged-[0-9]+-[0-9]+")
 
 
 def _is_data(folder: Path) -> bool:
@@ -119,7 +94,7 @@ def _is_data(folder: Path) -> bool:
     return folder.is_dir() and all(map(is_part, folder.iterdir()))
 
 
-_CORPUS = re.compile(r"source-\d+|validation-[A-Za-z0-9_-]+")
+_CORPUS = re.compile(r"source-[0-9]+|validation-[A-Za-z0-9_-]+")
 _TOKENIZER = {name + suffix for name in ("vocab.json", "merges.txt", "vocab.txt") for suffix in ("", ".partial")}
 _HALF = {name + suffix for name in ("tokens.bin", "tokens.idx", "report.json") for suffix in ("", ".partial")}
 
@@ -130,11 +105,11 @@ def _is_half_a_corpus(folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    return reading.names(folder)
 
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        return reading.parse_json(reading.read_bytes(file).decode())
     except (OSError, ValueError):
         return None

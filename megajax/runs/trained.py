@@ -7,16 +7,21 @@ from typing import Any
 
 import jax
 
+from megajax import reading
 from megajax.config import Config, MeshConfig
+from megajax.data.corpus import kept_tokenizer
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
+from megajax.paths import check_path
+from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, choose_step
+from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
 from megajax.runs.formats import check_known
-from megajax.runs.ownership import marked_format
+from megajax.runs.mismatch import check_fits
+from megajax.runs.parts import marked_format
+from megajax.runs.stored import DamagedCheckpoint
 from megajax.validation import validate_mesh
 
 
@@ -38,10 +43,11 @@ class TrainedModel:
         """The weights of a run's checkpoint on the configuration's mesh; see `choose_step`.
 
         Raises:
-            UserError: there is no such checkpoint.
+            UserError: there is no such checkpoint, or not enough memory for it and a microbatch.
             RunError: it is damaged.
         """
         program = Program.on(config)
+        check_memory(program, training=False, rows=config.train.microbatch)
         return cls(program, *restore_params(program, run_dir, step))
 
 
@@ -57,6 +63,7 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
     try:
         return checkpoints.restore_params(number), number
     except DamagedCheckpoint as error:
+        check_fits(checkpoints.folder / str(number), program.layout.model)
         raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
     finally:
         checkpoints.close()
@@ -68,7 +75,8 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     Raises:
         UserError: that names `flag`.
     """
-    if not (run_dir / "config.toml").is_file():
+    check_path(run_dir, flag)
+    if not reading.is_file(run_dir / "config.toml"):
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
     check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
@@ -98,9 +106,9 @@ def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
         UserError: it has none, or one with more ids than the model.
     """
     folder = run_dir / "data" / "tokenizer"
-    if not folder.is_dir():
+    if not reading.kind(folder):
         raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = kept_tokenizer(run_dir / "data")
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"--checkpoint {run_dir}: the tokenizer in {folder} has {tokenizer.size} ids; "

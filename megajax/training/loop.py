@@ -1,9 +1,11 @@
 """The training loop: the host prepares and reports while the devices compute, and always knows the last good
 checkpoint."""
 
+import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -14,21 +16,24 @@ from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
 from megajax.data.gpt import Samples
 from megajax.data.loader import train_batches
+from megajax.ending import Stopped, keep_traces_in, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexity
-from megajax.generation.choice import Sampling
-from megajax.generation.text import continuation_text
-from megajax.generation.window import continue_in_windows
 from megajax.launch import give_back_freed_memory, start
-from megajax.processes import is_first_process, on_first_process
+from megajax.processes import Poll, is_first_process, on_first_process
+from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import claimed
+from megajax.runs.lock import RunLock
+from megajax.runs.retention import Retention
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
+from megajax.training.summary import sample, written
+from megajax.training.watchdog import COMPUTING, Watchdog
 from megajax.validation import validate
 
 
@@ -38,6 +43,7 @@ def train(config: Config) -> None:
     Raises:
         UserError: the configuration, the corpus or the run directory cannot be used.
         RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
+        Stopped: a signal asked for it, and a checkpoint was written.
     """
     if not config.data.path and not config.data.sources:
         raise UserError(
@@ -46,17 +52,25 @@ def train(config: Config) -> None:
         )
     start(config)
     validate(config, jax.device_count())
-    run_dir = Path(config.run_dir)
+    program = Program.on(config)
+    check_memory(program, training=True, rows=config.train.microbatch)
+    lock = RunLock(Path(config.run_dir))
+    try:
+        _train(config, Path(config.run_dir), program, lock)
+    finally:
+        lock.release()
 
+
+def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> None:
     def begin() -> None:
-        with claimed(run_dir, config):
+        with claimed(run_dir, config, lock):
             make_run_data(config, run_dir / "data")
 
     on_first_process(begin)
+    keep_traces_in(run_dir)
     data = open_run_data(config, run_dir / "data")
-    program = Program.on(config)
     _say(describe(program, data))
-    run = _Run(config, run_dir, program, data)
+    run = _Run(config, run_dir, program, data, lock)
     if run.first < config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
@@ -72,16 +86,23 @@ class _Pending:
     metrics: dict[str, jax.Array]
     dispatched: float
     data_seconds: float
+    asked: Callable[[], tuple[int, ...]]  # what processes asked of all after it
+
+
+class _SignalSeen(Exception):
+    """A signal asked all processes to stop."""
 
 
 class _Run:
     """One call of `train`: the state of the loop."""
 
-    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData):
-        self.config, self.run_dir, self.program, self.data = config, run_dir, program, data
-        self.checkpoints = Checkpoints(run_dir, program.layout, keep=config.checkpoint.keep)
-        self.state, self.saved = self._restore()  # after `saved` steps: the newest good checkpoint, None without one
-        self.first = self.saved or 0
+    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData, lock: RunLock):
+        self.config, self.run_dir, self.program, self.data, self.lock = config, run_dir, program, data, lock
+        saving = config.checkpoint
+        keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
+        self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
+        self.state = self._restore()
+        self.first = self.checkpoints.saved or 0
         self.skipped = self.first - int(self.state.step)  # steps without an update, in all and since the last with one
         self.skipped_in_row = 0
         self.log = RunLog(
@@ -91,27 +112,43 @@ class _Run:
             log_every=config.train.log_every,
             write=is_first_process(),
         )
+        self.watchdog = Watchdog(run_dir, config.distributed.patience)
+        self.poll = Poll()
+        self.stop_signal = 0  # that all processes know of
+        self.minutes_over = False  # of the time between two checkpoints
+        self.step = self.first  # under way
+        self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validation: Perplexity | None = None
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
         try:
-            self._steps()
-        finally:
-            self.checkpoints.close()
+            with stop_signals.deferred("the step under way is finished and a checkpoint written"):
+                self._steps()
+        except (Stopped, RunError, UserError):
+            self._close()
+            raise
+        except BaseException:  # other processes may be gone: nothing that they take part in
             self.log.close()
+            raise
+        self._close()
         self._summary()
 
-    def _restore(self) -> tuple[TrainState, int | None]:
+    def _close(self) -> None:
+        self.checkpoints.close()
+        self.log.close()
+        self.watchdog.close()
+
+    def _restore(self) -> TrainState:
         state, step, damaged = self.checkpoints.restore_newest()
         for message in damaged:
             _say(f"damaged checkpoint, the one before it is used: {message}")
         if state is None:
-            return self.program.layout.init(), None
+            return self.program.layout.init()
         self.checkpoints.set_aside(after=step)
         _say(f"resumed from step {step} of {self.run_dir}")
-        return state, step
+        return state
 
     def _steps(self) -> None:
         config = self.config
@@ -122,6 +159,8 @@ class _Run:
         pending: _Pending | None = None
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
+            self.step = step
+            self.watchdog.at(step, "loading its batch")
             asked = time.perf_counter()
             loaded = next(batches)
             data_seconds = time.perf_counter() - asked
@@ -131,24 +170,52 @@ class _Run:
                 step_function = train_step(self.program).lower(self.state, batch).compile()
                 self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
                 give_back_freed_memory()
+                if stop_signals.number and jax.process_count() == 1:
+                    raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
                 self.ready = time.perf_counter()
             dispatched = time.perf_counter()
+            self.watchdog.at(step, COMPUTING)
             self.state, metrics = step_function(self.state, batch)
+            asked_after = self.poll.ask(self._asks)
             if pending:
                 self._read(pending)
-            pending = _Pending(step, metrics, dispatched, data_seconds)
-            if self._due(step, config.train.eval_every) or self._due(step, config.checkpoint.every):
+            pending = _Pending(step, metrics, dispatched, data_seconds, asked_after)
+            if self._due(step, config.train.eval_every) or self._saves(step):
                 self._read(pending)
                 pending = None
                 self._validate_and_save(step)
+            for problem in self.checkpoints.news():
+                self.log.print(problem)
         self.checkpoints.wait()
+
+    def _asks(self) -> tuple[int, int]:
+        """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
+        minutes = self.config.checkpoint.minutes
+        over = is_first_process() and 0 < 60 * minutes <= time.monotonic() - self.last_save
+        return stop_signals.number, int(over)
+
+    def _look_for_a_signal(self) -> None:
+        """Between two batches of a validation.
+
+        Raises:
+            _SignalSeen: all processes have to stop.
+        """
+        self.watchdog.at(self.step, COMPUTING)
+        self.stop_signal = self.poll.ask(self._asks)()[0]
+        if self.stop_signal:
+            raise _SignalSeen
+
+    def _saves(self, step: int) -> bool:
+        return bool(self.stop_signal) or self.minutes_over or self._due(step, self.config.checkpoint.every)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.config.train.steps
 
     def _read(self, pending: _Pending) -> None:
-        """Wait for a step's metrics and log them."""
+        """Wait for a step's metrics and log them; hear what was asked after it."""
         metrics = {name: float(value) for name, value in pending.metrics.items()}
+        self.stop_signal, over = pending.asked()
+        self.minutes_over = bool(over)
         was_skipped = bool(metrics.pop("skipped"))
         losses = {name: metrics.pop(name) for name in list(metrics) if name.startswith("loss/")}
         now = time.perf_counter()
@@ -179,30 +246,57 @@ class _Run:
         self.log.print(f"{reason}: skipped")
 
     def _stop(self, reason: str) -> NoReturn:
-        self.checkpoints.wait()
-        saved = self.saved
-        where = "none yet" if saved is None else f"{self.checkpoints.folder / str(saved)} (step {saved})"
-        raise RunError(f"{reason}, so training stops; last good checkpoint: {where}")
+        with contextlib.suppress(RunError):  # of a write that failed: the reason comes first
+            self.checkpoints.wait()
+        raise RunError(f"{reason}, so training stops; last good checkpoint: {self.checkpoints.last_good}")
 
     def _validate_and_save(self, step: int) -> None:
-        if self._due(step, self.config.train.eval_every):
-            batches = self.config.train.eval_batches
-            self.validation = self._evaluate(batches)
-            named = {name: self._evaluate(batches, samples).loss for name, samples in self.data.validation_sets.items()}
-            self.log.record_validation(step, self.validation.loss, named)
-            loss = self.validation.loss
-        else:  # a checkpoint holds the weights after the step, whose loss nobody has seen yet
-            loss = self._evaluate(1).loss
-        if not math.isfinite(loss):
+        loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
+        if loss is None and not (self.stop_signal and self.validation is None):  # who stops doesn't wait for a compiler
+            loss = self._evaluate(1).loss  # of the weights after the step, which nobody has seen yet
+        if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
-        if self._due(step, self.config.checkpoint.every):
-            self.checkpoints.save(step, self.state)
-            self.saved = step
+        if self._saves(step):
+            self.watchdog.at(step, "writing a checkpoint")
+            self.lock.check()
+            measured = self._due(step, self.config.train.eval_every)
+            self.checkpoints.save(step, self.state, loss if measured and not self.stop_signal else None)
+            self.last_save, self.minutes_over = time.monotonic(), False
+        if self.stop_signal:
+            self._stop_by_signal(step)
         self.ready = time.perf_counter()
 
-    def _evaluate(self, batches: int, samples: Samples | None = None) -> Perplexity:
+    def _stop_by_signal(self, step: int) -> NoReturn:
+        self.checkpoints.wait()
+        for problem in self.checkpoints.news():
+            self.log.print(problem)
+        last = self.checkpoints.last_good
+        raise Stopped(
+            self.stop_signal,
+            f" after step {step} of {self.config.train.steps}; last good checkpoint: {last}; the same command goes on",
+        )
+
+    def _validate(self, step: int) -> float | None:
+        """The validation loss after a step, logged; None if a signal came meanwhile."""
+        batches = self.config.train.eval_batches
+        try:
+            validation = self._evaluate(batches, between=self._look_for_a_signal)
+            named = {
+                name: self._evaluate(batches, samples, self._look_for_a_signal).loss
+                for name, samples in self.data.validation_sets.items()
+            }
+        except _SignalSeen:
+            return None
+        self.validation = validation
+        self.log.record_validation(step, validation.loss, named)
+        return validation.loss
+
+    def _evaluate(
+        self, batches: int, samples: Samples | None = None, between: Callable[[], None] = lambda: None
+    ) -> Perplexity:
         """Of the validation split, or of other samples."""
-        return perplexity(self.program, self.state.params, samples or self.data.validation, batches=batches)
+        samples = samples or self.data.validation
+        return perplexity(self.program, self.state.params, samples, batches=batches, between=between)
 
     def _summary(self) -> None:
         steps = self.config.train.steps
@@ -219,39 +313,11 @@ class _Run:
         )
         if self.seconds:
             _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
-        text = self._sample()
+        text = sample(self.program, self.state.params, self.data.tokenizer)
         if text:
             _say(f"a sample:\n{text}")
-        _say(f"written to {self.run_dir}:")
-        for name, what in _WRITTEN.items():
-            if (self.run_dir / name).exists():
-                _say(f"  {self.run_dir / name}  {what}")
-
-    def _sample(self) -> str:
-        tokenizer, config = self.data.tokenizer, self.config.sample
-        if tokenizer is None or config.tokens == 0:
-            return ""
-        prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
-        one_row = dataclasses.replace(self.config.train, global_batch=self.config.mesh.data, microbatch=1)
-        ids = continue_in_windows(
-            Program(dataclasses.replace(self.config, train=one_row), self.program.mesh),
-            self.state.params,
-            prompt,
-            num_tokens=config.tokens,
-            sampling=Sampling(config.temperature, seed=self.config.seed),
-            end=tokenizer.end_of_text,
-        )
-        return config.prompt + continuation_text(tokenizer, prompt, ids)
-
-
-_WRITTEN = {
-    "config.toml": "the run's configuration, itself a preset",
-    "metrics.jsonl": "every step's figures",
-    "loss.png": "loss curves",
-    "tensorboard": "events for TensorBoard",
-    "checkpoints": "state, mesh-independent",
-    "data": "tokens and tokenizer",
-}
+        for line in written(self.run_dir):
+            _say(line)
 
 
 def _say(text: str) -> None:

@@ -47,4 +47,4 @@ def plot_loss(path: Path, name: str, training: Points, validation: Points) -> No
         axes.legend(frameon=False)
     with file_atomically(path) as new, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # a name in any script
-        figure.savefig(new, format="png")
+        figure.savefig(new, format="png", metadata={"Software": "megajax train"})

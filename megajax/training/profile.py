@@ -15,6 +15,7 @@ from megajax.launch import start
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
 from megajax.processes import is_first_process, of_first_process
+from megajax.program.memory import check_memory
 from megajax.program.parts import one_part
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
@@ -55,6 +56,7 @@ def profile_pipeline(config: Config) -> Profile:
     start(config)
     validate(config, jax.device_count())
     program = Program.on(config)
+    check_memory(program, training=True, rows=config.train.microbatch)
     found = measure(program)
     if is_first_process():
         print("\n".join(_report(program, found)), flush=True)

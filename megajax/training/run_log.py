@@ -48,6 +48,7 @@ class RunLog:
         self._progress = TrainingProgress(total_steps, finished_steps, log_every, write, console)
         self._training: list[tuple[int, float]] = []
         self._validation: list[tuple[int, float]] = []
+        self._drawn: tuple[int, int] | None = None  # how many of them loss.png shows
         if write:
             try:
                 self._file = self._reopen(finished_steps)
@@ -131,7 +132,9 @@ class RunLog:
 
     def plot(self) -> None:
         """Draw loss.png from everything recorded."""
-        if self._write and (self._training or self._validation):
+        points = len(self._training), len(self._validation)
+        if self._write and any(points) and points != self._drawn:
+            self._drawn = points
             plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
 
     def close(self) -> None:

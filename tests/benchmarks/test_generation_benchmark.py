@@ -29,7 +29,7 @@ def test_both_sides_find_the_same_ids():
     assert result["ratio"] == pytest.approx(result["tokens_per_second"] / result["peer_tokens_per_second"])
 
 
-@pytest.mark.parametrize("flags", ["--new-tokens 64", "--batch x"])
+@pytest.mark.parametrize("flags", ["--new-tokens 64", pytest.param("--batch x", marks=pytest.mark.full)])
 def test_bad_flags_are_one_line(flags):
     done = run(*flags.split())
     assert done.returncode == 2 and done.stdout == ""

@@ -30,7 +30,8 @@ def test_our_side_alone():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--threads 99", pytest.param("--device tpu", marks=pytest.mark.full), "--model.layers 3"]
+    "flags",
+    ["--threads 99", *(pytest.param(flags, marks=pytest.mark.full) for flags in ("--device tpu", "--model.layers 3"))],
 )
 def test_bad_flags_are_one_line(flags):
     done = run(*flags.split())

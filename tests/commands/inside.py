@@ -14,7 +14,7 @@ from unittest import mock
 
 import jax
 
-from megajax import launch
+from megajax import ending, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +39,10 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(os, "_exit", leave),
-        mock.patch.object(launch, "_last_words", lambda text: print(text, file=err)),
+        mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
         contextlib.suppress(_Ended, SystemExit),
     ):
-        launch.run(main)
+        ending.run(main)
     return code, out.getvalue(), err.getvalue()
 
 

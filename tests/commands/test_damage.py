@@ -1,5 +1,6 @@
 """What is not the user's mistake: damaged checkpoints, and a loss that is not finite."""
 
+import errno
 import math
 import re
 import shutil
@@ -16,6 +17,8 @@ from processes import (
     training,
     validation,
 )
+
+from megajax.runs.writing import Write
 
 TOO_FAST = ("--optimizer.learning-rate", 1e30)  # finite weights, but nothing that can be computed with them
 
@@ -83,6 +86,34 @@ def test_each_damage_by_itself(commands: Commands, straight: Run, damage, tmp_pa
     assert_same_checkpoint(run, straight.folder, 20)
 
 
+def test_a_checkpoint_that_cannot_be_written_does_not_end_training(
+    commands: Commands, half: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one line; the next one is written. Only if the last state of the run is lost, the exit code says
+    so."""
+    run = shutil.copytree(half.folder, tmp_path / "run")
+    plain, faults = Write._write_part, {11}
+
+    def failing(write: Write) -> None:
+        if write.step in faults:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(write)
+
+    monkeypatch.setattr(Write, "_write_part", failing)
+    done = commands.train(run, "--train.steps", 12, "--checkpoint.every", 1)
+    lines = [line for line in done.out.splitlines() if "could not be written" in line]
+    assert lines == [
+        "the checkpoint of step 11 could not be written: no space left on device; training goes on (1 of 3 in a row)"
+    ]
+    assert done.err == "" and checkpoint_steps(run) == [5, 10, 12]
+    faults.add(13)
+    line = ("train.py", commands.preset, "--run-dir", run, "--train.steps", 13, "--checkpoint.every", 1)
+    done = commands.run(*line)
+    assert done.code == 1 and len(done.err.splitlines()) == 1
+    assert done.err.endswith(f"no space left on device; last good checkpoint: {run / 'checkpoints' / '12'} (step 12)\n")
+    assert checkpoint_steps(run) == [5, 10, 12]
+
+
 def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, half: Run, tmp_path: Path) -> None:
     """Steps whose loss is not finite are skipped, counted and reported, two of them; the third in a row ends the run:
     exit code 1, the step and the last good checkpoint in the last line. Checkpoints stay as they are, and with a sane
@@ -90,7 +121,7 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
     run = shutil.copytree(half.folder, tmp_path / "run")
     before = contents(run / "checkpoints")
     line = ("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
-    done = commands.run_process(*line)
+    done = commands.run(*line)
     assert done.code == 1, (done.out, done.err)
     last = done.err.splitlines()[-1]
     assert "step 14" in last and str(run / "checkpoints" / "10") in last

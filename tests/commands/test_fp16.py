@@ -10,6 +10,7 @@ FLAGS += ("--optimizer.gradient-dtype", "fp16", "--optimizer.zero", 3, "--sequen
 STEPS = 14
 
 
+@pytest.mark.full
 def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> None:
     """The first steps overflow and are counted, the learning rate waits for them, the scale comes down and later grows;
     a run that stopped among them goes on bit for bit. What it leaves is evaluated in fp32 on another mesh."""

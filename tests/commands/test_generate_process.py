@@ -4,6 +4,7 @@ import pytest
 from processes import Commands, Run, contents
 
 
+@pytest.mark.full
 def test_the_text_alone_is_standard_output(commands: Commands, straight: Run) -> None:
     """What was sampled at the end of training; the run is only read."""
     before = contents(straight.folder)

@@ -31,7 +31,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from lm_eval.api.registry import get_model
 import megajax.evaluation.harness
-from megajax.launch import run
+from megajax.ending import run
 
 def main():
     run_dir, tasks = sys.argv[1:]

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from processes import Commands, Run, assert_close_losses, curve, validation
 
+from megajax.training import profile
+
 
 @pytest.mark.full
 def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
@@ -35,8 +37,10 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
         pytest.param("--pipeline.vocabulary split --train.remat stage", marks=pytest.mark.full),
     ],
 )
-def test_profile(commands: Commands, flags: str, tmp_path: Path) -> None:
+def test_profile(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; no run."""
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    monkeypatch.setattr(profile, "SECONDS_PER_MEASUREMENT", 0.01)
     arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, *flags.split())
     done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()

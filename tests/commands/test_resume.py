@@ -62,6 +62,7 @@ def test_resume_from_a_mesh_of_eight_on_one_device(
     assert_close_losses(curve(run), curve(straight.folder))
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """`kill -9` after the first checkpoint: the second try ends with the same numbers, each step recorded once."""
     run = tmp_path / "run"

@@ -60,9 +60,9 @@ def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--mesh.pipe 2 --microbatches 0", "--microbatches 0; valid: 1 or more"),
+        ("--mesh.pipe 2 --microbatches 0", "--microbatches 0; valid: 1 to"),
         ("--mesh.pipe 2", "--microbatches missing; valid:"),
-        ("--mesh.pipe 0 --microbatches 2", "--mesh.pipe 0; valid: 1 or more"),
+        ("--mesh.pipe 0 --microbatches 2", "--mesh.pipe 0; valid: 1 to 100000"),
         (
             "--microbatches 2 --pipeline.schedule zigzag",
             "'zigzag'; valid: 1f1b, gpipe, interleaved",

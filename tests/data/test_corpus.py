@@ -57,8 +57,15 @@ def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
     assert report.text_bytes == sum(map(len, TEXTS))
     assert report.tokens == corpus.tokens.num_tokens
     assert report.tokenizer_seconds > 0 and report.encoding_seconds > 0
-    files = ["report.json", "tokenizer/merges.txt", "tokenizer/vocab.json", "tokens.bin", "tokens.idx"]
-    assert sorted(content(tmp_path / "run")) == files
+    files = {
+        "report.json",
+        "tokenizer/merges.txt",
+        "tokenizer/vocab.json",
+        "tokens.bin",
+        "tokens.digests",
+        "tokens.idx",
+    }
+    assert content(tmp_path / "run").keys() == files | {f"tokens.{end}" for end in ("bin", "idx", "digests")}
     assert texts_of(open_corpus(tmp_path / "run", 400)) == TEXTS
 
 
@@ -105,7 +112,7 @@ def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tok
     monkeypatch.chdir(tmp_path)
     make_corpus("texts", "", 300, tmp_path / "run")  # the same folder by another name
     with pytest.raises(
-        UserError, match=r"--data\.path 'python-stdlib': .* was made from .*texts'; use that, or another"
+        UserError, match=r"--data\.path 'python-stdlib': .* was made from .*texts'; valid: that, or a new"
     ):
         make_corpus("python-stdlib", "", 300, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer\.path .*given': .* was made from ''"):
@@ -113,7 +120,7 @@ def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tok
 
 
 def test_tokenizer_larger_than_the_model(source, small_tokenizer, tmp_path):
-    message = r"--tokenizer\.path: the tokenizer in .*given has 280 ids; --model\.vocab-size 279 must be at least that"
+    message = r"--tokenizer\.path: the tokenizer in .*given has 280 ids; valid: at most --model\.vocab-size 279"
     with pytest.raises(UserError, match=message):
         make_corpus(source, small_tokenizer, 279, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -158,7 +165,7 @@ def test_prepared_dataset_with_ids_beyond_the_vocabulary(prefix, tmp_path):
 def test_half_a_prepared_dataset(prefix, tmp_path):
     Path(prefix + ".idx").unlink()
     for name in prefix, prefix + ".bin", prefix + ".idx":
-        with pytest.raises(UserError, match=r"--data\.path: a prepared dataset is both .*\.bin and .*\.idx, only one"):
+        with pytest.raises(UserError, match=r"--data\.path: only one of .*\.bin and .*\.idx exists; valid: both"):
             make_corpus(name, "", 300, tmp_path / "run")
 
 
@@ -174,7 +181,9 @@ def test_prepared_dataset_that_changed(prefix, tmp_path):
 def test_damaged_report(source, tmp_path, bad):
     make_corpus(source, "", 300, tmp_path / "run")
     (tmp_path / "run" / "report.json").write_text(bad)
-    with pytest.raises(UserError, match=r"report\.json: not the report of a corpus; delete .*run to"):
+    with pytest.raises(
+        UserError, match=r"report\.json: not the report of a corpus; valid: the file as it was, or no .*run"
+    ):
         make_corpus(source, "", 300, tmp_path / "run")
 
 
@@ -262,7 +271,7 @@ def test_evaluation_of_a_prepared_dataset(prefix, small_tokenizer):
     with pytest.raises(UserError, match="beyond the vocabulary"):
         evaluation_tokens(prefix, train_tokenizer(TEXTS, 260))
     os.remove(prefix + ".bin")
-    with pytest.raises(UserError, match="--data: a prepared dataset is both"):
+    with pytest.raises(UserError, match=r"--data: only one of .* exists; valid: both"):
         evaluation_tokens(prefix, tokenizer)
     with pytest.raises(UserError, match=r"--data: .*nowhere does not exist"):
         evaluation_tokens("nowhere", tokenizer)

@@ -247,5 +247,5 @@ def test_corpus_shorter_than_one_sequence(lengths):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_nothing_to_evaluate(length):
-    with pytest.raises(UserError, match=rf"corpus\.bin has {length} tokens; at least 2"):
+    with pytest.raises(UserError, match=rf"corpus\.bin has {length} tokens; valid: at least 2"):
         EvaluationSamples(corpus([length]), sequence_length=4)

@@ -107,8 +107,8 @@ GOOD = {"sequences": [[1, 2, 3], [4, 5]], "documents": [0, 1, 2]}
 @pytest.mark.parametrize(
     "lie, problem",
     [
-        ({"magic": b"TNTIDX\x00\x00\x00"}, "does not start with MMIDIDX"),
-        ({"version": 2}, "version 2 .* only version 1"),
+        ({"magic": b"TNTIDX\x00\x00\x00"}, "starts with MMIDIDX"),
+        ({"version": 2}, "version 2 .*; valid: version 1"),
         ({"code": 6}, "type code 6 is floating-point numbers, not tokens"),
         ({"code": 7}, "type code 7 is floating-point numbers, not tokens"),
         ({"code": 9}, "type code 9 is unknown; valid are"),
@@ -116,7 +116,7 @@ GOOD = {"sequences": [[1, 2, 3], [4, 5]], "documents": [0, 1, 2]}
         ({"num_sequences": 1}, "truncated or damaged"),
         ({"num_sequences": 2**63 + 1}, "truncated or damaged"),
         ({"num_entries": 2**64 - 1}, "truncated or damaged"),
-        ({"lengths": [3, -2]}, "sequence 1 has a negative length"),
+        ({"lengths": [3, -2]}, "sequence 1 has the length -2; valid: 0 or more"),
         ({"lengths": [2, 2]}, "sequence 1 starts at byte 6"),
         ({"lengths": [3, 1]}, "10 bytes, but .* describes 8 bytes"),
         ({"lengths": [3, 3]}, "10 bytes, but .* describes at least 12 bytes"),
@@ -124,9 +124,9 @@ GOOD = {"sequences": [[1, 2, 3], [4, 5]], "documents": [0, 1, 2]}
         ({"pointers": [0, 4]}, "sequence 1 starts at byte 4"),
         ({"pointers": [2, 8]}, "sequence 0 starts at byte 2"),
         ({"pointers": [0, -(2**63)]}, "sequence 1 starts at byte -"),
-        ({"documents": [0, 1]}, "document index must go from 0 to 2"),
-        ({"documents": [1, 2]}, "document index must go from 0 to 2"),
-        ({"documents": []}, "document index must go from 0 to 2"),
+        ({"documents": [0, 1]}, "no index of documents; valid: one from 0 to 2"),
+        ({"documents": [1, 2]}, "no index of documents; valid: one from 0 to 2"),
+        ({"documents": []}, "no index of documents; valid: one from 0 to 2"),
         ({"documents": [0, 2, 1, 2]}, "document index falls at document 1"),
         ({"documents": [0, 3, 2]}, "document index falls at document 1"),
     ],
@@ -213,7 +213,9 @@ def test_ids_beyond_the_vocabulary(tmp_path, monkeypatch, code):
     write_by_description(tmp_path / "m", [[1, 2, 3, 4, 5], [6, 50, 100]], [0, 1, 2], code=code)
     dataset = IndexedDataset(tmp_path / "m")
     dataset.check_vocabulary(101)
-    message = r"m\.bin: token id 50 at position 6 .*--model\.vocab-size 50 allows 0 to 49, the largest id here is 100"
+    message = (
+        r"m\.bin: token id 50 at position 6 .*valid: 0 to 49, with --model\.vocab-size 50; the largest id here is 100"
+    )
     with pytest.raises(UserError, match=message):
         dataset.check_vocabulary(50)
 

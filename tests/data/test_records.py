@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megajax import reading
 from megajax.data.records import NoText, Record, TextFiles, text_of
 from megajax.data.text import TextDocuments
 from megajax.errors import UserError
@@ -65,9 +66,9 @@ def test_another_key(tmp_path):
     for name in "a.jsonl", "b.parquet":
         files = TextFiles([write(tmp_path / name, key="body")], "INPUT")
         assert [text_of(record, "body") for record, _ in files.records(key="body")] == TEXTS
-    with pytest.raises(UserError, match=r'b\.parquet has no column "text"; it has "id", "body"'):
+    with pytest.raises(UserError, match=r'b\.parquet has no column "text"; valid: one of "id", "body"'):
         list(TextFiles([tmp_path / "b.parquet"], "INPUT").records())
-    with pytest.raises(UserError, match='column "id" has the type int64; it must be text'):
+    with pytest.raises(UserError, match='column "id" has the type int64; valid: text'):
         list(TextFiles([tmp_path / "b.parquet"], "INPUT").records(key="id"))
     with pytest.raises(NoText, match='no text under the key "text"; there are "body"'):
         text_of(Record(0, 1, "json", (tmp_path / "a.jsonl").read_bytes().splitlines()[0]))
@@ -101,3 +102,48 @@ def test_parquet_texts_that_are_not_utf8(tmp_path):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged: a text .* is not UTF-8"):
         list(TextDocuments(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("most", [1, pytest.param(256, marks=pytest.mark.full)])
+def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
+    """Of an archive that is a thousand times smaller; no more of it is unpacked than may be read."""
+    assert reading.LINE_BYTES == 256 << 20
+    monkeypatch.setattr("megajax.reading.LINE_BYTES", most << 20)
+    line = b'{"text": "' + b"a" * (most + 1 << 20) + b'"}\n'
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor(level=1).compress(b'{"text": "b"}\n' + line))
+    with pytest.raises(UserError, match=rf"a\.jsonl\.zst: line 2 has more than {most} MiB; valid: at most that"):
+        list(TextFiles([tmp_path / "a.jsonl.zst"], "INPUT").records())
+
+
+@pytest.mark.parametrize("name", ["a.txt", "folder/a.txt"])
+def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
+    """A file of a folder, and one document of a file, and a file that is not cut."""
+    monkeypatch.setattr("megajax.reading.LINE_BYTES", 1 << 20)
+    (tmp_path / "folder").mkdir()
+    text = "short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short"
+    (tmp_path / name).write_text(text)
+    path = (tmp_path / name) if name == "a.txt" else tmp_path / "folder"
+    with pytest.raises(UserError, match=r"a\.txt: more than .* MiB as one text"):
+        list(TextDocuments(path, cut=name == "a.txt"))
+
+
+@pytest.mark.parametrize("size", [13, 14, 17, 1000])
+def test_separators_that_lie_across_blocks(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("megajax.data.records._BLOCK_BYTES", size)
+    texts = ["one", "", "two <|end", "three<|endoftext|", "|>", "four" * 9]
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
+    assert [record.content for record, _ in TextFiles([tmp_path / "a.txt"], "INPUT").records()] == texts
+
+
+def test_a_value_of_parquet_that_stands_in_many_rows(tmp_path, monkeypatch):
+    """It is stored once: a small file could fill any memory."""
+    monkeypatch.setattr("megajax.data.records._ROWS_BYTES", 1 << 24)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 250, pa.int32()), pa.array(["a" * (1 << 20)]))
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", compression="gzip", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 16
+    before = pa.total_allocated_bytes()
+    peak = 0
+    for record, _ in TextFiles([tmp_path / "a.parquet"], "INPUT").records():
+        assert len(record.content) == 1 << 20
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert 1 << 20 < peak < 1 << 26

@@ -144,7 +144,7 @@ def test_jsonl_with_mark_windows_ends_and_blank_lines(tmp_path):
 @pytest.mark.parametrize("folder", [False, True])
 def test_broken_jsonl_names_file_and_line(tmp_path, line, problem, folder):
     file = write(tmp_path / "a.jsonl", b'{"text": "good"}\n\n' + line + b"\n")
-    with pytest.raises(UserError, match=rf"a\.jsonl:3: .*{problem}.*each line must be") as caught:
+    with pytest.raises(UserError, match=rf"a\.jsonl:3: .*{problem}.*; valid: ") as caught:
         list(TextDocuments(tmp_path if folder else file))
     assert "\n" not in str(caught.value)
 
@@ -162,7 +162,7 @@ def test_standard_library():
     assert {file.suffix for file in documents._files.files} == {".py"}
 
 
-@pytest.mark.parametrize("path, problem", [("nowhere", "does not exist"), ("", "is not given"), ("fifo", "neither")])
+@pytest.mark.parametrize("path, problem", [("nowhere", "not exist"), ("", "not given"), ("fifo", "is a named pipe")])
 def test_unusable_paths(tmp_path, monkeypatch, path, problem):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
@@ -174,7 +174,7 @@ def test_unusable_paths(tmp_path, monkeypatch, path, problem):
 def test_source_without_text(tmp_path, content):
     if content is not None:
         write(tmp_path / "a.txt", content)
-    with pytest.raises(UserError, match=r"--data: .* contains no text.*give") as caught:
+    with pytest.raises(UserError, match=r"--data: .* contains no text.*; valid: ") as caught:
         list(TextDocuments(tmp_path, flag="--data"))
     assert ("1 files are not UTF-8" in str(caught.value)) == (content == b"\xff")
 
@@ -199,10 +199,9 @@ def test_refused_file(tmp_path, folder, monkeypatch):
     """As above, for root: the operating system's refusal is simulated."""
     file = write(tmp_path / "secret.txt", "text")
 
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("megajax.data.compressed.open_file", refuse)
     with pytest.raises(UserError, match=r"--data\.path: cannot read .*secret\.txt: Permission denied"):
         list(TextDocuments(tmp_path if folder else file, cut=False))

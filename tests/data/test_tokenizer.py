@@ -98,15 +98,17 @@ def test_training_is_deterministic_across_processes_and_cores(tmp_path):
 
 
 def test_vocabulary_too_small_to_train():
-    with pytest.raises(UserError, match=r"--model\.vocab-size 256: must be at least 257"):
+    with pytest.raises(UserError, match=r"--model\.vocab-size 256; valid: 257 or more"):
         train_tokenizer(CORPUS, 256)
 
 
 def test_folder_without_tokenizer(tmp_path):
-    with pytest.raises(UserError, match=r"--tokenizer\.path: .*nowhere is not a folder; give one with vocab\.json"):
+    with pytest.raises(UserError, match=r"--tokenizer\.path: .*nowhere is not a folder; valid: a folder with v"):
         load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"--tokenizer\.path: .* has no tokenizer; valid: a folder with vocab\.json"):
+        load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UserError, match=r"--tokenizer\.path: .* does not have vocab\.json and merges\.txt"):
+    with pytest.raises(UserError, match=r"--tokenizer\.path: .* has vocab\.json without merges\.txt; valid"):
         load_tokenizer(tmp_path)
     assert not is_tokenizer_folder(tmp_path)
 
@@ -120,9 +122,9 @@ def _without(vocabulary, *tokens):
     [
         (lambda v: json.dumps(v)[:-5], "not JSON"),
         (lambda v: b"\xff", "not UTF-8"),
-        (lambda v: "[]", "must be one JSON object"),
-        (lambda v: json.dumps(v | {"x": "1"}), "must be one JSON object"),
-        (lambda v: json.dumps(v | {"x": -1}), "must be one JSON object"),
+        (lambda v: "[]", "no vocabulary; valid: one JSON object"),
+        (lambda v: json.dumps(v | {"x": "1"}), "no vocabulary; valid: one JSON object"),
+        (lambda v: json.dumps(v | {"x": -1}), "no vocabulary; valid: one JSON object"),
         (lambda v: json.dumps(v | {"xyzzy": 0}), "two tokens have the same id"),
         (lambda v: json.dumps(_without(v, "a", "Ġ")), "2 of the 256 bytes have no token"),
         (lambda v: json.dumps(_without(v, END_OF_TEXT)), r"no <\|endoftext\|> token"),
@@ -144,7 +146,7 @@ def test_broken_merges(tmp_path, line):
     SMALL.save(tmp_path)
     with (tmp_path / "merges.txt").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(UserError, match=r"merges\.txt:45: must be two tokens"):
+    with pytest.raises(UserError, match=r"merges\.txt:45: no merge; valid: two tokens"):
         load_tokenizer(tmp_path)
 
 

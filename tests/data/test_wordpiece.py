@@ -51,5 +51,5 @@ def test_broken_vocabulary(tmp_path, content, problem):
 
 
 def test_too_small_a_vocabulary():
-    with pytest.raises(UserError, match="--vocab-size 20: must be at least 100"):
+    with pytest.raises(UserError, match="--vocab-size 20; valid: 100 or more"):
         train_tokenizer(CORPUS, 20, "wordpiece", flag="--vocab-size")

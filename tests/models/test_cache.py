@@ -73,7 +73,11 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ("mesh", "sizes"),
     [
         ((1, 1, 1), {"num_layers": 3, "vocab_size": 67, "vocab_multiple": 1}),
-        ((1, 1, 2), {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129}),
+        pytest.param(
+            (1, 1, 2),
+            {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129},
+            marks=pytest.mark.full,
+        ),
         ((2, 1, 2), {"num_layers": 2, "sequence_length": 11}),
     ],
 )

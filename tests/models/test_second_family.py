@@ -38,7 +38,7 @@ def reference() -> Trace:
     "options",
     [
         {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "zero": 3, "sequence_parallel": True},
-        {"remat": "selective"},
+        pytest.param({"remat": "selective"}, marks=pytest.mark.full),
     ],
     ids=["split", "plain"],
 )

@@ -41,7 +41,9 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(
+    "limit", [pytest.param(limit, marks=[pytest.mark.full] if limit == "documents" else []) for limit in LIMITS]
+)
 def test_blocks_are_the_dense_attention(limit):
     """Output and gradients of q, k and v, over two blocks of queries."""
     length = 140

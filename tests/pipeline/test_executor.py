@@ -158,7 +158,7 @@ def compiled(remat: str, scan_layers: str) -> tuple:
     return program, *(fast_compile(loop.lower(*arguments)) for loop in loops)
 
 
-LOOPS = [("none", "true"), ("layer", "false")]  # remat, scan_layers
+LOOPS = [("none", "true"), pytest.param("layer", "false", marks=pytest.mark.full)]  # remat, scan_layers
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)

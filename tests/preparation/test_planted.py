@@ -82,7 +82,7 @@ def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
     assert {key for key in once if once[key] != again[key]} <= different
 
 
-@pytest.mark.parametrize("stage", ["clean-000001.npz", "pairs.done"])
+@pytest.mark.parametrize("stage", ["clean-000001.npz", pytest.param("pairs.done", marks=pytest.mark.full)])
 def test_killed_and_resumed(planted, prefix, tmp_path, stage):
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "megajax", "prepare", planted.corpus, "--output", output, "--vocab-size", "400"]
@@ -118,6 +118,7 @@ def test_done_is_done(planted, prefix):
     assert [Path(prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == stamps
 
 
+@pytest.mark.full
 def test_a_small_index_gives_the_same(planted, prefix, tmp_path, monkeypatch):
     """Sorted in many parts instead of at once."""
     monkeypatch.setattr("megajax.preparation.duplicates._ENTRIES", 100)

@@ -3,6 +3,7 @@
 import fcntl
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,21 @@ def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
     assert run(capsys, file, "--output", tmp_path / "b", "--max-broken", "3")["resumed"]
 
 
+def test_files_whose_names_are_not_utf8(tmp_path, capsys):
+    """They are read, and the report names them by escapes, so that it is the same when it is read again."""
+    folder = tmp_path / os.fsdecode(b"in\xff")
+    folder.mkdir()
+    jsonl(folder / os.fsdecode(b"a\xfe.jsonl"), *TEXTS[:3], TEXTS[0])
+    flags = (folder, "--output", tmp_path / "a", "--min-tokens", "0")
+    found = run(capsys, *flags)
+    assert found["documents"] == 3 and found["dropped"]["exact duplicate"]["examples"][0]["place"].endswith(
+        "a\udcfe.jsonl:4"
+    )
+    assert run(capsys, *flags) == found
+    main([str(argument) for argument in flags] + ["--vocab-size", "300", "--workers", "1"])
+    assert "written: " in capsys.readouterr().out
+
+
 def test_wrong_key(tmp_path, capsys):
     file = jsonl(tmp_path / "a.jsonl", *TEXTS, key="body")
     with pytest.raises(UserError, match=r'no text in .*a\.jsonl:1: no text under the key "text"; there are "body"'):
@@ -123,14 +139,15 @@ def test_wrong_key(tmp_path, capsys):
     [
         ("nowhere.txt", "INPUT: nowhere.txt does not exist"),
         ("empty.txt", r"INPUT: no text in empty\.txt"),
-        ("short.jsonl", "none of the 2 documents is left: 2 too short"),
+        ("short.jsonl", "none of the 2 documents is left: 2 too short; --min-tokens 128"),
         ("a.jsonl --jaccard 0.1", r"--jaccard 0\.1; valid: 0\.3 to 0\.99"),
         ("a.jsonl --tokenizer nowhere", "--tokenizer: nowhere is not a folder"),
-        ("a.jsonl --vocab-size 20", "--vocab-size 20: must be at least 257"),
+        ("a.jsonl --vocab-size 20", "--vocab-size 20; valid: 257 or more"),
         ("a.jsonl --decontaminate nowhere", "--decontaminate: nowhere does not exist"),
-        ("a.jsonl --workers -1", "--workers -1; valid: 1 or more"),
-        ("a.jsonl --min-tokens -1", "--min-tokens -1; valid: 0 or more"),
+        ("a.jsonl --workers -1", "--workers -1; valid: 1 to 1024, or 0"),
+        ("a.jsonl --min-tokens -1", "--min-tokens -1; valid: 0 to"),
         ("a.jsonl --text-key", "--text-key needs a value"),
+        ("a.jsonl --output a/..", r"--output 'a/\.\.'; valid: a path without a suffix"),
         ("a.jsonl --jacard 0.8", "did you mean --jaccard"),
         ("", "INPUT missing"),
     ],

@@ -1,14 +1,17 @@
-"""Bytes per parameter of weights, optimizer state and gradients: Megatron-LM's published rows."""
+"""Bytes per parameter of weights, optimizer state and gradients: Megatron-LM's published rows; and whether they fit."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
 from tiny import abstract_batch, tiny_config, tiny_program
 
+from megajax.errors import UserError
 from megajax.models.family import count_parameters
-from megajax.program.memory import state_bytes
+from megajax.program import memory
+from megajax.program.memory import kept_bytes, state_bytes
 from megajax.program.program import Program
 from megajax.program.train_step import train_step
 
@@ -43,7 +46,7 @@ def test_bytes_per_parameter(row, data):
 @pytest.mark.parametrize(
     "row", [("bf16", "fp32"), pytest.param(("fp32", "fp32"), marks=pytest.mark.full)], ids="-".join
 )
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3])
 def test_the_compiled_step_takes_that_state(zero, row):
     """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
     made = program(4, zero, *row)
@@ -55,3 +58,35 @@ def test_the_compiled_step_takes_that_state(zero, row):
     state = sum(parts.values()) - parts["gradients"]
     assert 0 <= compiled.argument_size_in_bytes - state - rows < 1024
     assert compiled.alias_size_in_bytes >= state  # updated where it lies
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [((1, 1, 1), 1), ((2, 2, 1), 0), ((2, 1, 2), 3)])
+def test_what_does_not_fit_is_refused_to_the_byte(mesh, zero, monkeypatch) -> None:
+    """The devices of a CPU share its memory; a GPU has its own, and where it does not say how much, all fits."""
+    program = tiny_program(tiny_config(mesh, precision="bf16", zero=zero))
+    weights, main, moments = kept_bytes(program.layout).values()
+    devices = math.prod(mesh)
+    activations = 3 * 16 * 24 * 2  # rows, tokens, width, bytes
+    for needed, options in (
+        (weights + main + moments + activations, {"training": True, "rows": 3}),
+        (weights, {"training": False}),
+    ):
+        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices)
+        memory.check_memory(program, **options)
+        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices - 1)
+        with pytest.raises(
+            UserError, match=rf"--model\.num-layers 4, .* need .* on each of {devices} devices .*; valid: "
+        ):
+            memory.check_memory(program, **options)
+
+
+def test_the_memory_of_devices(monkeypatch) -> None:
+    def gpus(*limits):
+        stats = [None if limit is None else {"bytes_limit": limit} for limit in limits]
+        return [SimpleNamespace(platform="gpu", memory_stats=lambda each=each: each) for each in stats]
+
+    assert memory._device_bytes(gpus(5, 3, None)) == 3 and memory._device_bytes(gpus(None)) == math.inf
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 8)
+    assert memory._device_bytes([SimpleNamespace(platform="cpu")] * 4) == 2
+    monkeypatch.undo()
+    assert 2**28 < memory._machine_bytes() < 2**50

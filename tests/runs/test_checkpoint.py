@@ -1,10 +1,12 @@
 """Checkpoints: the same state on any mesh, and damage that is noticed."""
 
 import dataclasses
+import functools
 import gc
 import itertools
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +18,11 @@ from tiny import tiny_config, tiny_program
 from megajax.errors import RunError
 from megajax.optim.loss_scale import LossScale
 from megajax.program.state import StateLayout, TrainState
-from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint, digest
+from megajax.program.transfer import Transfer
+from megajax.runs import checkpoint, stored
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.retention import Retention
+from megajax.runs.stored import DamagedCheckpoint
 
 # Orbax abandons its other reads when one fails, and Python complains when it finds them.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -57,6 +63,15 @@ def find_abandoned_reads() -> Iterator[None]:
     """Let Python find them here, not in another test."""
     yield
     gc.collect()
+
+
+transfer_of = functools.cache(Transfer)
+
+
+@pytest.fixture(autouse=True)
+def conversions_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every start of a run."""
+    monkeypatch.setattr(checkpoint, "Transfer", transfer_of)
 
 
 @pytest.fixture(scope="module")
@@ -121,37 +136,6 @@ def test_a_loss_scale_is_for_fp16_only() -> None:
     assert go_on(state, "fp16", "bf16", "fp32", "fp16") == (65536.0, 0)
 
 
-def test_the_digest_notices_any_changed_element_and_swapped_neighbours() -> None:
-    """Every element of arrays of up to three dims, a change of the last bit, and -0 for 0."""
-    rng = np.random.default_rng(0)
-    sums = jax.jit(digest)
-    for shape in ((), (37,), (5, 33), (3, 4, 6)):
-        for dtype in (np.float32, np.int32):
-            array = rng.integers(1, 100, shape).astype(dtype)
-            before = int(sums(array))
-            for place in np.ndindex(shape):
-                changed = array.copy()
-                changed[place] = np.nextafter(array[place], np.float32(0)) if dtype == np.float32 else array[place] + 1
-                assert int(sums(changed)) != before, (shape, place)
-            for dim, place in ((dim, place) for dim in range(len(shape)) for place in np.ndindex(shape)):
-                neighbour = list(place)
-                neighbour[dim] = (place[dim] + 1) % shape[dim]
-                swapped = array.copy()
-                swapped[place], swapped[tuple(neighbour)] = array[tuple(neighbour)], array[place]
-                if array[place] != array[tuple(neighbour)]:
-                    assert int(sums(swapped)) != before, (shape, place, neighbour)
-    assert int(sums(np.float32(0.0))) != int(sums(np.float32(-0.0)))
-
-
-def test_the_digest_does_not_depend_on_the_mesh() -> None:
-    """Of a state in natural form, on one device and on eight."""
-    sums = []
-    for mesh in ((1, 1, 1), (2, 2, 2)):
-        where = layout(mesh)
-        sums.append(jax.tree.map(int, jax.jit(digest)(where.to_natural(random_state(where, 3)))))
-    assert sums[0] == sums[1]
-
-
 def files_of(checkpoint: Path) -> list[Path]:
     """Every file of a checkpoint."""
     return sorted(file for file in checkpoint.rglob("*") if file.is_file())
@@ -166,36 +150,133 @@ def newest(where: StateLayout, run: Path) -> tuple[TrainState, list[str]]:
     return state, damaged
 
 
-@pytest.mark.parametrize("damage", ["removed", "emptied", "cut in half", "other bytes"])
+def removed(data: bytes) -> bytes | None:
+    return None
+
+
+def emptied(data: bytes) -> bytes | None:
+    return b""
+
+
+def zeroed(data: bytes) -> bytes | None:
+    return bytes(len(data))
+
+
+def cut_in_half(data: bytes) -> bytes | None:
+    return data[: len(data) // 2]
+
+
+def with_a_flipped_bit(data: bytes) -> bytes | None:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
+
+
+def grown(data: bytes) -> bytes | None:
+    return data + b"\0"
+
+
+DAMAGES = [removed, emptied, zeroed, cut_in_half, with_a_flipped_bit, grown]
+DIGESTS = Path("files.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "chosen"),
+    [(with_a_flipped_bit, ["largest", "digest/metadata"]), (removed, ["_CHECKPOINT_METADATA", str(DIGESTS)])]
+    + [pytest.param(damage, None, marks=pytest.mark.full) for damage in DAMAGES],
+)
 def test_damage_of_any_file_is_noticed_or_harmless(
-    damage: str, small: StateLayout, written: Path, tmp_path: Path
+    damage: Callable[[bytes], bytes | None],
+    chosen: list[str] | None,
+    small: StateLayout,
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever happens to whichever file: what is restored is a state that was written, never anything else. The file
-    with most of the numbers cannot be missed."""
+    """Whatever happens to whichever file of the newest checkpoint, it is found before anything is read, and named, and
+    the checkpoint before is used; without the digests of the files it is the arrays' that speak."""
     expected = {step: natural_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
-    names = [file.relative_to(written) for file in files_of(written / "checkpoints" / "20")]
+    files = files_of(written / "checkpoints" / "20")
+    largest = max(files, key=lambda file: file.stat().st_size)
+    names = [file.relative_to(written / "checkpoints" / "20") for file in files]
+    assert len(names) > 8 and DIGESTS in names
+    if chosen is not None:
+        names = [
+            largest.relative_to(written / "checkpoints" / "20") if name == "largest" else Path(name) for name in chosen
+        ]
+    read: list[str] = []
+    plain = stored._read_arrays
+    monkeypatch.setattr(
+        stored, "_read_arrays", lambda folder, target: read.append(folder.parent.name) or plain(folder, target)
+    )
+    for number, name in enumerate(names):
+        run = shutil.copytree(written, tmp_path / str(number))
+        file = run / "checkpoints" / "20" / name
+        data = damage(file.read_bytes())
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        read.clear()
+        state, damaged = newest(small, run)
+        step = int(state.step)
+        assert_equal(natural_arrays(small, state), expected[step])
+        if damage is removed and name == DIGESTS:
+            assert step == 20 and not damaged
+            continue
+        assert step == 10 and read == ["10"], (name, read)
+        named = "" if name == DIGESTS else name  # a digest that is damaged speaks against its file
+        assert len(damaged) == 1 and damaged[0].startswith(f"{run / 'checkpoints' / '20'}: {named}"), damaged
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_digests_of_files_it_is_the_arrays_that_speak(
+    damage: Callable[[bytes], bytes | None], small: StateLayout, written: Path, tmp_path: Path
+) -> None:
+    """As in checkpoints of before: what is restored is a state that was written. The file with most of the numbers
+    cannot be missed."""
+    expected = {step: natural_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
+    names = [
+        file.relative_to(written) for file in files_of(written / "checkpoints" / "20") if file.name != str(DIGESTS)
+    ]
     essential = max(names, key=lambda name: (written / name).stat().st_size)
     for number, name in enumerate(names):
         run = shutil.copytree(written, tmp_path / str(number))
-        data = bytearray((run / name).read_bytes())
-        if damage == "removed":
-            (run / name).unlink()
-        else:
-            if damage == "emptied":
-                data.clear()
-            elif damage == "cut in half":
-                del data[len(data) // 2 :]
-            else:
-                for place in range(len(data) // 2, min(len(data), len(data) // 2 + 4)):
-                    data[place] ^= 0xFF
+        (run / "checkpoints" / "20" / DIGESTS).unlink()
+        data = damage((run / name).read_bytes())
+        (run / name).unlink()
+        if data is not None:
             (run / name).write_bytes(data)
         state, damaged = newest(small, run)
         step = int(state.step)
         assert_equal(natural_arrays(small, state), expected[step])
         assert len(damaged) == (step == 10), (name, damaged)
-        if damaged:
-            assert str(run / "checkpoints" / "20") in damaged[0]
-        assert step == 10 or name != essential
+        assert step == 10 or name != essential or damage is grown
+
+
+def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tmp_path: Path) -> None:
+    """Files, folders with other names, an empty one with a step's name, one that holds something else, what a killed
+    process left: the last is removed, the rest stays, and what stands in the way of a new checkpoint is set aside."""
+    run = shutil.copytree(written, tmp_path / "run")
+    folder = run / "checkpoints"
+    (folder / "12.txt").write_text("mine")
+    (folder / "25").write_text("a file")
+    for name in ("abc", "15", "30", "010", "٣", "99999999999999999999", "7.orbax-checkpoint-tmp/state", "40/notes"):
+        (folder / name).mkdir(parents=True)
+    (folder / "30" / "garbage").write_text("mine")
+    before = {entry.name for entry in folder.iterdir()}
+    checkpoints = Checkpoints(run, small, keep=9)
+    assert checkpoints.steps() == [10, 20]
+    state, step, damaged = checkpoints.restore_newest()
+    assert state is not None and step == 20
+    assert damaged == [f"{folder / name}: it is no checkpoint" for name in ("40", "30")]
+    for number in (15, 30):
+        checkpoints.save(number, state)
+        checkpoints.wait()
+    assert checkpoints.steps() == [10, 15, 20, 30]
+    checkpoints.close()
+    after = {entry.name for entry in folder.iterdir()}
+    assert after == (before - {"7.orbax-checkpoint-tmp"}) | {"damaged-15-0", "damaged-30-0"}
+    assert (folder / "damaged-30-0" / "garbage").read_text() == "mine"
 
 
 def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: Path, tmp_path: Path) -> None:
@@ -239,3 +320,20 @@ def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
     assert checkpoints.steps() == [4, 5]
     assert_equal(natural_arrays(small, checkpoints.restore(5)), natural_arrays(small, random_state(small, 5, seed=1)))
     checkpoints.close()
+
+
+def test_the_best_and_every_third_are_kept_besides(small: StateLayout, tmp_path: Path) -> None:
+    """By the validation losses of this start and of the one before; step 0 is a multiple of everything."""
+    state = small.init()
+    keep = Retention(newest=1, best=1, every=3)
+    for steps in ((0, 1, 2), (3, 4, 5)):
+        checkpoints = Checkpoints(tmp_path, small, keep)
+        for step in steps:
+            loss = {1: 3.0, 2: 2.0, 4: 2.5}.get(step)
+            checkpoints.save(step, state, loss)
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
+        checkpoints.wait()
+        checkpoints.close()
+    assert checkpoints.steps() == [0, 2, 3, 5]
+    assert sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir()) == ["0", "2", "3", "5"]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,12 +22,14 @@ from megajax.mesh import make_mesh, shardings
 from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.train_step import train_step
+from megajax.program.transfer import Transfer
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import open_run_data
 from megajax.runs.directory import claim
 from megajax.runs.formats import FORMAT, upgraded, written_as
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import MARK, run_format
+from megajax.runs.stored import Reader
 from megajax.runs.trained import check_run, restore_params
 
 WRITTEN = Path(__file__).parent / "written_by_format_1"
@@ -114,47 +115,21 @@ def test_evaluating_format_1() -> None:
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def apart(tree: Any, leaf: Any) -> Any:
-    """Every `qkv` as query, key and value, each made of it by `leaf(joint, number)`."""
-
-    def is_joint(node: Any) -> bool:
-        return isinstance(node, dict) and "qkv" in node
-
-    def node(found: Any) -> Any:
-        if not is_joint(found):
-            return found
-        joint = found["qkv"]
-        parts = {name: {key: leaf(joint[key], i) for key in joint} for i, name in enumerate(PARTS)}
-        return {key: value for key, value in found.items() if key != "qkv"} | parts
-
-    return jax.tree.map(node, tree, is_leaf=lambda found: is_joint(found) or isinstance(found, PartitionSpec))
-
-
 @pytest.mark.parametrize("mesh", MESHES)
-def test_query_key_and_value_are_divided(mesh: tuple[int, int, int]) -> None:
-    """Restored for a model that has them apart, they are the parts of format 1's array, split as that model says."""
-    where = program_on(mesh).layout
-    shapes = apart(
-        where.natural_shapes, lambda joint, _: jax.ShapeDtypeStruct((*joint.shape[:-3], *joint.shape[-2:]), joint.dtype)
-    )
-    specs = apart(where.natural_specs, lambda spec, _: PartitionSpec(*spec[:-3], *spec[-2:]))
-    same = {"from_natural": lambda state: state, "params_from_natural": lambda params: params}
-    divided: Any = SimpleNamespace(mesh=where.mesh, natural_shapes=shapes, natural_specs=specs, **same)
-    checkpoints = Checkpoints(RUN, divided)
-    state = checkpoints.restore(STEP)
-    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_params(STEP), state.params)
-    checkpoints.close()
-    assert jax.tree.structure(state) == jax.tree.structure(shapes)
-    assert "qkv" not in state.params["blocks"]["attention"] and "query" in state.params["blocks"]["attention"]
+def test_query_key_and_value_are_divided_in_host_memory(mesh: tuple[int, int, int]) -> None:
+    """Read for today's model, they are the parts of format 1's array, split as the model's are, and on no device."""
+    transfer = Transfer(program_on(mesh).layout)
+    state = Reader(RUN / "checkpoints").read(STEP, transfer.targets)
+    assert jax.tree.structure(state) == jax.tree.structure(transfer.targets)
+    attention = state.params["blocks"]["attention"]
+    assert "qkv" not in attention and "query" in attention
     expected, found = stored_arrays(), by_name(state)
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert np.array_equal(array, expected[name]), name
-    jax.tree.map(
-        lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf.sharding)),
-        state,
-        shardings(where.mesh, specs),
-    )
+    for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(transfer.targets), strict=True):
+        assert leaf.sharding.memory_kind == target.sharding.memory_kind == "pinned_host"
+        assert leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim), leaf.sharding
 
 
 def test_a_tree_without_attention_in_parts_stays() -> None:

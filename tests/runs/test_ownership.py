@@ -16,6 +16,7 @@ from megajax.errors import UserError
 from megajax.presets import load_preset, resolve
 from megajax.runs.directory import claim, claimed, kept_config
 from megajax.runs.formats import FORMAT
+from megajax.runs.lock import RunLock
 from megajax.runs.ownership import MARK, run_format
 
 OLD_RUN = Path(__file__).parent / "written_by_format_1" / "run"
@@ -114,7 +115,7 @@ def test_other_folders_are_refused(make: Callable[[Path], None], resume: str, tm
     before = entries(tmp_path)
     config = dataclasses.replace(old_config(), resume=resume)  # type: ignore[arg-type]
     line = rf"--run-dir {tmp_path} is not empty and holds no run, but \S+; valid: an empty or new folder, or "
-    with pytest.raises(UserError, match=line) as error, claimed(tmp_path, config):
+    with pytest.raises(UserError, match=line) as error, claimed(tmp_path, config, RunLock(tmp_path)):
         pytest.fail()
     assert "\n" not in str(error.value)
     assert entries(tmp_path) == before
@@ -224,13 +225,14 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
     """Neither a mark nor the folders that were made; what was there stays, and so does what was begun."""
     (tmp_path / "empty").mkdir()
     for run in (tmp_path / "empty", tmp_path / "some" / "new"):
-        with pytest.raises(UserError, match="no data"), claimed(run, old_config()):
+        with pytest.raises(UserError, match="no data"), claimed(run, old_config(), RunLock(run)):
             raise UserError("no data")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["empty"]
-    with pytest.raises(UserError), claimed(tmp_path / "begun", old_config()):
-        (tmp_path / "begun" / "data").mkdir()
+    begun = tmp_path / "begun"
+    with pytest.raises(UserError), claimed(begun, old_config(), RunLock(begun)):
+        (begun / "data").mkdir()
         raise UserError("no data")
-    assert (tmp_path / "begun" / MARK).is_file()
+    assert (begun / MARK).is_file()
 
 
 def test_a_configuration_with_values_missing(tmp_path: Path) -> None:

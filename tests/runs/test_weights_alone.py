@@ -10,7 +10,8 @@ import pytest
 import tensorstore
 from tiny import tiny_config, tiny_program
 
-from megajax.runs.checkpoint import Checkpoints, DamagedCheckpoint
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import restore_params
 
 # Orbax abandons its other reads when one fails, and Python complains when it finds them.

@@ -1,0 +1,91 @@
+"""Datasets that were given tokenized, as PREFIX.bin and PREFIX.idx: Megatron-LM's, or those of `megajax prepare`.
+
+The latter have a report beside them, PREFIX.report.json, with digests of their files.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax import reading
+from megajax.data.digests import block_digests, root
+from megajax.data.indexed import IndexedDataset, dataset_files
+from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer, tokenizer_part
+from megajax.errors import UserError
+
+_REPORT_BYTES = 1 << 28  # of a report, which lists the input
+
+
+def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
+    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx; None if it names no dataset.
+
+    Raises:
+        UserError: only one of the two files exists.
+    """
+    named = Path(path)
+    prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
+    index_file, tokens_file = dataset_files(prefix)
+    there = reading.is_file(index_file), reading.is_file(tokens_file)
+    if all(there):
+        return prefix
+    if (named == prefix and reading.kind(named)) or not any(there):
+        return None
+    raise UserError(f"{flag}: only one of {tokens_file} and {index_file} exists; valid: both, a prepared dataset")
+
+
+def tokenizer_folder(prefix: str | Path) -> Path:
+    """PREFIX.tokenizer, where `megajax prepare` leaves the tokenizer of a dataset."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def prepared_tokens(prefix: Path, vocab_size: int) -> IndexedDataset:
+    """The tokens of a dataset, as they are to be evaluated.
+
+    Raises:
+        UserError: it is damaged, or an id is beyond the vocabulary.
+    """
+    tokens, _ = open_prepared(prefix)
+    tokens.check_vocabulary(vocab_size)
+    return tokens
+
+
+def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
+    """A dataset, compared with the digests that `megajax prepare` left beside it, and those of its blocks, [B, 16].
+
+    None in their place where nothing was left: the dataset is Megatron-LM's own, or of before digests.
+
+    Raises:
+        UserError: the dataset or its tokenizer is damaged.
+    """
+    expected = _digests(prefix)
+    if not expected:
+        return IndexedDataset(prefix), None
+    index_file, tokens_file = dataset_files(prefix)
+    advice = (
+        "valid: the files that megajax prepare wrote (with --overwrite it makes them again), or without "
+        f"{prefix}.report.json any others"
+    )
+    check_index(index_file, expected, advice)
+    if reading.is_folder(tokenizer_folder(prefix)):
+        check_tokenizer(tokenizer_folder(prefix), tokenizer_part(expected), advice)
+    try:
+        tokens = IndexedDataset(prefix)
+    except UserError as error:
+        raise UserError(f"{error}; {advice}") from None
+    blocks = block_digests(tokens.tokens)
+    if root(blocks) != expected.get(TOKENS):
+        raise UserError(f"{tokens_file}: not what was written; {advice}")
+    return tokens, blocks
+
+
+def _digests(prefix: Path) -> dict[str, str]:
+    """The digests that `megajax prepare` left in PREFIX.report.json; none where it is of something else."""
+    file = Path(f"{prefix}.report.json")
+    if not reading.kind(file):
+        return {}
+    report = reading.read_json(file, _REPORT_BYTES)
+    digests = report.get("digests", {}) if isinstance(report, dict) and "plan" in report else {}
+    if not are_digests(digests):
+        raise UserError(f"{file}: its digests are damaged; valid: the report that megajax prepare wrote, or none")
+    return digests

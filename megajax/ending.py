@@ -1,0 +1,233 @@
+"""How a process ends: its exit code, its last line on standard error, and what the signals that ask it to stop do.
+
+Exit codes: 0 done; 2 a user's mistake; 1 anything else that went wrong; 128 + signal where SIGTERM (143) or SIGINT
+(130) stopped it, so that a scheduler sees a job that has to be started again, not one that is finished.
+"""
+
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+from megajax.errors import RunError, UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(BaseException):
+    """A signal stops the process.
+
+    Attributes:
+        number: of the signal.
+        told: what the last line says after "stopped by SIGTERM".
+    """
+
+    def __init__(self, number: int, told: str = "") -> None:
+        super().__init__(number)
+        self.number = number
+        self.told = told or "; what was written is kept"
+
+
+class StopSignals:
+    """While entered, the first signal raises `Stopped` in the main thread, and a second one ends the process at once.
+
+    Inside `deferred()` the first one only sets `number`, which whoever entered it looks at.
+
+    Attributes:
+        number: of the first signal; 0 before it.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._deferred = ""
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._reading, self._writing = os.pipe()
+            os.set_blocking(self._writing, False)
+            # The interpreter's handler waits until the main thread leaves XLA; this thread sees the signal at once.
+            self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(self._reading,), daemon=True).start()
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+            self.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writing)  # ends the thread
+            self._before = {}
+
+    def take(self) -> None:
+        """Handle the signals, also where somebody else has begun to since."""
+        if self._before:
+            for number in SIGNALS:
+                signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def deferred(self, promise: str) -> Iterator[None]:
+        """Let what is under way go on after the first signal, whose line on standard error says `promise`."""
+        self._deferred = promise
+        try:
+            yield
+        finally:
+            self._deferred = ""
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._deferred:
+            raise Stopped(number)
+
+    def _watch(self, reading: int) -> None:
+        while received := os.read(reading, 1):
+            if received[0] not in SIGNALS:
+                continue
+            name = signal.Signals(received[0]).name
+            if self.number:
+                last_words(f"ended at once by a second signal, {name}")
+                os._exit(128 + received[0])
+            self.number = received[0]
+            if self._deferred:
+                print(f"{name}: {self._deferred}; a second signal ends at once", file=sys.stderr, flush=True)
+        os.close(reading)
+
+
+stop_signals = StopSignals()  # a process has its signals once
+
+
+class _Traces:
+    """Where the trace of an error that nobody expected goes, and what threads of libraries have to say beside it."""
+
+    folder: Path | None = None
+    of_threads: ClassVar[list[str]] = []
+
+
+def keep_traces_in(folder: Path) -> None:
+    """Write the trace of an error that nobody expected to a file in `folder`, which exists."""
+    _Traces.folder = folder
+
+
+class _Together:
+    """What belongs to the end of several processes."""
+
+    leave: Callable[[bool], None] | None = None
+
+
+def leave_together(leave: Callable[[bool], None]) -> None:
+    """Call `leave` at the end of the process, with whether it succeeded."""
+    _Together.leave = leave
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main` and end the process with an exit code and, unless it is 0, one line on standard error."""
+    code = 1
+    _Traces.folder, _Traces.of_threads = None, []
+    silent = logging.getLogger("absl"), logging.getLogger("asyncio")
+    for logger in silent:  # Orbax logs an error before it raises it
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with stop_signals, _quiet_threads():
+            stop_signals.number = 0
+            main()
+            if _Together.leave:
+                _Together.leave(True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except UserError as error:
+        last_words(f"error: {error}")
+        code = 2
+    except RunError as error:
+        last_words(f"error: {error}")
+    except Stopped as stop:
+        last_words(f"stopped by {signal.Signals(stop.number).name}{stop.told}")
+        code = 128 + stop.number
+    except KeyboardInterrupt:  # not in the main thread, whose signals these are
+        last_words("stopped by SIGINT; what was written is kept")
+        code = 128 + signal.SIGINT
+    except MemoryError as error:
+        last_words(f"error: out of memory; {_where_the_trace_is(error)}")
+    except BaseException as error:
+        last_words(f"error: {_plain(error)}; {_where_the_trace_is(error)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and _Together.leave:
+        _Together.leave(False)
+    if code:
+        os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
+    sys.exit(0)
+
+
+def fail(text: str) -> None:
+    """End the process from any thread with exit code 1 and a last line."""
+    last_words(f"error: {text}")
+    os._exit(1)
+
+
+def last_words(text: str) -> None:
+    """Print the last line on standard error: what other threads still write there goes nowhere."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.write(stderr, f"{' '.join(text.split())}\n".encode(errors="backslashreplace"))
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """What fails in a thread of a library reaches its caller as well, or nobody needs it: it goes to the trace."""
+    hooks = threading.excepthook, sys.unraisablehook
+
+    def keep(failure: Any) -> None:
+        lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        _Traces.of_threads.append("".join(lines))
+
+    threading.excepthook = sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+
+
+def _where_the_trace_is(error: BaseException) -> str:
+    """Write the full trace to a file; returns the end of the last line, which names it."""
+    text = "\n".join(["".join(traceback.format_exception(error)), *_Traces.of_threads])
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for folder in (_Traces.folder, Path(tempfile.gettempdir())):
+        if folder is None:
+            continue
+        file = folder / f"error-{now}-{os.getpid()}.txt"
+        try:
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return f"the trace is in {file}"
+        except OSError:
+            continue
+    return "its trace could not be written"
+
+
+def _plain(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return f"{' -> '.join(names) or 'a file'}: {error.strerror}"
+    if any(word in text for word in _DISK_FULL):
+        return f"no space left on the disk ({text[:200]})"
+    if any(word in text for word in _LOST):
+        return f"lost another process ({text[:200]})"
+    return f"the run ended: {type(error).__name__}: {text[:300]}"
+
+
+_LOST = ("Gloo", "gloo", "Connection closed by peer", "heartbeat", "NCCL", "coordination service")
+_DISK_FULL = ("No space left on device", "ENOSPC")

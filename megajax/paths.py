@@ -1,0 +1,66 @@
+"""Paths that a command line names: whether they can be looked at, and whether something may be written there."""
+
+import os
+from pathlib import Path
+
+from megajax.errors import UserError
+
+_LONGEST = 255  # bytes of a name, on every file system there is
+_LONGEST_NEW = 200  # of one that is written: temporary names beside it are longer
+
+
+def check_path(path: str | Path, name: str) -> None:
+    """Check that one can say whether something is at a path; whether something is does not matter.
+
+    Args:
+        path: as it was given.
+        name: of the flag or argument, for error messages.
+
+    Raises:
+        UserError: it is empty or has a NUL, a name in it is too long, a folder on the way may not be entered, or links
+            go in a circle.
+    """
+    if not str(path):
+        raise UserError(f"{name} is empty; valid: a path")
+    try:
+        os.stat(path)
+        problem = ""
+    except (FileNotFoundError, NotADirectoryError):
+        long = any(len(os.fsencode(part)) > _LONGEST for part in Path(path).parts)
+        problem = "File name too long" if long else ""
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except ValueError as error:  # a NUL
+        problem = str(error)
+    if problem:
+        given = f"{str(path)[:100]}…" if len(str(path)) > 200 else str(path)
+        valid = f"names of at most {_LONGEST} bytes, in folders that may be entered"
+        raise UserError(f"{name} {given!r}: {problem}; valid: {valid}")
+
+
+def check_place(path: str | Path, name: str) -> None:
+    """Check that a file or folder can be made at a path, or be written to where there is one.
+
+    Args:
+        path: as it was given.
+        name: of the flag or argument, for error messages.
+
+    Raises:
+        UserError: as `check_path`; it is not UTF-8; its folder, or the one that it would be made in, is none or may
+            not be written.
+    """
+    check_path(path, name)
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} {str(path)!r}; valid: a path in UTF-8") from None
+    place = Path(path).absolute()
+    if not os.path.lexists(place) and len(os.fsencode(place.name)) > _LONGEST_NEW:
+        raise UserError(f"{name} {place.name[:100]}…: a name too long; valid: at most {_LONGEST_NEW} bytes")
+    folder = next(found for found in (place, *place.parents) if found.is_dir() or os.path.lexists(found))
+    if folder == place and not folder.is_dir():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"{name} {path}: {folder} is no folder; valid: a path in a folder, or in one that can be made")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{name} {path}: {folder} may not be written; valid: a folder that may be written")

@@ -1,0 +1,206 @@
+"""What a preparation writes: PREFIX.bin, PREFIX.idx, PREFIX.tokenizer, PREFIX.report.json, and meanwhile PREFIX.work.
+
+Whatever else has one of these names stays, and so does the input.
+"""
+
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.data import files as temporary
+from megajax.data.indexed import dataset_files
+from megajax.data.prepared import tokenizer_folder
+from megajax.data.tokenizers import has_only_tokenizer_files
+from megajax.errors import UserError
+from megajax.preparation.shards import WorkFolder
+
+_WRITING = "writing"  # a file in the work folder: what PREFIX names was made by a preparation, and may be replaced
+
+
+def report_file(output: str) -> Path:
+    """The report's file, PREFIX.report.json."""
+    return Path(f"{output}.report.json")
+
+
+def work_folder(output: str) -> WorkFolder:
+    """The work folder, PREFIX.work."""
+    return WorkFolder(Path(f"{output}.work"), output)
+
+
+def read_json(file: Path) -> Any:
+    """The content of a file of a preparation, None where it cannot be read."""
+    try:
+        return reading.parse_json(reading.read_bytes(file, _LARGEST).decode())
+    except (OSError, ValueError):
+        return None
+
+
+_LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
+
+
+def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
+    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read.
+
+    Args:
+        output: PREFIX.
+        inputs: files that are read, each with the name of its flag.
+        folders: folders that are read.
+
+    Raises:
+        UserError: an input has the name of an output, lies in one, or is the same file; an output lies in a folder.
+    """
+    resolved = functools.cache(Path.resolve)
+    outputs = [*_results(output), work_folder(output).folder]
+    for folder in folders:
+        for path in outputs:
+            if resolved(folder) in _place(path).parents:
+                problem = f"{path} is in the folder {folder} that is read"
+                raise UserError(f"--output {output}: {problem}; valid: a place outside")
+    written: dict[object, Path] = {_place(path): path for path in outputs}
+    written |= {_identity(path): path for path in outputs if path.exists()}
+
+    @functools.cache
+    def temporary_around(folder: Path) -> Path | None:
+        return next((part for part in (folder, *folder.parents) if temporary.is_marked(part)), None)
+
+    @functools.cache
+    def written_around(folder: Path) -> Path | None:
+        return next((written[part] for part in (folder, *folder.parents) if part in written), None)
+
+    for name, file in inputs:
+        folder = resolved(file.parent)
+        for place in [folder / file.name, *([file.resolve()] if file.is_symlink() else [])]:
+            if inside := temporary_around(place if file.is_dir() else place.parent):
+                raise UserError(f"{name} {file} lies in {inside}, which megajax removes; valid: a copy of it elsewhere")
+            if clash := written.get(place) or written.get(_identity(file)) or written_around(place.parent):
+                problem = f"{clash} is {name} {file} itself, or holds it"
+                raise UserError(f"--output {output}: {problem}; valid: another PREFIX")
+
+
+def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of a preparation that is done.
+
+    Raises:
+        UserError: what lies there is of another one, or of none.
+    """
+    there, found = _there(work.output), _report(work.output)
+    if not there or _is_writing(work):
+        return None
+    if found and found["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
+        return found
+    foreign = _foreign(work.output)
+    problem = "was not made by a preparation" if foreign else "was made from other input or with other options"
+    raise UserError(
+        f"--output {work.output}: {(foreign or there)[0]} exists and {problem}; "
+        f"valid: another PREFIX{'' if foreign else ', or --overwrite'}"
+    )
+
+
+def check_own(work: WorkFolder, overwrite: bool) -> None:
+    """Check that the work folder is one, and with `overwrite` that what PREFIX names may be replaced.
+
+    Raises:
+        UserError: something is there that is not of a preparation.
+    """
+    _check_work_folder(work)
+    if overwrite and not _is_writing(work):
+        _refuse(work, _foreign(work.output))
+
+
+def allow_writing(work: WorkFolder) -> None:
+    """Note in the work folder that what PREFIX names was looked at and may from now on be replaced."""
+    with work.writing(work / _WRITING):
+        pass
+
+
+KEPT_FILES = ("lock", _WRITING)  # of a work folder that is used again for another preparation
+
+
+def begin_writing(work: WorkFolder) -> None:
+    """Make way for the results: an older report goes, and what PREFIX names may from now on be replaced.
+
+    Raises:
+        UserError: something is there that is not of a preparation.
+    """
+    _refuse(work, [path for path in _there(work.output) if not _is_writing(work) or not _is_possible(path)])
+    allow_writing(work)
+    report_file(work.output).unlink(missing_ok=True)
+
+
+def _refuse(work: WorkFolder, foreign: list[Path]) -> None:
+    if foreign:
+        raise UserError(
+            f"--output {work.output}: {foreign[0]} exists and was not made by a preparation; valid: another PREFIX"
+        )
+
+
+def _is_writing(work: WorkFolder) -> bool:
+    return temporary.is_marked(work.folder) and (work / _WRITING).exists()
+
+
+def _results(output: str) -> list[Path]:
+    return [*dataset_files(output), tokenizer_folder(output), report_file(output)]
+
+
+def _there(output: str) -> list[Path]:
+    """What PREFIX names, as far as it is there."""
+    return [path for path in _results(output) if os.path.lexists(path)]
+
+
+def _foreign(output: str) -> list[Path]:
+    """What PREFIX names that is not what the report there was written for; all of it where there is no report."""
+    there, found = _there(output), _report(output)
+    if found is None:
+        return there
+    index, tokens = dataset_files(output)
+
+    def is_own(path: Path) -> bool:
+        if path == tokens:
+            return path.stat().st_size in [size * found.get("tokens", 0) for size in (2, 4)]
+        if path == index:
+            with path.open("rb") as file:
+                return file.read(7) == b"MMIDIDX"
+        return True
+
+    return [path for path in there if not _is_possible(path) or not is_own(path)]
+
+
+def _is_possible(path: Path) -> bool:
+    """Whether what is there is of the kind that a preparation writes: no link, no other folder."""
+    if path.is_symlink():
+        return False
+    return has_only_tokenizer_files(path) if path.suffix == ".tokenizer" else path.is_file()
+
+
+def _report(output: str) -> dict[str, Any] | None:
+    """What a preparation wrote last, None where there is none."""
+    found = read_json(report_file(output))
+    return found if isinstance(found, dict) and isinstance(found.get("plan"), dict) else None
+
+
+def _check_work_folder(work: WorkFolder) -> None:
+    """Raises `UserError` where the work folder is something else."""
+    folder, lock = work.folder, work / "lock"
+    problem = "is a link" if folder.is_symlink() else ""
+    if not problem and not temporary.is_marked(folder) and folder.is_dir():
+        plan = read_json(work / "plan.json")  # without a mark: of an earlier version
+        of_plan = isinstance(plan, dict) and {"format", "inputs", "test_sets", "options"} <= plan.keys()
+        is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0
+        others = sorted(entry.name for entry in folder.iterdir() if entry != lock or not is_lock)
+        problem = f"holds {others[0]} and no interrupted preparation" if others and not of_plan else ""
+    if problem:
+        raise UserError(f"--output {work.output}: {folder} {problem}; valid: another PREFIX")
+
+
+def _place(path: Path) -> Path:
+    """Where a path itself lies, be it a link or not."""
+    return path.parent.resolve() / path.name
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What is the same for all names of a file."""
+    there = path.stat()
+    return there.st_dev, there.st_ino

@@ -1,0 +1,256 @@
+"""The state between the devices and the host's memory, leaf by leaf, in its natural form (`program/state.py`).
+
+A leaf is converted on the devices, copied and freed before the next one, so that the devices need no more memory beside
+the state than one leaf takes. On the way each device holds another part of a leaf: the axes that do not divide it as it
+lies on the mesh divide another of its dims, `pipe` one of each layer's. So stages exchange their parts instead of
+gathering all layers, whatever number of them there is, and the hosts hold every number about once. Where `pipe` divides
+no dim of a layer, it divides the layers; if it cannot do that either, the layers go stage by stage to every host.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from megajax.mesh import spread
+from megajax.parallel.collectives import (
+    PIPE,
+    axis_index,
+    broadcast_stage,
+    exchange,
+    gather_shards,
+    own_shard,
+    spec_axes,
+)
+from megajax.program.state import StateLayout, TrainState, is_stacked
+
+Tree = Any
+_HOST = "pinned_host"
+_STAGES = 1  # dim of a staged leaf
+
+
+class Transfer:
+    """Conversions between a state on the devices and its natural form in host memory.
+
+    Attributes:
+        targets: the natural state as `ShapeDtypeStruct`, in host memory, every leaf divided as far as the mesh divides
+            it.
+    """
+
+    def __init__(self, layout: StateLayout):
+        self._layout = layout
+        self.targets: TrainState = jax.tree_util.tree_map_with_path(
+            lambda path, shape, spec: jax.ShapeDtypeStruct(
+                shape.shape,
+                shape.dtype,
+                sharding=NamedSharding(layout.mesh, self._spread(path, shape.shape, spec), memory_kind=_HOST),
+            ),
+            layout.natural_shapes,
+            layout.layer_specs,
+        )
+        self._conversions: dict[Any, Any] = {}
+
+    def _spread(self, path: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        mesh, placement = self._layout.mesh, self._layout.placement
+        if not is_stacked(path):
+            return spread(spec, shape, mesh)
+        spec = spread(spec, shape, mesh, range(1, len(shape)))
+        neighbours = placement.num_chunks == 1 and not placement.padded  # are a stage's layers
+        if PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1:
+            spec = PartitionSpec(PIPE, *spec[1:])
+        return spec
+
+    def _goes_by_stages(self, stacked: bool, natural: PartitionSpec) -> bool:
+        """Whether nothing of a leaf's natural form is divided over the stages."""
+        return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(natural)
+
+    def to_host(self, state: TrainState) -> TrainState:
+        """The natural state in host memory."""
+        layout = self._layout
+        params = state.params if state.main is None else state.main
+        state = dataclasses.replace(state, params=params, main=None, loss_scale=layout.stored_scale(state.loss_scale))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        natural = []
+        weights = layout.specs.params if layout.specs.main is None else layout.specs.main
+        specs = dataclasses.replace(layout.specs, params=weights, main=None)
+        sources = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
+            if self._goes_by_stages(is_stacked(path), target.sharding.spec):
+                natural.append(self._collected(leaf, source, target))
+                continue
+            on_device = self.to_natural(is_stacked(path), source, target.sharding.spec)(leaf)
+            natural.append(moved(on_device, _HOST))
+            on_device.delete()
+        return jax.tree.unflatten(structure, natural)
+
+    def to_devices(self, natural: TrainState) -> TrainState:
+        """The state on this mesh's stages, in this run's precision, of the natural one in host memory."""
+        layout = self._layout
+        specs = layout.specs
+        has_main = specs.main is not None
+        weights = specs.params if specs.main is None else specs.main
+        placed = self._place(
+            dataclasses.replace(natural, params=None), dataclasses.replace(specs, params=None, main=None)
+        )
+        main = self._place(natural.params, weights)
+        params = main
+        if has_main:
+            params = self._place(natural.params, specs.params, layout.compute_dtype)
+        scale = layout.resumed_scale(placed.loss_scale)
+        return dataclasses.replace(placed, params=params, main=main if has_main else None, loss_scale=scale)
+
+    def params_to_devices(self, natural: Tree) -> Tree:
+        """The weights that layers compute with, on this mesh's stages, of the natural ones in host memory."""
+        return self._place(natural, self._layout.specs.params, self._layout.compute_dtype)
+
+    def to_natural(self, stacked: bool, source: PartitionSpec, target: PartitionSpec) -> Callable[..., Array]:
+        """The compiled conversion of a leaf on the stages to its natural form; for one that goes by stages, of it and a
+        stage's number to that stage's slots."""
+        steps, by_stages = _steps(source, target, stacked), self._goes_by_stages(stacked, target)
+        layers_divided = stacked and _axes(target[0]) == (PIPE,)
+
+        def local(x: Array, *stage: Array) -> Array:
+            for dim, axis in steps:
+                x = exchange(x, dim, _STAGES, PIPE) if stacked and axis == PIPE else own_shard(x, dim, axis)
+            if not stacked:
+                return x
+            if by_stages:
+                return _of_stage(x, stage[0])
+            return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_natural(x)
+
+        out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
+        return self._compiled(("natural", stacked, source, target), local, source, out)
+
+    def from_natural(
+        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
+    ) -> Callable[[Array], Array]:
+        """The compiled conversion of a natural leaf to one on the stages, in another `dtype` if one is given; one that
+        goes by stages is on them already."""
+        steps, by_stages = _steps(target, source, stacked), self._goes_by_stages(stacked, source)
+        layers_divided = stacked and _axes(source[0]) == (PIPE,)
+
+        def local(x: Array) -> Array:
+            x = x if dtype is None else x.astype(dtype)
+            if layers_divided:
+                x = x[None, None]
+            elif stacked and not by_stages:
+                x = self._layout.placement.to_stages(x)
+            for dim, axis in reversed(steps):
+                if stacked and axis == PIPE:
+                    x = exchange(x, _STAGES, dim, PIPE)
+                else:
+                    x = gather_shards(x, dim, axis, invariant=True)
+            return x
+
+        given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
+        return self._compiled(("staged", stacked, source, target, dtype), local, given, target)
+
+    def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
+        """The natural form in host memory of a leaf that goes by stages."""
+        convert, index = self.to_natural(True, source, target.sharding.spec), self._layout.placement.layer_index
+        whole: dict[Any, np.ndarray] = {}
+        for stage in range(index.shape[_STAGES]):
+            slots = convert(leaf, np.int32(stage))
+            rows = index[:, stage].ravel()
+            for shard in slots.addressable_shards:
+                part = np.asarray(shard.data).reshape(-1, *shard.data.shape[3:])
+                place = whole.setdefault(shard.device, np.empty((target.shape[0], *part.shape[1:]), part.dtype))
+                place[rows[rows >= 0]] = part[rows >= 0]
+            slots.delete()
+        return _placed(target.shape, target.sharding, whole)
+
+    def _on_stages(self, leaf: Array) -> Array:
+        """The layers of a natural leaf in host memory where their stages are, zeros in padded slots."""
+        assert isinstance(leaf.sharding, NamedSharding)
+        index = self._layout.placement.layer_index
+        place = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
+        shape = (*index.shape, *leaf.shape[1:])
+        indices, parts = place.devices_indices_map(shape), {}
+        for shard in leaf.addressable_shards:
+            rows = index[:, indices[shard.device][_STAGES]]
+            layers = np.asarray(shard.data)[rows]
+            layers[rows < 0] = 0
+            parts[shard.device] = layers
+        return _placed(shape, place, parts)
+
+    def _compiled(
+        self, key: Any, local: Callable[..., Array], source: PartitionSpec, target: PartitionSpec
+    ) -> Callable[..., Array]:
+        """What `local` does with the parts of a leaf, compiled once for a key."""
+
+        def convert(leaf: Array, *stage: Array) -> Array:
+            mesh = self._layout.mesh
+            specs = (_dividing(source, mesh), *(PartitionSpec() for _ in stage))
+            converted = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=_dividing(target, mesh))(leaf, *stage)
+            return lax.optimization_barrier(converted)  # a leaf that is right already must be a copy too
+
+        if key not in self._conversions:
+            self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
+        return self._conversions[key]
+
+    def _place(self, natural: Tree, specs: Tree, dtype: Any = None) -> Tree:
+        def place(path: Any, leaf: Array, spec: PartitionSpec) -> Array:
+            assert isinstance(leaf.sharding, NamedSharding)
+            by_stages = self._goes_by_stages(is_stacked(path), leaf.sharding.spec)
+            on_device = self._on_stages(leaf) if by_stages else moved(leaf)
+            convert = self.from_natural(is_stacked(path), leaf.sharding.spec, spec, dtype)
+            placed = jax.block_until_ready(convert(on_device))
+            on_device.delete()
+            return placed
+
+        return jax.tree_util.tree_map_with_path(place, natural, specs)
+
+
+def _of_stage(x: Array, stage: Array) -> Array:
+    """A stage's slots on all stages. Sums are of whole numbers: -0.0 would not stay what it is."""
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(broadcast_stage(bits, axis_index(PIPE) == stage), x.dtype)
+
+
+def _placed(shape: tuple[int, ...], sharding: Any, parts: dict[Any, np.ndarray]) -> Array:
+    """An array of the parts that this process's devices have of it."""
+    shards = [
+        jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, part in parts.items()
+    ]
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+
+
+def _steps(staged: PartitionSpec, natural: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
+    """What the natural form of a leaf is divided by further than the staged one, the layers aside: staged dims and
+    axes, in this order."""
+    entries = [None, None, None, *natural[1:]] if stacked else list(natural)
+    return [
+        (dim, axis)
+        for dim, entry in enumerate(entries)
+        for axis in _axes(entry)[len(_axes(staged[dim] if dim < len(staged) else None)) :]
+    ]
+
+
+def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """`spec` without the axes of one device, over which nothing varies."""
+    return PartitionSpec(*(tuple(axis for axis in _axes(entry) if mesh.shape[axis] > 1) or None for entry in spec))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def moved(leaf: Array, memory: str | None = None) -> Array:
+    """A copy of `leaf` in another memory of the same devices, by default their own; it is there when this returns."""
+    memory = memory or leaf.addressable_shards[0].device.default_memory().kind
+    shards = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=memory))
+        for shard in leaf.addressable_shards
+    ]
+    sharding = leaf.sharding.with_memory_kind(memory)
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards))
+
+
+def natural_bytes(layout: StateLayout) -> int:
+    """Bytes of the natural state, of all devices together."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.natural_shapes))

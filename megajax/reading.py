@@ -1,0 +1,249 @@
+"""Files that somebody else may have written: what is read of them is bounded before anything is allocated.
+
+Only regular files are opened. JSON and TOML are bounded in size, nesting, the number of values and the digits of a
+number, so that whatever a file holds is a value or an error, soon.
+"""
+
+import errno
+import itertools
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megajax.errors import UserError
+
+SMALL_BYTES = 1 << 20  # of a file with settings or figures; written by hand or by this program, some kB
+LINE_BYTES = 1 << 28  # of a line or a record of text
+
+_BLOCK_BYTES = 1 << 16  # read at a time
+_DEPTH = 64  # brackets in brackets
+_VALUES, _LISTS = 1 << 21, 1 << 16  # in one text of JSON; of lists and objects one more for every eight characters
+_DIGITS = 300  # of a number: every whole number of so many is also a float
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+}
+
+
+def kind(path: str | Path) -> str:
+    """What stands at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing does.
+
+    Raises:
+        UserError: that cannot be said: a name is too long or has a NUL, a folder may not be entered, links in a circle.
+    """
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; valid: a path that can be looked at") from None
+    except ValueError as error:  # a NUL
+        raise UserError(f"{path}: {error}; valid: a path without it") from None
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a path is that of a regular file, also by a link.
+
+    Raises:
+        UserError: as `kind`.
+    """
+    return kind(path) == "a file"
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path is that of a folder, also by a link.
+
+    Raises:
+        UserError: as `kind`.
+    """
+    return kind(path) == "a folder"
+
+
+def names(folder: str | Path) -> set[str]:
+    """Names of what is in a folder; none if there is no folder.
+
+    Raises:
+        UserError: it may not be read.
+    """
+    if not is_folder(folder):
+        return set()
+    try:
+        return set(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; valid: a folder that can be read") from None
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """A regular file, open to read. Nothing else is opened: a named pipe would wait for a writer.
+
+    Raises:
+        OSError: it cannot be opened, or is something else; `strerror` says what.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(path))
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except ValueError as error:  # a NUL
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+
+
+def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
+    """The content of a file of at most so many bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: it has more.
+    """
+    with open_file(path) as file:
+        try:
+            return whole(file, most)
+        except TooLong as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
+    """The text of a file of at most so many bytes, without a byte order mark.
+
+    Raises:
+        UserError: it cannot be read, has more bytes, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, most).decode().removeprefix("\ufeff")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; valid: a file that can be") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
+
+
+def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
+    """The value in a JSON file of at most so many bytes.
+
+    Raises:
+        UserError: it cannot be read, has more bytes, or is not JSON.
+    """
+    text = read_text(path, most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}; valid: JSON in UTF-8") from None
+
+
+def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
+    """The lines of a file, each with its end.
+
+    Raises:
+        TooLong: one has more than so many bytes.
+    """
+    number = 0
+    while line := content.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise TooLong(f"line {number} has more than {_size(most)}; valid: at most that")
+        yield line
+
+
+class TooLong(ValueError):
+    """A line or a record of more bytes than there may be; the message says how many that is."""
+
+
+def whole(content: IO[bytes], most: int) -> bytes:
+    """All of a file.
+
+    Raises:
+        TooLong: it has more than so many bytes.
+    """
+    found = []
+    room = most
+    while block := content.read(_BLOCK_BYTES):
+        room -= len(block)
+        if room < 0:
+            raise TooLong(f"more than {_size(most)} as one text; valid: at most that")
+        found.append(block)
+    return b"".join(found)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count} bytes"
+
+
+_JSON_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NO_BRACKETS = re.compile(r"[^\[\]{}]++")
+_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def _check_depth(bare: str) -> None:
+    """Raises `ValueError` where brackets of a text without strings are nested too deeply."""
+    if bare.count("[") + bare.count("{") > _DEPTH:
+        brackets = _NO_BRACKETS.sub("", bare)
+        if any(depth > _DEPTH for depth in itertools.accumulate(map(_STEP.__getitem__, brackets))):
+            raise ValueError(f"nested in more than {_DEPTH} brackets")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text)} digits; at most {_DIGITS} are read")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a text in JSON.
+
+    Raises:
+        ValueError: it is not JSON, or more than what is read; the message says why.
+    """
+    if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
+        bare = _JSON_STRING.sub("", text)
+        if bare.count(",") > _VALUES or bare.count("[") + bare.count("{") > _LISTS + len(text) // 8:
+            raise ValueError("more lists, objects or values than are read")
+        _check_depth(bare)
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+_TOML_CHARACTERS = 1 << 16  # a preset has some thousand, and `tomllib` is slow
+_TOML_NAMES = 16  # in a dotted key
+_TOML_STRING = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""(?:"{0,2})'
+    r"|'''.*?'''(?:'{0,2})"
+    r'|"[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"'
+    r"|'[^'\n]*'"
+    r"|\#[^\n]*",
+    re.DOTALL,
+)
+_TOML_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_TOML_NAMES}}}")
+_TOML_NUMBER = re.compile(rf"\b[0-9][0-9A-Za-z_]{{{_DIGITS},}}")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a text in TOML.
+
+    Raises:
+        ValueError: it is not TOML, or more than what is read; the message says why.
+    """
+    if len(text) > _TOML_CHARACTERS:
+        raise ValueError(f"more than {_TOML_CHARACTERS} characters")
+    bare = _TOML_STRING.sub("s", text)
+    _check_depth(bare)
+    if _TOML_KEY.search(bare):
+        raise ValueError(f"a key of more than {_TOML_NAMES} names")
+    if _TOML_NUMBER.search(bare):
+        raise ValueError(f"a number of more than {_DIGITS} digits")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -1,0 +1,181 @@
+"""One run, one writer: the lock of a run directory, a file that its holder touches every few seconds.
+
+Who finds it waits until it is touched, and so held, or has not been touched for a minute, and so is abandoned; the lock
+of a process of this machine that has ended is taken at once. Clocks of several hosts are never compared.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.errors import RunError, UserError
+
+NAME = "run.lock"
+TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
+
+
+class RunLock:
+    """The lock of a run directory that exists; `take` it before anything is written there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._file = run_dir, run_dir / NAME
+        self._held: int | None = None  # an open file
+        self._ended = threading.Event()
+
+    def take(self) -> None:
+        """Take the lock; waits up to a minute for one that may be abandoned, and says so.
+
+        Raises:
+            UserError: another process holds it, or the folder cannot be written.
+        """
+        seen, since, told = None, 0.0, False
+        while True:
+            try:
+                if self._create(self._file):
+                    return self._hold()
+                owner, stamp = self._look()
+                if not stamp:  # it was released just now
+                    continue
+                if (owner, stamp) != seen:
+                    if told or (owner and _is_here(owner) and _is_alive(owner) and _is_fresh(stamp)):
+                        raise UserError(f"--run-dir {self._run_dir} is in use by {_name(owner)}; valid: another folder")
+                    seen, since = (owner, stamp), time.monotonic()
+                dead = owner is not None and _is_here(owner) and not _is_alive(owner)
+                if (dead or time.monotonic() - since > ABANDONED_AFTER) and self._take_over():
+                    return self._hold()
+            except OSError as error:
+                raise UserError(
+                    f"--run-dir {self._run_dir}: {error.strerror}; valid: a folder that can be written"
+                ) from None
+            if not told and not dead:
+                told = True
+                print(
+                    f"{self._file} is of {_name(owner)}: taken over if it is not touched for {ABANDONED_AFTER:.0f} s",
+                    flush=True,
+                )
+            time.sleep(0.5)
+
+    def check(self) -> None:
+        """See that the lock is still held, if it was taken.
+
+        Raises:
+            RunError: it is not: another process has taken it, or the run directory was removed.
+        """
+        if self._held is not None and not self._is_ours():
+            raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
+
+    def release(self) -> None:
+        """Remove the lock, if it is held; for whoever is next."""
+        if self._held is None:
+            return
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                self._file.unlink()
+        os.close(self._held)
+        self._held = None
+
+    def _create(self, file: Path) -> bool:
+        """Whether the lock's file could be made: nobody has one of that name."""
+        try:
+            self._held = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        except FileExistsError:
+            return False
+        owner = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "machine": _machine(),
+            "started": _started(os.getpid()),
+        }
+        with contextlib.suppress(OSError):  # a full disk; the lock holds without a name, too
+            os.write(self._held, json.dumps(owner).encode())
+        return True
+
+    def _look(self) -> tuple[dict[str, Any] | None, int]:
+        """Who holds the lock, None if it does not say, and when it was touched."""
+        try:
+            stamp = self._file.stat().st_mtime_ns
+            with reading.open_file(self._file) as file:
+                owner = reading.parse_json(file.read(4096).decode())
+            known = isinstance(owner, dict) and isinstance(owner.get("process"), int)
+            return (owner if known else None), stamp
+        except FileNotFoundError:
+            return None, 0
+        except ValueError:
+            return None, stamp
+
+    def _take_over(self) -> bool:
+        """Replace a lock; whether it is ours after all who may do so at this moment have done it."""
+        mine = self._file.with_name(f"{NAME}.{os.getpid()}-{time.monotonic_ns()}")
+        if self._create(mine):
+            mine.replace(self._file)
+            time.sleep(1.0)
+            if self._is_ours():
+                return True
+            os.close(self._held or 0)
+            self._held = None
+        return False
+
+    def _hold(self) -> None:
+        threading.Thread(target=self._touch, daemon=True).start()
+
+    def _touch(self) -> None:
+        while not self._ended.wait(TOUCHED_EVERY):
+            with contextlib.suppress(OSError, TypeError):  # released meanwhile
+                os.utime(self._held)  # type: ignore[arg-type]
+
+    def _is_ours(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._held), self._file.stat())  # type: ignore[arg-type]
+        except OSError:
+            return False
+
+
+def _machine() -> str:
+    """This boot of this machine, and the container: where process numbers mean the same."""
+    parts = []
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
+        with contextlib.suppress(OSError):
+            parts.append(read().strip())
+    return " ".join(parts) or socket.gethostname()
+
+
+def _started(process: int) -> str:
+    """When a process started, in the kernel's count; numbers of processes are used again."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_here(owner: dict[str, Any]) -> bool:
+    return owner.get("machine") == _machine()
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(owner["process"], 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return _started(owner["process"]) == owner.get("started")
+
+
+def _is_fresh(stamp: int) -> bool:
+    return abs(time.time_ns() - stamp) < 1e9 * 3 * TOUCHED_EVERY
+
+
+def _name(owner: dict[str, Any] | None) -> str:
+    if owner is None:
+        return "an unknown process"
+    return f"process {owner['process']} on {owner.get('host')}, since {owner.get('since')}"

@@ -1,0 +1,87 @@
+"""The folders in `checkpoints/`: one a step. What is half written or being removed has another name, which says so.
+
+Every name here is made by this program or by Orbax; whatever else lies in the folder is left alone.
+"""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+_STEP = re.compile(r"0|[1-9][0-9]{0,9}")
+_TEMPORARY = re.compile(rf"({_STEP.pattern})\.orbax-checkpoint-tmp(-[A-Za-z0-9_.-]+)?")
+_LARGEST = 2**31 - 1
+
+
+def named(folder: Path) -> list[int]:
+    """Steps, ascending, whose name a folder has, whatever it holds."""
+    names = [entry.name for entry in _entries(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
+    return sorted(int(name) for name in names if int(name) <= _LARGEST)
+
+
+def candidates(folder: Path) -> list[int]:
+    """Those of `named` of which the folder is not empty."""
+    return [step for step in named(folder) if _entries(folder / str(step))]
+
+
+def complete(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, ascending."""
+    return [step for step in candidates(folder) if (folder / str(step) / "state").is_dir()]
+
+
+def temporary(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it gets its name."""
+    return folder / f"{step}.orbax-checkpoint-tmp"
+
+
+def clear(folder: Path, step: int | None = None) -> None:
+    """Remove what was left half written or half removed, of one step or of all.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for entry in _entries(folder):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if found and step in (None, int(found[1])):
+            remove(entry)
+
+
+def discard(folder: Path, step: int) -> None:
+    """Remove a checkpoint, which loses its name first, so that nothing half removed has it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    place = folder / f"{step}.orbax-checkpoint-tmp-discarded"
+    remove(place)
+    (folder / str(step)).rename(place)
+    remove(place)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Give what has a step's name another one.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    names = (folder / f"damaged-{step}-{number}" for number in range(1000))
+    (folder / str(step)).rename(next(name for name in names if not name.exists()))
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a link to one, where there is one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+
+def _entries(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return list(folder.iterdir())
+    return []

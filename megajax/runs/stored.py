@@ -1,0 +1,121 @@
+"""Reading a checkpoint to the host's memory.
+
+Damage is found there, before anything goes to the devices: by a digest of every file, which is compared before anything
+is read, and by a checksum of every array. Checkpoints of before have no digests of files. Beside the checksums stands
+the format (`formats.py`).
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # Orbax's paths
+
+from megajax.processes import all_agree, is_first_process, of_first_process, sums_over_processes
+from megajax.program.state import TrainState
+from megajax.runs.checksums import part_sums
+from megajax.runs.digests import problem_of, read_json
+from megajax.runs.formats import check_known, upgraded, written_as
+from megajax.runs.writing import forget_abandoned, in_one_line
+
+FORMAT_NAME = "format"  # among the arrays' checksums; a checkpoint without it is of format 1
+
+T = TypeVar("T")
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be read, or is not what was written."""
+
+
+class Reader:
+    """The checkpoints in a folder. All processes make one and call its methods together."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def check_files(self, step: int) -> None:
+        """Compare the files of a checkpoint with their digests, if it has any.
+
+        Raises:
+            DamagedCheckpoint: a file is not what was written.
+        """
+        folder = self._folder / str(step)
+        problem = ""
+        if is_first_process():
+            problem = problem_of(folder) if (folder / "state").is_dir() else "it is no checkpoint"
+        if of_first_process(bool(problem)):
+            raise DamagedCheckpoint(f"{folder}: {problem or 'process 0 says why'}")
+
+    def read(self, step: int, target: TrainState) -> TrainState:
+        """What `target` has of the natural state, in host memory, its arrays compared with their checksums; without an
+        optimizer only the weights are read.
+
+        Raises:
+            DamagedCheckpoint: it cannot be read, or is not what was written.
+            UserError: a newer version of this program wrote it.
+        """
+        folder = self._folder / str(step)
+        sums = self._try(step, lambda: _read_sums(folder))
+        number = sums.pop(FORMAT_NAME, 1)
+        check_known(number, str(folder))
+        stored = self._try(step, lambda: _read_arrays(folder / "state", written_as(target, number)))
+        parts = part_sums(stored)
+        actual = dict(zip(parts, sums_over_processes(list(parts.values())), strict=True))
+        wrong = [name for name in actual if sums.get(name) != actual[name]]
+        if wrong:
+            raise DamagedCheckpoint(f"{folder}: {len(wrong)} arrays differ from what was written")
+        return upgraded(target, number, stored)
+
+    def _try(self, step: int, read: Callable[[], T]) -> T:
+        """What is read, if all processes can: none may go on to the next collective alone.
+
+        Raises:
+            DamagedCheckpoint: one of them cannot.
+        """
+        found: list[T] = []
+        problem = "another process cannot read it"
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found.append(read())
+        except Exception as error:
+            problem = in_one_line(error)
+        if not found:
+            forget_abandoned()
+        if not all_agree(bool(found)):
+            raise DamagedCheckpoint(f"{self._folder / str(step)}: {problem}")
+        return found[0]
+
+
+def weights_of(state: TrainState) -> TrainState:
+    """A target that has only the weights."""
+    others: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(state) if field.name != "params")
+    return dataclasses.replace(state, **others)
+
+
+def _read_sums(folder: Path) -> dict[str, int]:
+    digest = read_json(folder / "digest" / "metadata")
+    if not isinstance(digest, dict) or not all(isinstance(value, int) for value in digest.values()):
+        raise ValueError("the checksums are damaged")
+    return digest
+
+
+def _read_arrays(folder: Path, target: TrainState) -> TrainState:
+    weights_alone = target.optimizer is None
+    wanted = {"params": target.params} if weights_alone else target
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        arguments = ocp.args.PyTreeRestore(
+            wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=weights_alone,
+        )
+        found = handler.restore(epath.Path(folder), args=arguments)
+    finally:
+        handler.close()
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)):
+        raise ValueError("arrays are missing")
+    return dataclasses.replace(target, **found) if weights_alone else found

@@ -1,0 +1,236 @@
+"""A checkpoint on its way from host memory to the disk, in a thread of every process, while training goes on.
+
+Every process writes the parts of the arrays that its devices hold. Process 0 waits for the others, of which it learns
+by files that they leave, joins what was written, adds digests and gives the folder its name: until then the checkpoint
+does not exist. Nobody waits for a process that failed: whether all of them wrote their parts, the main threads find out
+together (`Write.wait`).
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath  # Orbax's paths
+
+from megajax.processes import all_agree, is_first_process, of_first_process
+from megajax.runs import step_folders
+from megajax.runs.checksums import part_sums
+from megajax.runs.digests import read_json, write_digests, write_json
+
+# Orbax reports every file it touches, what it raises, and every other write that it abandons when one fails.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+
+_PATIENCE = 30.0  # seconds that an end without `wait` waits for other processes
+_POLL = 0.05  # seconds
+
+
+class Write:
+    """The writing of one checkpoint. Every process makes one at the same time.
+
+    Attributes:
+        step: of the checkpoint.
+        problem: what went wrong the last time something did, in one line; None if nothing has.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, natural: Any, others: Mapping[str, int], then: Callable[[], None] = lambda: None
+    ):
+        """Begin to write the arrays of `natural` to the folder of `step` in `folder`, and their checksums with `others`
+        beside them; process 0 calls `then` in its thread once that is complete."""
+        self.step = step
+        self.problem: str | None = None
+        self._folder, self._natural, self._then = folder, natural, then
+        self._beside = dict(others)
+        self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
+        self._place = step_folders.temporary(folder, step)
+        self._part_tried = threading.Event()
+        self._part_written = self._complete = False
+        self._others: bool | None = None  # whether the other processes have written their parts, once that is known
+        self._deadline: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
+        _expect_abandoned()
+        self._thread.start()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this process still writes."""
+        return self._thread.is_alive()
+
+    def wait(self) -> bool:
+        """Wait for the end, all processes together. Whether the checkpoint is complete; if not, nothing is left."""
+        self._part_tried.wait()
+        self._others = all_agree(self._part_written)
+        self._thread.join()
+        done = bool(of_first_process(self._complete))
+        if not done and is_first_process():
+            self._clean()
+        return done
+
+    def abandon(self) -> None:
+        """Wait for what this process does, without the others: one of them may have ended."""
+        self._deadline = time.monotonic() + _PATIENCE
+        self._thread.join()
+
+    def _run(self) -> None:
+        alone = jax.process_count() == 1
+        try:
+            self._part_written = self._twice(self._write_all if alone else self._write_part)
+            if not alone:
+                self._tell()
+        finally:
+            self._part_tried.set()
+        if alone:
+            self._complete = self._part_written
+        elif is_first_process() and self._part_written and self._others_wrote():
+            self._complete = self._twice(self._finish)
+        self._natural = None
+        if self._complete:
+            self._then()
+
+    def _twice(self, action: Callable[[], None]) -> bool:
+        """Whether `action` succeeds, the second time at the latest."""
+        for _ in range(2):
+            try:
+                action()
+                return True
+            except Exception as error:
+                self.problem = in_one_line(error)
+            forget_abandoned()
+        return False
+
+    def _write_all(self) -> None:
+        """What there is to do where one process is all."""
+        try:
+            self._write_part()
+            self._finish()
+        except BaseException:
+            self._clean()
+            raise
+
+    def _write_part(self) -> None:
+        if not self._folder.parent.is_dir():
+            raise FileNotFoundError(f"{self._folder.parent} is gone")
+        state = self._place / "state"
+        state.mkdir(parents=True, exist_ok=True)
+        self._sums = part_sums(self._natural)
+        handler = ocp.StandardCheckpointHandler()
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                wanted = ocp.args.StandardSave(self._natural)
+                for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
+                    written.result()
+        finally:
+            handler.close()
+
+    def _tell(self) -> None:
+        """Leave word of what became of this process's part, if that can be written."""
+        try:
+            word = self._word(jax.process_index(), self._part_written)
+            write_json(word.with_name(f"{word.name}.partial"), self._sums)
+            word.with_name(f"{word.name}.partial").rename(word)
+        except OSError:
+            self._part_written = False
+
+    def _word(self, process: int, written: bool) -> Path:
+        return self._place / f"{'written' if written else 'failed'}-{process}"
+
+    def _others_wrote(self) -> bool:
+        processes = range(1, jax.process_count())
+        while self._others is None:
+            if all(self._word(process, True).exists() for process in processes):
+                return True
+            late = self._deadline is not None and time.monotonic() > self._deadline
+            if late or any(self._word(process, False).exists() for process in processes):
+                self.problem = self.problem or "another process could not write its part"
+                return False
+            time.sleep(_POLL)
+        return self._others
+
+    def _finish(self) -> None:
+        """Join what the processes have written and give it its name."""
+        for process in range(jax.process_count()):
+            word = self._word(process, True)
+            if process and word.exists():  # not at the second try
+                parts = read_json(word)
+                self._sums = {name: (total + parts[name]) % 2**32 for name, total in self._sums.items()}
+            word.unlink(missing_ok=True)
+        handler = ocp.StandardCheckpointHandler()
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                handler.finalize(epath.Path(self._place / "state"))
+        finally:
+            handler.close()
+        (self._place / "digest").mkdir(exist_ok=True)
+        write_json(self._place / "digest" / "metadata", self._beside | self._sums)
+        write_json(self._place / "_CHECKPOINT_METADATA", _METADATA)
+        write_digests(self._place)
+        if os.path.lexists(self._folder / str(self.step)):
+            step_folders.set_aside(self._folder, self.step)
+        self._place.rename(self._folder / str(self.step))
+
+    def _clean(self) -> None:
+        try:
+            step_folders.clear(self._folder, self.step)
+        except OSError as error:
+            self.problem = f"{self.problem}; what was written cannot be removed: {in_one_line(error)}"
+
+
+# What Orbax's own readers, and megajax before `files.json`, look for in a checkpoint's folder.
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_METADATA = {
+    "item_handlers": {
+        "digest": f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
+        "state": f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler",
+    },
+    "metrics": {},
+    "performance_metrics": {},
+    "custom_metadata": {},
+}
+
+
+def forget_abandoned() -> None:
+    """Remove what Orbax left of reads or writes beside one that failed: later, anywhere, it would print tracebacks."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+def _expect_abandoned() -> None:
+    """Let writes that Orbax abandons end unheard: TensorStore tells their ends to an event loop that is gone."""
+    before = sys.unraisablehook
+    if getattr(before, "expects_abandoned", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
+            before(unraisable)
+
+    hook.expects_abandoned = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+
+
+def in_one_line(error: Exception) -> str:
+    """What an exception of the system, Orbax or TensorStore says."""
+    text = " ".join(str(error).split()).partition(" See full")[0]
+    if code := _SYSTEM.search(text):  # TensorStore's words around it are many
+        return os.strerror(int(code[1] or code[2])).lower()
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror.lower()}: {error.filename}" if error.filename else error.strerror.lower()
+    return (text or type(error).__name__)[:200]
+
+
+_SYSTEM = re.compile(r"os_error_code='(\d{1,4})'|OS error (\d{1,4})")

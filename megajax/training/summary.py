@@ -1,0 +1,47 @@
+"""What a run says at its end: the validation, a sample, what was written where."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.data.tokenizer import Tokenizer
+from megajax.generation.choice import Sampling
+from megajax.generation.text import continuation_text
+from megajax.generation.window import continue_in_windows
+from megajax.program.program import Program
+
+_WRITTEN = {
+    "config.toml": "the run's configuration, itself a preset",
+    "metrics.jsonl": "every step's figures",
+    "loss.png": "loss curves",
+    "tensorboard": "events for TensorBoard",
+    "checkpoints": "state, mesh-independent",
+    "data": "tokens and tokenizer",
+}
+
+
+def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
+    """The continuation that the configuration asks for; empty if it asks for none, or without a tokenizer."""
+    config = program.config.sample
+    if tokenizer is None or config.tokens == 0:
+        return ""
+    prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
+    one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.data, microbatch=1)
+    ids = continue_in_windows(
+        Program(dataclasses.replace(program.config, train=one_row), program.mesh),
+        params,
+        prompt,
+        num_tokens=config.tokens,
+        sampling=Sampling(config.temperature, seed=program.config.seed),
+        end=tokenizer.end_of_text,
+    )
+    return config.prompt + continuation_text(tokenizer, prompt, ids)
+
+
+def written(run_dir: Path) -> Iterator[str]:
+    """A line for everything that a run has written."""
+    yield f"written to {run_dir}:"
+    for name, what in _WRITTEN.items():
+        if (run_dir / name).exists():
+            yield f"  {run_dir / name}  {what}"

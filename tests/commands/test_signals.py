@@ -1,0 +1,108 @@
+"""SIGTERM and SIGINT while a run trains: a checkpoint at once, exit code 128 + signal, and the same command goes on."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from processes import Commands, Run, assert_same_checkpoint, checkpoint_steps, curve, records, validation
+
+
+def after_lines(run: Path, count: int, number: int) -> threading.Thread:
+    """A thread that sends this process a signal once metrics.jsonl has so many lines."""
+    done = threading.Event()
+
+    def send() -> None:
+        metrics = run / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+            if done.wait(0.002):
+                return
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_stopped_run_goes_on_by_the_same_command(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Between two checkpoints; bit for bit what it would have been, each step recorded once."""
+    run = tmp_path / "run"
+    line = ("train.py", commands.preset, "--run-dir", run, "--train.log-every", 1, "--checkpoint.every", 20)
+    sender = after_lines(run, 3, signal.SIGTERM)
+    done = commands.run(*line)
+    sender.join()
+    assert done.code == 143, (done.out, done.err)
+    step = curve(run)[-1][0]
+    last = done.err.splitlines()[-1]
+    assert checkpoint_steps(run) == [step] and 3 <= step < 20
+    where = run / "checkpoints" / str(step)
+    assert last == (
+        f"stopped by SIGTERM after step {step} of 20; last good checkpoint: {where} (step {step}); "
+        "the same command goes on"
+    )
+    assert not (run / "run.lock").exists()
+    done = commands.run(*line)
+    assert done.code == 0 and f"resumed from step {step}" in done.out, (done.out, done.err)
+    steps = [(record["step"], "loss" in record) for record in records(run)]
+    assert len(steps) == len(set(steps))
+    assert curve(run) == curve(straight.folder)
+    assert validation(run)[20] == validation(straight.folder)[20]
+    assert_same_checkpoint(run, straight.folder, 20)
+
+
+def test_minutes_between_checkpoints(commands: Commands, tmp_path: Path) -> None:
+    """Beside the steps: here every step takes longer, and the first one is known of after the second."""
+    commands.train(tmp_path, "--train.steps", 3, "--checkpoint.every", 20, "--checkpoint.minutes", 1e-6)
+    assert checkpoint_steps(tmp_path) == [2, 3]
+
+
+def test_a_second_start_is_refused(commands: Commands, half: Run, tmp_path: Path) -> None:
+    """While the first, here this process, holds the lock; nothing in the run directory changes."""
+    from megajax.runs.lock import RunLock
+
+    lock = RunLock(half.folder)
+    lock.take()
+    try:
+        before = (half.folder / "metrics.jsonl").read_bytes()
+        done = commands.run("train.py", commands.preset, "--run-dir", half.folder)
+        assert done.code == 2 and re.fullmatch(r"error: --run-dir \S+ is in use by process .*; valid: .*\n", done.err)
+        assert (half.folder / "metrics.jsonl").read_bytes() == before
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize("doing", ["loading its batch", "computing"])
+def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes, the one at the earlier step or not waiting for the other."""
+    import jax
+
+    from megajax.training import watchdog
+
+    said: list[str] = []
+    ended = threading.Event()
+
+    def fail(text: str) -> None:
+        said.append(text)
+        dog.close()
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "fail", fail)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    (tmp_path / "processes").mkdir()
+    other = {"host": "far", "step": 6, "doing": doing, "seconds": 9.0, "pid": 7}
+    (tmp_path / "processes" / "1.json").write_text(json.dumps(other))
+    monkeypatch.setattr(watchdog, "_WRITTEN_EVERY", 0.1)
+    dog = watchdog.Watchdog(tmp_path, 2)
+    time.sleep(1)
+    (tmp_path / "processes" / "1.json").write_text(json.dumps(other))  # the first was of an earlier start
+    dog.at(6, "starting")
+    dog.at(6 if doing != "computing" else 7, watchdog.COMPUTING)
+    assert ended.wait(10)
+    assert said == [
+        f"process 1 of 2 on far (pid 7) hangs at step 6, {doing}, for 9 s; "
+        "the same command goes on from the newest checkpoint"
+    ]

@@ -1,0 +1,173 @@
+"""Changes of a file's bytes: what a disk, a crash, an editor or somebody hostile may make of it."""
+
+import random
+import re
+from collections.abc import Callable
+
+MOST_BYTES = 1 << 20  # of a mutated file
+
+_NUMBER = re.compile(rb"-?[0-9][0-9.eE+-]*")
+_NUMBERS = [
+    b"0",
+    b"-1",
+    b"1e999",
+    b"-0.0",
+    b"NaN",
+    b"Infinity",
+    b"1.5",
+    b"255",
+    b"65536",
+    b"2147483648",
+    b"1099511627776",
+]
+_NUMBERS += [b"9223372036854775808", b"18446744073709551616", b"9" * 40, b"9" * 350, b"9" * 5000, b"0x" + b"f" * 400]
+_NUMBERS += ["١٢".encode(), b"1_000", b"true", b"1e-320", b"99999999"]
+_VALUES = [
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b'""',
+    b'"text"',
+    b"-1",
+    b"1.5",
+    b"[[[]]]",
+    b'{"a": 1}',
+    b"'",
+    b'"',
+    b'"""',
+    b"#",
+]
+_TEXTS = [b"\0", b"\n", b"\r\n", b"\xff\xfe", b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", "\u2028".encode(), "é٣".encode()]
+_TEXTS += [b"../..", b"/dev/zero", b"<|endoftext|>", b"=", b",", b".", b"[", b"{", b"]", b"}", b"\x80", b"\\", b"PAR1"]
+_OPENINGS = [b"[", b'{"a":', b"{a=", b"[{", b"a.", b"(", b'[["', b"{" * 3]
+_INTEGERS = [
+    0,
+    1,
+    2**7,
+    2**8 - 1,
+    2**15,
+    2**16 - 1,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """The content after one to four changes."""
+    for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4])):
+        change = rng.choices(list(_CHANGES), list(_CHANGES.values()))[0]
+        content = change(content, rng)[:MOST_BYTES]
+    return content
+
+
+def _span(content: bytes, rng: random.Random) -> tuple[int, int]:
+    start = rng.randrange(len(content) + 1)
+    return start, min(len(content), start + rng.choice([1, 1, 2, 4, 8, 16, 64, 256, 4096, len(content)]))
+
+
+def _flip(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 8]) if changed else 0):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _truncate(content: bytes, rng: random.Random) -> bytes:
+    return content[: _span(content, rng)[0]]
+
+
+def _delete(content: bytes, rng: random.Random) -> bytes:
+    start, stop = _span(content, rng)
+    return content[:start] + content[stop:]
+
+
+def _zero(content: bytes, rng: random.Random) -> bytes:
+    start, stop = _span(content, rng)
+    return content[:start] + bytes(stop - start) + content[stop:]
+
+
+def _insert(content: bytes, rng: random.Random) -> bytes:
+    start, _ = _span(content, rng)
+    return content[:start] + rng.choice([*_TEXTS, *_VALUES, rng.randbytes(rng.randrange(1, 40))]) + content[start:]
+
+
+def _splice(content: bytes, rng: random.Random) -> bytes:
+    (start, stop), (place, _) = _span(content, rng), _span(content, rng)
+    return content[:place] + content[start:stop] + content[place:]
+
+
+def _inflate(content: bytes, rng: random.Random) -> bytes:
+    found = list(_NUMBER.finditer(content))
+    if not found:
+        return content
+    number = rng.choice(found)
+    return content[: number.start()] + rng.choice(_NUMBERS) + content[number.end() :]
+
+
+def _integer(content: bytes, rng: random.Random) -> bytes:
+    size, start = rng.choice([1, 2, 4, 8]), _span(content, rng)[0]
+    number = (rng.choice(_INTEGERS) + rng.choice([-1, 0, 0, 1])) % 2 ** (8 * size)
+    return content[:start] + number.to_bytes(size, rng.choice(["little", "little", "big"])) + content[start + size :]
+
+
+def _nest(content: bytes, rng: random.Random) -> bytes:
+    start, opening = _span(content, rng)[0], rng.choice(_OPENINGS)
+    return content[:start] + opening * rng.choice([3, 60, 70, 1000, 30_000]) + content[start:]
+
+
+def _repeat(content: bytes, rng: random.Random) -> bytes:
+    """A line, or what stands between two commas, more than once: so keys are there twice, and counts do not hold."""
+    separator = rng.choice([b"\n", b",", b"\n\n"])
+    parts = content.split(separator)
+    number = rng.randrange(len(parts))
+    return separator.join(parts[:number] + parts[number : number + 1] * rng.choice([2, 3, 100]) + parts[number + 1 :])
+
+
+def _shuffle(content: bytes, rng: random.Random) -> bytes:
+    separator = rng.choice([b"\n", b",", b" "])
+    parts = content.split(separator)
+    one, other = rng.randrange(len(parts)), rng.randrange(len(parts))
+    parts[one], parts[other] = parts[other], parts[one]
+    return separator.join(parts)
+
+
+def _value(content: bytes, rng: random.Random) -> bytes:
+    """Another value behind a colon or an equals sign."""
+    places = [found.end() for found in re.finditer(rb"[:=\[,]\s?", content)]
+    if not places:
+        return content
+    start = rng.choice(places)
+    stop = re.compile(rb"[,}\n\]]|$").search(content, start).end()  # type: ignore[union-attr]
+    return content[:start] + rng.choice(_VALUES) + content[max(start, stop - 1) :]
+
+
+def _lengthen(content: bytes, rng: random.Random) -> bytes:
+    start = _span(content, rng)[0]
+    piece = rng.choice(
+        [b"a", b" ", b"\n", b'"', b"\\", b"9", b"0,", b"[],", b"\xff", b"a b ", b"a=1\n", b'"a":1,', b"\0"]
+    )
+    return content[:start] + piece * rng.choice([100, 5000, 200_000]) + content[start:]
+
+
+_CHANGES: dict[Callable[[bytes, random.Random], bytes], float] = {
+    _flip: 10,
+    _truncate: 4,
+    _delete: 6,
+    _zero: 4,
+    _insert: 8,
+    _splice: 5,
+    _inflate: 10,
+    _integer: 6,
+    _value: 8,
+    _repeat: 5,
+    _shuffle: 4,
+    _nest: 1.5,
+    _lengthen: 1.5,
+}

@@ -1,0 +1,274 @@
+"""The readers that are fuzzed: a line of `READERS` each.
+
+A reader has a function that writes valid files, one that reads them as the program does, and the files to change.
+"""
+
+import functools
+import gzip
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+from hugging_face import random_tensors, write_model
+from mutations import mutated
+from tiny import tiny_config
+
+from megajax.config import to_toml
+from megajax.convert.importing import open_source
+from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.prepared import prepared_tokens
+from megajax.data.report import digests_of
+from megajax.data.text import TextDocuments
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.errors import RunError, UserError
+from megajax.generation.text import read_prompts
+from megajax.preparation.contamination import TestSets
+from megajax.preparation.shards import WorkFolder
+from megajax.presets import load_preset, resolve
+from megajax.runs.directory import kept_config
+from megajax.runs.metrics import is_metrics, read_metrics
+from megajax.runs.ownership import mark, marked_format, run_format
+
+try:
+    from megajax.runs.stored import DamagedCheckpoint  # type: ignore[import-not-found]
+except ImportError:
+    from megajax.runs.checkpoint import DamagedCheckpoint
+
+REFUSALS = UserError, RunError, DamagedCheckpoint
+
+TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(12)) + "\n" for n in range(12)]
+
+
+class Packing(NamedTuple):
+    """How a file is compressed."""
+
+    pack: Callable[[bytes], bytes]
+    unpack: Callable[[bytes], bytes]
+
+
+_NONE = Packing(bytes, bytes)
+_GZ = Packing(functools.partial(gzip.compress, compresslevel=1), gzip.decompress)
+_ZST = Packing(zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of files.
+
+    Attributes:
+        name: in tables.
+        make: writes its valid files into an empty folder.
+        read: reads them.
+        files: names of those that are changed, one at a time.
+        packing: of a compressed file: its content is changed, or the file is.
+        most: inputs that the long run stops at; 0: none.
+        short: inputs of the short run.
+    """
+
+    name: str
+    make: Callable[[Path], object]
+    read: Callable[[Path], object]
+    files: tuple[str, ...]
+    packing: Packing = _NONE
+    most: int = 0
+    short: int = 25
+
+    def changed(self, whole: bytes, rng: random.Random) -> tuple[bytes, int]:
+        """A changed file, and the size of its content before it was packed."""
+        inner = self.packing.unpack(whole)
+        if self.packing is not _NONE and rng.random() < 0.5:
+            content = mutated(whole, rng)
+            return content, max(len(content), len(inner))
+        inner = mutated(inner, rng)
+        return self.packing.pack(inner), len(inner)
+
+
+@functools.cache
+def _tokenizer(kind: str):
+    return train_tokenizer(TEXTS, 280 if kind == "bpe" else 120, kind)  # type: ignore[arg-type]
+
+
+def _write_tokens(folder: Path) -> None:
+    tokenizer = _tokenizer("bpe")
+    with IndexedWriter(folder / "m", tokenizer.size) as writer:
+        for text in TEXTS:
+            writer.add_document([*tokenizer.encode(text), tokenizer.end_of_text])
+
+
+def _read_tokens(folder: Path) -> None:
+    tokens = IndexedDataset(folder / "m")
+    tokens.check_vocabulary(280)
+    for number in range(min(tokens.num_documents, 100)):
+        tokens.document(number).sum()
+
+
+def _write_lines(name: str, packing: Packing = _NONE) -> Callable[[Path], object]:
+    lines = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + "\n" for n, text in enumerate(TEXTS))
+    return lambda folder: (folder / name).write_bytes(packing.pack(lines.encode()))
+
+
+def _write_parquet(folder: Path) -> None:
+    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), folder / "a.parquet")
+
+
+def _documents(name: str, cut: bool = True) -> Callable[[Path], object]:
+    return lambda folder: sum(len(text) for text in TextDocuments(folder / name, cut=cut))
+
+
+def _write_preset(folder: Path) -> None:
+    demo = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text()
+    sources = "sources = [{ path = 'corpora/web', weight = 0.7 }, { path = 'b', weight = 0.3 }]\n"
+    (folder / "a.toml").write_text(demo.replace('path = "python-stdlib"\n', sources))
+
+
+def _write_config(folder: Path) -> None:
+    (folder / "config.toml").write_text(to_toml(tiny_config()))
+
+
+def _use_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(TEXTS[3] + " other words é"))
+
+
+def _write_metrics(folder: Path) -> None:
+    lines = [{"step": n, "loss": 3.5 / n, "grad_norm": None, "tokens": 100, "seconds": 0.1} for n in range(1, 9)]
+    lines.append({"step": 8, "validation_loss": 2.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _read_metrics(folder: Path) -> None:
+    is_metrics(folder / "metrics.jsonl")
+    for record in read_metrics(folder):
+        sum(float(value) for value in record.values() if value is not None)
+
+
+def _write_corpus(folder: Path) -> None:
+    (folder / "corpus.txt").write_text("".join(TEXTS))
+    _tokenizer("bpe").save(folder / "data" / "tokenizer")
+    make_corpus(str(folder / "corpus.txt"), "", 280, folder / "data")
+
+
+def _read_corpus(folder: Path) -> None:
+    corpus = open_corpus(folder / "data", 280)
+    kept_tokenizer(folder / "data")
+    for number in range(corpus.tokens.num_documents):
+        corpus.tokens.document(number).sum()
+
+
+def _write_prepared(folder: Path) -> None:
+    _write_tokens(folder)
+    _tokenizer("bpe").save(folder / "m.tokenizer")
+    blocks = IndexedWriter(folder / "other", 280)
+    with blocks:
+        for text in TEXTS:
+            blocks.add_document([*_tokenizer("bpe").encode(text), _tokenizer("bpe").end_of_text])
+    digests = digests_of(dataset_files(folder / "m")[0], blocks.digests, folder / "m.tokenizer")
+    (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
+
+
+def _write_run(folder: Path) -> None:
+    """A run of before the mark."""
+    _write_config(folder)
+    _write_metrics(folder)
+    (folder / "data").mkdir()
+    (folder / "data" / "report.json").write_text(
+        json.dumps({"source": "", "tokenizer_source": "", "dataset": "", "vocab_size": 1, "tokens": 1})
+    )
+
+
+def _write_hugging_face(folder: Path) -> None:
+    tensors = random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}
+    write_model(folder, tensors, vocab_size=300)
+    _tokenizer("bpe").save(folder)
+    (folder / "tokenizer.json").write_text(_tokenizer("bpe").to_json())
+    (folder / "tokenizer_config.json").write_text('{"add_prefix_space": false, "model_max_length": 24}')
+
+
+def _write_hugging_face_shards(folder: Path) -> None:
+    write_model(folder)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = {f"transformer.{name}": "a.safetensors" for name in random_tensors()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def _write_work(folder: Path) -> None:
+    work = WorkFolder(folder, "x")
+    starts = work.save_texts(0, TEXTS)
+    work.save("clean", 0, {"starts": starts, "rule": np.ones(len(TEXTS), np.uint8), "problem": np.array("none")})
+    work.save_bands(0, np.ones((3, len(TEXTS)), np.uint64))
+    with work.writing(folder / "test-sets.npz") as file:
+        TestSets.collect([["one two three four five six seven eight nine"]]).save(file)
+
+
+def _read_work(folder: Path) -> None:
+    work = WorkFolder(folder, "x")
+    _, problem = work.load("clean", 0, "rule", "problem")
+    str(problem)
+    list(work.texts(0))
+    work.band(0, 2, len(TEXTS))
+    TestSets.load(folder / "test-sets.npz")
+
+
+def _write_prompts(folder: Path) -> None:
+    (folder / "p").write_text("\n".join(TEXTS))
+
+
+@functools.cache
+def _checkpoints(folder: Path):
+    from tiny import tiny_program
+
+    from megajax.runs.checkpoint import Checkpoints
+
+    program = tiny_program(tiny_config(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, vocab_multiple=1))
+    return Checkpoints(folder, program.layout, keep=1), program.layout
+
+
+def _write_checkpoint(folder: Path) -> None:
+    checkpoints, layout = _checkpoints(folder)
+    checkpoints.save(1, layout.init())
+    checkpoints.wait()
+
+
+def _read_checkpoint(folder: Path) -> None:
+    _checkpoints(folder)[0].restore_params(1)
+
+
+_DATA = ("data/report.json", "data/tokens.digests", "data/tokens.idx", "data/tokens.bin")
+_DATA += ("data/tokenizer/vocab.json", "data/tokenizer/merges.txt")
+_PREPARED = ("m.report.json", "m.idx")
+_SHARDS = ("model.safetensors.index.json", "a.safetensors")
+_WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
+_HUGGING_FACE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("_CHECKPOINT_METADATA", "digest/metadata", "state/_METADATA"))
+
+READERS = [
+    Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
+    Reader("records: JSONL", _write_lines("a.jsonl"), _documents("a.jsonl"), ("a.jsonl",)),
+    Reader("records: JSONL.gz", _write_lines("a.jsonl.gz", _GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), _GZ),
+    Reader("records: JSONL.zst", _write_lines("a.jsonl.zst", _ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), _ZST),
+    Reader("records: Parquet", _write_parquet, _documents("a.parquet"), ("a.parquet",)),
+    Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
+    Reader("records: text as one", _write_lines("a.txt.gz", _GZ), _documents("a.txt.gz", False), ("a.txt.gz",), _GZ),
+    Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml",)),
+    Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
+    Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
+    Reader("tokenizer: WordPiece", _tokenizer("wordpiece").save, _use_tokenizer, ("vocab.txt",)),
+    Reader("metrics.jsonl", _write_metrics, _read_metrics, ("metrics.jsonl",)),
+    Reader("data of a run", _write_corpus, _read_corpus, _DATA),
+    Reader("run.json", mark, lambda folder: (marked_format(folder), run_format(folder)), ("run.json",)),
+    Reader("run without a mark", _write_run, run_format, ("config.toml", "metrics.jsonl", "data/report.json")),
+    Reader("prepared dataset", _write_prepared, lambda folder: prepared_tokens(folder / "m", 280), _PREPARED),
+    Reader("work folder of prepare", _write_work, _read_work, _WORK),
+    Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
+    Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
+    Reader("prompts", _write_prompts, lambda folder: read_prompts([], str(folder / "p")), ("p",)),
+    Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
+]

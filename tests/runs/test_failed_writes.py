@@ -1,0 +1,165 @@
+"""A checkpoint that cannot be written is told in one line, leaves nothing behind and does not end training."""
+
+import errno
+import functools
+import resource
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.errors import RunError
+from megajax.program.state import StateLayout, TrainState
+from megajax.program.transfer import Transfer
+from megajax.runs import checkpoint
+from megajax.runs.checkpoint import Checkpoints
+
+transfer_of = functools.cache(Transfer)
+
+
+@pytest.fixture(autouse=True)
+def conversions_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every start of a run."""
+    monkeypatch.setattr(checkpoint, "Transfer", transfer_of)
+
+
+@pytest.fixture(scope="module")
+def layout() -> StateLayout:
+    """A model of one layer on one device."""
+    return tiny_program(tiny_config(num_layers=1)).layout
+
+
+@pytest.fixture(scope="module")
+def state(layout: StateLayout) -> TrainState:
+    """What is saved, whatever the step is called."""
+    return layout.init()
+
+
+@pytest.fixture
+def checkpoints(layout: StateLayout, state: TrainState, tmp_path: Path) -> Iterator[Checkpoints]:
+    """Those of a run that has one of step 1; the third failure in a row is the end."""
+    (tmp_path / "run").mkdir()
+    checkpoints = Checkpoints(tmp_path / "run", layout, keep=9, max_failures=3)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    yield checkpoints
+    checkpoints.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint of step")]
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, times: int, method: str = "finalize") -> None:
+    """Let a method of Orbax raise so many times, as where the disk is full."""
+    plain, left = getattr(ocp.StandardCheckpointHandler, method), [times]
+
+    def failing(*arguments: Any, **others: Any) -> Any:
+        if left[0] == 0:
+            return plain(*arguments, **others)
+        left[0] -= 1
+        raise OSError(errno.ENOSPC, "No space left on device", "some file")
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, method, failing)
+
+
+def entries(checkpoints: Checkpoints) -> list[str]:
+    """Names in the folder."""
+    return sorted(entry.name for entry in checkpoints.folder.iterdir())
+
+
+@pytest.mark.parametrize("method", ["async_save", "finalize"])
+def test_one_failure_is_mended(
+    checkpoints: Checkpoints, state: TrainState, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a second try, which is told."""
+    fail(monkeypatch, 1, method)
+    checkpoints.save(2, state)
+    checkpoints.wait()
+    assert checkpoints.news() == [
+        "the checkpoint of step 2 was written at the second try; no space left on device: some file"
+    ]
+    assert checkpoints.news() == [] and checkpoints.saved == 2 and entries(checkpoints) == ["1", "2"]
+
+
+def test_failures_are_survived_until_there_are_too_many_in_a_row(
+    checkpoints: Checkpoints, state: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes two tries. A good one in between begins the count anew; what is half written goes."""
+    fail(monkeypatch, 4)
+    for step in (2, 3):
+        checkpoints.save(step, state)
+    checkpoints.save(4, state)
+    assert checkpoints.news() == [
+        f"the checkpoint of step {step} could not be written: no space left on device: some file; "
+        f"training goes on ({count} of 3 in a row)"
+        for step, count in ((2, 1), (3, 2))
+    ]
+    assert checkpoints.saved == 1
+    checkpoints.wait()
+    assert checkpoints.saved == 4 and entries(checkpoints) == ["1", "4"]
+    fail(monkeypatch, 6)
+    for step in (5, 6, 7):
+        checkpoints.save(step, state)
+    with pytest.raises(RunError) as error:
+        checkpoints.save(8, state)
+    assert str(error.value) == (
+        "the checkpoint of step 7 could not be written: no space left on device: some file; that is 3 in a row "
+        f"(--checkpoint.max-failures 3), so training stops; last good checkpoint: {checkpoints.folder / '4'} (step 4)"
+    )
+    assert entries(checkpoints) == ["1", "4"]
+
+
+def test_who_waits_for_a_checkpoint_is_told_that_there_is_none(
+    checkpoints: Checkpoints, state: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run, or before it stops, one failure is enough."""
+    fail(monkeypatch, 2)
+    checkpoints.save(2, state)
+    for _ in range(2):
+        with pytest.raises(
+            RunError, match=r"^the checkpoint of step 2 could not .*; last good checkpoint: .*\(step 1\)$"
+        ):
+            checkpoints.wait()
+    checkpoints.save(3, state)
+    checkpoints.wait()
+
+
+def test_no_space(checkpoints: Checkpoints, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is noticed before anything is written, or copied."""
+    monkeypatch.setattr(checkpoint, "Write", None)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    checkpoints.save(2, state)
+    (line,) = checkpoints.news()
+    assert line.startswith(f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1 MB free, and it")
+
+
+def test_what_really_happens(checkpoints: Checkpoints, layout: StateLayout, state: TrainState, tmp_path: Path) -> None:
+    """Files that may not grow, a file in the folder's place, a run directory that is gone, and one that is back."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        checkpoints.save(2, state)
+        with pytest.raises(RunError, match=r"^the checkpoint of step 2 could not be written: .*file too large"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entries(checkpoints) == ["1"] and len(checkpoints.news()) == 1
+    shutil.rmtree(checkpoints.folder)
+    checkpoints.folder.write_text("mine")
+    checkpoints.save(3, state)
+    with pytest.raises(RunError, match=r"step 3 could not be written: not a directory: \S+checkpoints"):
+        checkpoints.wait()
+    assert checkpoints.folder.read_text() == "mine"
+    checkpoints.folder.unlink()
+    checkpoints.save(4, state)
+    checkpoints.wait()
+    assert checkpoints.news()[0].endswith("(2 of 3 in a row)") and entries(checkpoints) == ["4"]
+    shutil.rmtree(tmp_path / "run")
+    checkpoints.save(5, state)
+    with pytest.raises(RunError, match=rf"step 5 could not be written: .*{tmp_path / 'run'}"):
+        checkpoints.wait()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,75 @@
+"""The end of a process: codes, the one last line, signals."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BEGIN = "import sys, time; from megajax import ending; from megajax.errors import UserError\n"
+SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(0.01)\n"
+
+
+def start(main: str) -> subprocess.Popen[str]:
+    """A process that runs the body of a function as a command's."""
+    body = "".join(f"    {line}\n" for line in main.splitlines())
+    code = f"{BEGIN}def main():\n{body}ending.run(main)\n"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    error = process.communicate(timeout=60)[1]
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_128_and_its_number(number: signal.Signals) -> None:
+    process = start(SLEEP)
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    assert finish(process) == (128 + number, f"stopped by {number.name}; what was written is kept\n")
+
+
+def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
+    body = "with ending.stop_signals.deferred('first this'):\n" + "".join(
+        f"    {part}\n" for part in SLEEP.splitlines()
+    )
+    process = start(body)
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr and process.stderr.readline() == "SIGTERM: first this; a second signal ends at once\n"
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, "ended at once by a second signal, SIGINT\n")
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "line"),
+    [
+        ("pass", 0, ""),
+        ("raise UserError('--x 3; valid: 4')", 2, "error: --x 3; valid: 4"),
+        (
+            "raise OSError(28, 'No space left on device', '/a/b')",
+            1,
+            "error: /a/b: No space left on device; the trace is in",
+        ),
+        ("[[0] * 10**14]", 1, "error: out of memory; the trace is in"),
+        ("sys.exit(3)", 3, ""),
+    ],
+)
+def test_one_line(main: str, code: int, line: str) -> None:
+    """Whatever was thrown, also by a thread beside; the trace of what nobody expected is in a file."""
+    beside = "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()\n"
+    found, error = finish(start(beside + main))
+    assert found == code
+    assert len(error.splitlines()) == bool(line) and error.startswith(line)
+    if named := re.search(r"the trace is in (\S+)", error):
+        trace = Path(named[1])
+        assert "Traceback" in trace.read_text() and "ZeroDivisionError" in trace.read_text()
+        trace.unlink()
