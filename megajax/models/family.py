@@ -77,7 +77,7 @@ class Family:
 
 def family_of(config: ModelConfig) -> Family:
     """The family that a configuration names."""
-    return importlib.import_module(FAMILIES[config.family]).FAMILY
+    return importlib.import_module(FAMILIES[config.family].module).FAMILY
 
 
 class CutModel:

@@ -1,6 +1,25 @@
 """The families of models by name, `model.family`. No JAX here: a family is imported when it is asked for."""
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What must be known of a family before it is imported.
+
+    Attributes:
+        module: has the family as `FAMILY` (`models/family.py`).
+        samples: what it is trained on: "text", or "pairs" of segments.
+        tokenizer: kind that is trained where none is given, "bpe" or "wordpiece".
+        layer_orders: where a layer may have its LayerNorms, the first being the default: "pre", "post".
+    """
+
+    module: str
+    samples: str = "text"
+    tokenizer: str = "bpe"
+    layer_orders: tuple[str, ...] = ("pre",)
+
+
 FAMILIES = {
-    "gpt2": "megajax.models.gpt2.family",
+    "gpt2": Entry("megajax.models.gpt2.family"),
 }
-"""Name -> the module that has it as `FAMILY` (`models/family.py`)."""

@@ -10,7 +10,7 @@ from tiny import tiny_config, tiny_program
 
 from megajax import verify
 from megajax.models.family import count_parameters, step_flops
-from megajax.models.registry import FAMILIES
+from megajax.models.registry import FAMILIES, Entry
 from megajax.presets import load_preset, resolve
 from megajax.program.scoring import next_logits
 from megajax.program.synthetic import random_batch
@@ -24,7 +24,7 @@ def registered():
     """The one line of the registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
-        patch.setitem(FAMILIES, "tiny", "tiny_family")
+        patch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
         yield
     sys.modules.pop("tiny_family", None)
 
