@@ -6,9 +6,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.flops import MatrixProduct
 
 
-def layer_products(
-    model: ModelConfig, sequences: int, query_block: int, *, causal: bool
-) -> Iterator[MatrixProduct]:
+def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
     """All products of the layers; attention takes the queries in blocks, each against all keys, or, causal, against
     those up to its end."""
     hidden, layers = model.hidden_size, model.num_layers
@@ -31,9 +29,7 @@ def layer_products(
         yield MatrixProduct(f"attention gradients, keys up to {keys}", 2 * layers, heads, head_size, block, keys)
 
 
-def head_products(
-    model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]]
-) -> Iterator[MatrixProduct]:
+def head_products(model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:
     """Products of every token with weights [inner, columns] after the layers, by name."""
     return _with_weights(model, sequences, shapes, 1)
 

@@ -86,7 +86,7 @@ def test_a_mask_is_every_limit_at_once(limit):
     assert not expected[..., outside].any()
     found = np.ones((1, 1, 1), bool) if mask is None else np.asarray(mask)
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
-    assert visible.only_causal == (limit == "causal")
+    assert visible.only_causal_or_padded == (limit in ("everything", "causal", "padding"))
 
 
 def test_a_window_leaves_keys_out():

@@ -20,7 +20,7 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
 
 FAMILY = Family(
     model=Bert,
-    form=pairs_form,
+    form=pairs_form(),
     products=_products,
     linear_embedding=lambda config: config.layer_order == "pre",
 )

@@ -28,8 +28,6 @@ from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_
 LAYER_NORM_EPSILON = 1e-12
 TOKEN_TYPES = 2
 
-Scores = dict[str, tuple[Array, Array]]
-
 
 class Bert(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
@@ -90,7 +88,7 @@ class Bert(nnx.Module):
         order, found = self.borders.of_first_token((jnp.sum(order_B), found))
         return {"masked_lm": jnp.sum(masked_BT), "sentence_order": order, "accuracy/sentence_order": found}
 
-    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> Scores:
+    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """For both losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or 0,
         int32; [B, T] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
         """

@@ -74,11 +74,12 @@ class GPT2(nnx.Module):
         losses_BT = cross_entropy(self.logits(x_BTD), batch["targets"], self.borders.vocabulary)
         return {"next_token": jnp.sum(losses_BT)}
 
-    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> tuple[Array, Array]:
+    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T].
 
         Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
         logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.borders.vocabulary
         hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
-        return cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
+        loss_BT = cross_entropy(logits_BTV, targets_BT, axes)
+        return {"next_token": (loss_BT, jnp.where(targets_BT == IGNORED, IGNORED, hit_BT))}
