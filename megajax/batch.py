@@ -63,3 +63,20 @@ def text_form(*, with_positions: bool = False) -> BatchForm:
     if with_positions:
         entries["positions"] = Entry(("tokens",))
     return BatchForm(entries, targets={"next_token": "targets"})
+
+
+def pairs_form() -> BatchForm:
+    """Two segments, `[CLS] A [SEP] B [SEP]`, some of whose tokens are masked.
+
+    `tokens` [T] as the model sees them; `token_types` [T], 1 in `B [SEP]`; `targets` [T], what stood at the chosen
+    places; `length`, how many tokens there are; `order`, 0 where A comes first in the document, 1 where B does,
+    `IGNORED` where there is no B.
+    """
+    entries = {
+        "tokens": Entry(("tokens",)),
+        "token_types": Entry(("tokens",)),
+        "targets": Entry(("tokens",), IGNORED),
+        "length": Entry(()),
+        "order": Entry((), IGNORED),
+    }
+    return BatchForm(entries, targets={"masked_lm": "targets", "sentence_order": "order"})
