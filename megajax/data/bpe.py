@@ -72,7 +72,7 @@ class BytePairTokenizer(Tokenizer):
     @cached_property
     def _byte_lengths(self) -> npt.NDArray[np.int64]:
         lengths = np.zeros(self.size, np.int64)
-        for token, number in self._vocabulary.items():
+        for token, number in self.vocabulary.items():
             lengths[number] = len(token) if token != END_OF_TEXT else 0  # the printable form has a character a byte
         return lengths
 
@@ -84,7 +84,7 @@ class BytePairTokenizer(Tokenizer):
         """
         merges = "".join(f"{left} {right}\n" for left, right in self._merges)
         write_atomically(Path(folder, "merges.txt"), "#version: 0.2\n" + merges)
-        write_atomically(Path(folder, "vocab.json"), json.dumps(self._vocabulary, ensure_ascii=False))
+        write_atomically(Path(folder, "vocab.json"), json.dumps(self.vocabulary, ensure_ascii=False))
 
 
 def _byte_level(model: Any) -> Any:

@@ -61,6 +61,13 @@ class IndexedDataset(TokenDocuments):
         super().__init__(tokens, offsets, str(tokens_file))
         self.sequence_lengths = lengths
         self.document_index = document_index
+        self._pointers = pointers
+
+    def sequence_offsets(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last one of them ends; int64
+        [last - first + 1]."""
+        begin = int(self._pointers[first]) // self.tokens.itemsize
+        return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])
 
 
 class IndexedWriter:

@@ -23,12 +23,13 @@ class Tokenizer(ABC):
         end: the token that ends every document.
 
     Attributes:
+        vocabulary: as given.
         size: ids that a model needs: the largest id plus one.
         end_of_text: id of the token that ends every document.
     """
 
     def __init__(self, core: Any, vocabulary: dict[str, int], end: str) -> None:
-        self._core, self._vocabulary = core, vocabulary
+        self._core, self.vocabulary = core, vocabulary
         self.size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[end]
 

@@ -85,7 +85,7 @@ class WordPieceTokenizer(Tokenizer):
         Raises:
             UserError: it cannot be written.
         """
-        tokens = sorted(self._vocabulary, key=self._vocabulary.__getitem__)
+        tokens = sorted(self.vocabulary, key=self.vocabulary.__getitem__)
         write_atomically(Path(folder, "vocab.txt"), "".join(f"{token}\n" for token in tokens))
 
 

@@ -1,0 +1,144 @@
+"""Sentences joined to chunks of about a wanted number of tokens, as Megatron-LM does for BERT: the map from samples to
+text.
+
+C chunks, D documents, S sentences. The map is worked out for a million sentences at a time, in all their documents at
+once, so that it takes little memory beside its result, and is the same for any such part.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.indexed import IndexedDataset
+
+Numbers = npt.NDArray[np.int64]
+
+_PART = 1 << 20  # sentences looked at in one go
+
+
+@dataclass(frozen=True)
+class SentenceCounts:
+    """What sentences documents have; those without a token do not count.
+
+    Attributes:
+        documents: with at least one sentence.
+        sentences: of all documents.
+        single: documents of one sentence, which make no pair.
+        empty_documents: documents without a token.
+        empty_sentences: sentences without a token.
+    """
+
+    documents: int
+    sentences: int
+    single: int
+    empty_documents: int
+    empty_sentences: int
+
+
+def count_sentences(documents: IndexedDataset, numbers: Numbers | None = None) -> SentenceCounts:
+    """Count the sentences of some documents (None: of all)."""
+    counts = np.zeros(5, np.int64)
+    for part in _parts(documents, np.arange(documents.num_documents) if numbers is None else numbers):
+        sizes = part.ends - part.begins
+        counts += [(sizes > 0).sum(), sizes.sum(), (sizes == 1).sum(), (sizes == 0).sum(), part.num_empty]
+    return SentenceCounts(*counts.tolist())
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of neighbouring sentences, in the order of the text.
+
+    Attributes:
+        begins: int64 [C], the first sentence of each, as a number of the dataset.
+        sizes: int32 [C], how many sentences it has, empty ones among them included.
+        targets: int32 [C], tokens wanted.
+    """
+
+    begins: Numbers
+    sizes: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+
+def join(documents: IndexedDataset, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
+    """Join the sentences of documents: a chunk has so many that it reaches its target, and at least two.
+
+    Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
+    only a document of one sentence makes a chunk of one.
+
+    Args:
+        documents: the corpus.
+        numbers: of the documents, ascending.
+        target: from the first sentences of chunks to the numbers of tokens wanted.
+    """
+    found = [_joined(part, target) for part in _parts(documents, numbers)]
+    return Chunks(
+        np.concatenate([np.empty(0, np.int64), *(part.begins for part in found)]),
+        np.concatenate([np.empty(0, np.int32), *(part.sizes for part in found)]),
+        np.concatenate([np.empty(0, np.int32), *(part.targets for part in found)]),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sentences of some documents, those without a token left out.
+
+    Attributes:
+        ids: [S], numbers in the dataset.
+        totals: [S + 1], tokens before each.
+        begins: [D], the first sentence of each document, as a place in `ids`.
+        ends: [D], the one after its last.
+        num_empty: sentences left out.
+    """
+
+    ids: Numbers
+    totals: Numbers
+    begins: Numbers
+    ends: Numbers
+    num_empty: int
+
+
+def _parts(documents: IndexedDataset, numbers: Numbers) -> Iterator[_Part]:
+    begun = 0
+    totals = np.cumsum(documents.document_index[numbers + 1] - documents.document_index[numbers])
+    while begun < len(numbers):
+        done = int(totals[begun - 1]) if begun else 0
+        end = max(begun + 1, int(np.searchsorted(totals, done + _PART, side="right")))
+        yield _part(documents, numbers[begun:end])
+        begun = end
+
+
+def _part(documents: IndexedDataset, numbers: Numbers) -> _Part:
+    firsts, lasts = documents.document_index[numbers], documents.document_index[numbers + 1]
+    ends = np.cumsum(lasts - firsts)
+    shifts = firsts - np.concatenate([[0], ends[:-1]])
+    ids = np.arange(ends[-1]) + np.repeat(shifts, lasts - firsts)
+    lengths = documents.sequence_lengths[int(firsts[0]) : int(lasts[-1])][ids - firsts[0]]
+    filled = lengths > 0
+    num_filled = np.concatenate([[0], np.cumsum(filled)])
+    begins, ends = num_filled[np.concatenate([[0], ends[:-1]])], num_filled[ends]
+    totals = np.concatenate([[0], np.cumsum(lengths[filled], dtype=np.int64)])
+    return _Part(ids[filled], totals, begins, ends, int(len(ids) - num_filled[-1]))
+
+
+def _joined(part: _Part, target: Callable[[Numbers], Numbers]) -> Chunks:
+    """Chunks of a part: one of every document at a time."""
+    open_ = part.begins < part.ends
+    place, end = part.begins[open_], part.ends[open_]
+    found = [(np.empty(0, np.int64),) * 3]
+    while len(place):
+        wanted = target(part.ids[place])
+        stop = np.searchsorted(part.totals, part.totals[place] + wanted)
+        stop = np.maximum(stop, place + 2)
+        stop = np.where(end - stop <= 1, end, stop)
+        found.append((place, stop, wanted))
+        goes_on = stop < end
+        place, end = stop[goes_on], end[goes_on]
+    places, stops, targets = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    order = np.argsort(places)
+    begins, lasts = part.ids[places[order]], part.ids[stops[order] - 1]
+    return Chunks(begins, (lasts + 1 - begins).astype(np.int32), targets[order].astype(np.int32))

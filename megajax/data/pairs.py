@@ -1,0 +1,249 @@
+"""BERT's samples: two segments of neighbouring sentences, in order or swapped, whose words are partly masked.
+
+T is the sequence length, N the number of tokens of a sample. A sample is what `pairs_form` of `batch.py` says:
+`[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` of a document that has one sentence.
+"""
+
+import functools
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.batch import IGNORED, pairs_form
+from megajax.data.chunks import Chunks, count_sentences, join
+from megajax.data.gpt import Sample, split_documents
+from megajax.data.indexed import IndexedDataset
+from megajax.data.masking import Bits, WordPieces, masked
+from megajax.errors import UserError
+
+SHORT_SHARE = 0.1  # of the samples, which aim at a random length
+
+_SPECIAL = 3  # [CLS], [SEP] and [SEP]
+_SHORTEST = 2  # tokens that a sample aims at: one of A, one of B
+_ORDER, _LENGTHS, _TRAIN, _EVALUATION = 11, 12, 13, 14  # independent random streams of one seed
+
+
+def train_and_validation(
+    documents: IndexedDataset,
+    *,
+    sequence_length: int,
+    validation_fraction: float,
+    seed: int,
+    vocabulary: WordPieces,
+) -> tuple["TrainPairs", "EvaluationPairs"]:
+    """Samples of the training and of the validation split, no document being in both.
+
+    Args:
+        documents: the corpus, one sequence a sentence.
+        sequence_length: T.
+        validation_fraction: share of all tokens that the validation split has, about.
+        seed: of the split, and of training.
+        vocabulary: what the ids are.
+
+    Raises:
+        UserError: the fraction is not between 0 and 1, a split would have no document, the documents have no sentences,
+            or the sequence is too short for a pair.
+    """
+    check_sentences(documents)
+    train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
+    return (
+        TrainPairs(documents, train, sequence_length=sequence_length, seed=seed, vocabulary=vocabulary),
+        EvaluationPairs(documents, validation, sequence_length=sequence_length, vocabulary=vocabulary),
+    )
+
+
+def check_sentences(documents: IndexedDataset) -> None:
+    """Check that documents are cut in sentences: that at least one has two.
+
+    Raises:
+        UserError: none has.
+    """
+    counts = count_sentences(documents)
+    if counts.single == counts.documents:
+        raise UserError(
+            f"{documents.name}: all {counts.documents} documents are of a single sequence, no pair of segments can be "
+            "made; valid: documents cut in sentences, by megajax prepare --split-sentences"
+        )
+
+
+class TrainPairs:
+    """An endless sequence of training samples; sample i is a pure function of the seed and i.
+
+    Every epoch joins the sentences of each document anew: one chunk in ten aims at a random length, the others at T.
+    The chunks are drawn in a random order (Grain's index shuffle); where A ends, which segment comes first, what is cut
+    off and what is masked is drawn for every sample. An epoch has as many samples as the first one has chunks; another
+    one, which may have a few more or fewer, leaves some out or gives some twice. Memory: 16 bytes a sample for each of
+    two epochs.
+
+    Args:
+        documents: the corpus, one sequence a sentence.
+        numbers: the documents to train on, int64, ascending.
+        sequence_length: T.
+        seed: any whole number from 0.
+        vocabulary: what the ids are.
+
+    Attributes:
+        sequence_length: T.
+        epoch_size: samples per epoch.
+
+    Raises:
+        UserError: T is too short for a pair.
+    """
+
+    def __init__(
+        self,
+        documents: IndexedDataset,
+        numbers: npt.NDArray[np.int64],
+        *,
+        sequence_length: int,
+        seed: int,
+        vocabulary: WordPieces,
+    ) -> None:
+        from grain import MapDataset
+
+        _check_length(sequence_length)
+        self.sequence_length, self._seed = sequence_length, seed
+        self._documents, self._vocabulary = documents, vocabulary
+        self._lock = threading.Lock()
+
+        @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart
+        def epoch_chunks(epoch: int) -> tuple[Chunks, int]:
+            key, shift = np.random.SeedSequence((_LENGTHS, seed, epoch)).generate_state(2, np.uint64)
+            return join(documents, numbers, lambda firsts: _targets(firsts, key, sequence_length)), int(shift)
+
+        self._epoch_chunks = epoch_chunks
+        self.epoch_size = len(epoch_chunks(0)[0])
+        assert self.epoch_size > 0, "no tokens"
+        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
+        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+
+    def __getitem__(self, number: int) -> Sample:
+        with self._lock:  # so that only one thread builds an epoch
+            chunks, shift = self._epoch_chunks(number // self.epoch_size)
+        place = (self._order[number] + shift) % len(chunks)  # so that no chunk is always among those left out
+        bits = Bits(_TRAIN, self._seed, number)
+        return _sample(self._documents, chunks, place, self.sequence_length, self._vocabulary, bits)
+
+
+class EvaluationPairs:
+    """Samples of every sentence once, in natural order; pairs and masks depend on nothing but the documents.
+
+    All aim at T.
+
+    Args:
+        documents: the corpus, one sequence a sentence.
+        numbers: the documents to evaluate on, int64, ascending; all if None.
+        sequence_length: T.
+        vocabulary: what the ids are.
+
+    Attributes:
+        sequence_length: T.
+        form: what a batch of them holds.
+
+    Raises:
+        UserError: T is too short for a pair, or there are no tokens.
+    """
+
+    def __init__(
+        self,
+        documents: IndexedDataset,
+        numbers: npt.NDArray[np.int64] | None = None,
+        *,
+        sequence_length: int,
+        vocabulary: WordPieces,
+    ) -> None:
+        _check_length(sequence_length)
+        if numbers is None:
+            numbers = np.arange(documents.num_documents)
+        self.sequence_length, self.form = sequence_length, pairs_form()
+        self._documents, self._vocabulary = documents, vocabulary
+        self._chunks = join(documents, numbers, lambda firsts: np.full(len(firsts), sequence_length - _SPECIAL))
+        if not len(self._chunks):
+            raise UserError(f"{documents.name} has no tokens; valid: at least one sentence")
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, number: int) -> Sample:
+        bits = Bits(_EVALUATION, number)
+        return _sample(self._documents, self._chunks, number, self.sequence_length, self._vocabulary, bits)
+
+
+def _check_length(sequence_length: int) -> None:
+    shortest = _SPECIAL + _SHORTEST
+    if sequence_length < shortest:
+        raise UserError(
+            f"--model.sequence-length {sequence_length}: too short for [CLS] A [SEP] B [SEP]; valid: {shortest} or more"
+        )
+
+
+def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int) -> npt.NDArray[np.int64]:
+    """Tokens that the chunks which begin with these sentences aim at."""
+    bits = _hashed(firsts.astype(np.uint64) + key)
+    longest = sequence_length - _SPECIAL
+    short = _SHORTEST + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(longest - _SHORTEST + 1)
+    is_short = (bits >> np.uint64(32)) < SHORT_SHARE * 2.0**32
+    return np.where(is_short, short.astype(np.int64), longest)
+
+
+def _hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Random bits of every number: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014)."""
+    bits = numbers * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _sample(
+    documents: IndexedDataset,
+    chunks: Chunks,
+    place: int,
+    sequence_length: int,
+    vocabulary: WordPieces,
+    bits: Bits,
+) -> Sample:
+    first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
+    offsets = np.unique(documents.sequence_offsets(first, first + size))  # without the sentences that have no token
+    tokens = documents.part(int(offsets[0]), int(offsets[-1])).astype(np.int32)
+    if len(offsets) == 2:
+        segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
+    else:
+        middle = int(offsets[1 + bits.below(len(offsets) - 2)] - offsets[0])
+        a, b = tokens[:middle], tokens[middle:]
+        cut_a, cut_b = _surplus(len(a), len(b), target)
+        segments, order = [a[_cut(len(a), cut_a, bits)], b[_cut(len(b), cut_b, bits)]], int(bits.happens(0.5))
+    if order == 1:
+        segments.reverse()
+    cls, sep = np.array([vocabulary.cls], np.int32), np.array([vocabulary.sep], np.int32)
+    tokens_N = np.concatenate([cls, *(part for segment in segments for part in (segment, sep))])
+    special_N = np.zeros(len(tokens_N), bool)
+    special_N[[0, 1 + len(segments[0]), -1]] = True
+    result = masked(tokens_N, special_N, vocabulary, bits)
+    types_T = np.zeros(sequence_length, np.int32)
+    types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
+    padding = (0, sequence_length - len(tokens_N))
+    return {
+        "tokens": np.pad(result.tokens, padding, constant_values=vocabulary.pad),
+        "token_types": types_T,
+        "targets": np.pad(result.targets, padding, constant_values=IGNORED),
+        "length": np.array(len(tokens_N), np.int32),
+        "order": np.array(order, np.int32),
+    }
+
+
+def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
+    """Tokens to cut off two segments, one after the other from the one that is longer then, until both fit."""
+    surplus = max(0, length_a + length_b - target)
+    of_longer = min(surplus, abs(length_a - length_b))
+    both = surplus - of_longer
+    cut_a, cut_b = both // 2, both - both // 2
+    return (cut_a + of_longer, cut_b) if length_a > length_b else (cut_a, cut_b + of_longer)
+
+
+def _cut(length: int, surplus: int, bits: Bits) -> slice:
+    """What stays of a segment, each token of the surplus having gone from its front or its back at random."""
+    surplus = max(0, surplus)
+    front = int((bits.raw(surplus) >> np.uint64(63)).sum()) if surplus else 0
+    return slice(front, length - surplus + front)
