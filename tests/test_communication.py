@@ -1,5 +1,6 @@
 """What a training step communicates, counted on its jaxpr: nothing runs, nothing is compiled."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -28,17 +29,22 @@ from megajax.parallel.random import Dropout
 from megajax.program.train_step import train_step
 from megajax.verify import COLLECTIVES, collectives
 
+# Of activations, beside the layers: one for the embedding forward, one for the head backward; an embedding that is not
+# linear in its weights runs forward once more in its backward. Where a layer is recomputed: one, and a second one if a
+# LayerNorm comes after it.
+MODELS = {"gpt2": ("gpt2", "pre", 2, 1), "bert-pre": ("bert", "pre", 2, 1), "bert-post": ("bert", "post", 3, 2)}
 
-@pytest.mark.parametrize(("remat", "per_layer"), [("none", 2 + 2), ("layer", 2 + 1 + 2)])
-def test_tensor_all_reduces_of_a_layer(remat, per_layer):
-    """Per layer and microbatch 2 forward and 2 backward, one more where the forward is recomputed.
 
-    Beside them, of activations, one for the embedding forward and one for the head backward.
-    """
+@pytest.mark.parametrize(("family", "order", "at_the_ends", "recomputed"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_tensor_all_reduces_of_a_layer(remat, family, order, at_the_ends, recomputed):
+    """Per layer and microbatch 2 forward and 2 backward, more where the forward is recomputed."""
+    per_layer = 2 + (recomputed if remat == "layer" else 0) + 2
     for num_microbatches in (1, 4):
-        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, remat=remat))
+        options = {"remat": remat, "family": family, "layer_order": order}
+        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, **options))
         assert {collective.kind for collective in found} == {"all-reduce"}
-        assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + 2)
+        assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + at_the_ends)
 
 
 REMATS = {"none": 2, "selective": 2, "layer": 1 + 2, "stage": 2 + 2}  # all-reduces of a layer's backward
@@ -70,22 +76,25 @@ def test_no_vocabulary_is_communicated(mesh, remat):
     assert found and not [c for c in found if any(sizes & set(shape) for shape in c.shapes)]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4, 16])
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 2)])
-def test_gradients_are_reduced_once_a_step(mesh, num_microbatches):
-    """Over data, every gradient leaf in one all-reduce however many microbatches; beside them two scalars.
-
-    The scalars are the loss and the number of targets. Shared weights are summed over the pipe in the same all-reduce.
-    """
-    program, (state, _) = traced(mesh, num_microbatches, zero=0)
-    found = over("data", step_collectives(mesh, num_microbatches, zero=0))
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches", "family", "scalars"),
+    [
+        *itertools.product([(2, 1, 1), (2, 2, 2)], [1, 4, 16], ["gpt2"], [1]),
+        ((2, 2, 2), 4, "bert", 3),  # two losses, and how many orders were found
+    ],
+)
+def test_gradients_are_reduced_once_a_step(mesh, num_microbatches, family, scalars):
+    """Over data, every gradient leaf in one all-reduce however many microbatches; beside them two scalars for every
+    loss, itself and the number of its targets. Shared weights are summed over the pipe in the same all-reduce."""
+    program, (state, _) = traced(mesh, num_microbatches, zero=0, family=family)
+    found = over("data", step_collectives(mesh, num_microbatches, zero=0, family=family))
     blocks, shared = (
         Counter(local_shapes(program, state.params[part], program.layout.specs.params[part]))
         for part in ("blocks", "shared")
     )
     assert {collective.kind for collective in found} == {"all-reduce"}
-    assert count_shapes(found) == blocks + shared + Counter({(): 2})
-    assert count_shapes(over("pipe", found)) == shared + Counter({(): 1})
+    assert count_shapes(found) == blocks + shared + Counter({(): 2 * scalars})
+    assert count_shapes(over("pipe", found)) == shared + Counter({(): scalars})
 
 
 def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
