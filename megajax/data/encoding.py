@@ -20,18 +20,17 @@ def encode_documents(
     A sentence without a token is left out, and so is a document without a sentence.
     """
     for texts in in_parts(documents, _BATCH_CHARACTERS):
-        if not sentences:
-            for ids in tokenizer.encode_batch(texts):
-                yield [np.array([*ids, tokenizer.end_of_text], np.int32)]
-            continue
-        for document in encode_sentences(texts, tokenizer):
-            if document:
-                yield [np.array(ids, np.int32) for ids in document]
+        for sequences in encode_texts(texts, tokenizer, sentences=sentences):
+            if not sentences:
+                sequences = [[*sequences[0], tokenizer.end_of_text]]
+            if sequences:
+                yield [np.array(ids, np.int32) for ids in sequences]
 
 
-def encode_sentences(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """The ids of every sentence of each text; sentences without a token are left out."""
-    split = [split_sentences(text) for text in texts]
-    encoded = iter(tokenizer.encode_batch([sentence for document in split for sentence in document]))
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> Iterator[list[list[int]]]:
+    """The ids of each text, or of each of its sentences that has a token; no end is added."""
+    split = [split_sentences(text) if sentences else [text] for text in texts]
+    encoded = iter(tokenizer.encode_batch([sequence for document in split for sequence in document]))
     for document in split:
-        yield [ids for _ in document if (ids := next(encoded))]
+        sequences = [next(encoded) for _ in document]
+        yield [ids for ids in sequences if ids] if sentences else sequences

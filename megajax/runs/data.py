@@ -141,14 +141,18 @@ def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSam
         sequence_length=config.model.sequence_length,
         validation_fraction=config.data.validation_fraction,
         seed=config.seed,
-        vocabulary=WordPieces.of(corpus.tokenizer, corpus.tokens.name),
+        vocabulary=_pieces(corpus),
     )
 
 
 def _all_pairs(config: Config, corpus: Corpus) -> CorpusSamples:
     pairs.check_sentences(corpus.tokens)
-    vocabulary = WordPieces.of(corpus.tokenizer, corpus.tokens.name)
-    return pairs.EvaluationPairs(corpus.tokens, sequence_length=config.model.sequence_length, vocabulary=vocabulary)
+    length = config.model.sequence_length
+    return pairs.EvaluationPairs(corpus.tokens, sequence_length=length, vocabulary=_pieces(corpus))
+
+
+def _pieces(corpus: Corpus) -> WordPieces:
+    return WordPieces.of(corpus.tokenizer, f"the tokenizer of {corpus.tokens.name}")
 
 
 _KINDS = {
