@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, or the word python-stdlib",
+        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, "
+        "or the word python-stdlib or python-docstrings",
     )
     output = Option("output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json")
     add_flag(parser, output, "", required=True)

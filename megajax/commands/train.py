@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megajax.config import Config
-from megajax.data.records import STANDARD_LIBRARY
+from megajax.data.library import WORDS
 from megajax.flags import parse
 from megajax.paths import check_path, check_place
 
@@ -35,5 +35,5 @@ def _check_paths(config: Config) -> None:
     named += [("--data.sources", source.path) for source in config.data.sources]
     named += [("--data.validation", entry.path) for entry in config.data.validation]
     for flag, path in named:
-        if path not in ("", STANDARD_LIBRARY):
+        if path not in ("", *WORDS):
             check_path(path, flag)

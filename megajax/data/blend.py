@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.gpt import EvaluationSamples, Sample, TrainSamples
+from megajax.data.samples import CorpusSamples, EpochSamples, Sample
 
 _BLOCK = 4096  # samples whose sources are worked out in one go
 
@@ -99,7 +99,7 @@ class BlendedSamples:
         sequence_length: of all sources.
     """
 
-    def __init__(self, sources: Sequence[TrainSamples], weights: Sequence[float]) -> None:
+    def __init__(self, sources: Sequence[EpochSamples], weights: Sequence[float]) -> None:
         self.sources = sources
         self.blend = Blend(weights)
         self.sequence_length = sources[0].sequence_length
@@ -121,7 +121,7 @@ class JoinedSamples:
         form: of all parts.
     """
 
-    def __init__(self, parts: Sequence[EvaluationSamples]) -> None:
+    def __init__(self, parts: Sequence[CorpusSamples]) -> None:
         self._parts = parts
         self._order = Blend([len(part) for part in parts])
         self.sequence_length, self.form = parts[0].sequence_length, parts[0].form

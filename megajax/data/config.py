@@ -26,7 +26,9 @@ class ValidationSet:
 class DataConfig:
     """The corpus, or several."""
 
-    path: Annotated[str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib"] = ""
+    path: Annotated[
+        str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib or python-docstrings"
+    ] = ""
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
     validation_fraction: Annotated[
         float, "share of the tokens kept for validation, in whole documents", POSITIVE_SHARE

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import text_form
-from megajax.data.gpt import Sample, padded_sample
+from megajax.data.gpt import padded_sample
+from megajax.data.samples import Sample
 
 
 class ContinuationSamples:

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from megajax import reading
+from megajax.data.chunks import count_sentences
 from megajax.data.digests import CheckedTokens
+from megajax.data.encoding import encode_documents
 from megajax.data.files import folder_atomically, put_back
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
-from megajax.data.prepared import open_prepared, prepared_prefix, prepared_tokens, tokenizer_folder
-from megajax.data.records import STANDARD_LIBRARY
+from megajax.data.library import WORDS
+from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.report import (
     TOKENIZER_FILES,
     CorpusReport,
@@ -26,14 +25,13 @@ from megajax.data.report import (
     write_blocks,
     write_report,
 )
-from megajax.data.text import TextDocuments, in_parts
+from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on; of a larger corpus documents at even distances
-_BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,10 @@ def make_corpus(
     tokenizer_path: str,
     vocab_size: int,
     output_dir: str | Path,
-    check: Callable[[TokenDocuments], object] = lambda tokens: None,
+    check: Callable[[Corpus], object] = lambda corpus: None,
     flag: str = "--data.path",
+    sentences: bool = False,
+    kind: Kind = "bpe",
 ) -> Corpus:
     """Make the corpus of a run, or find it made. One process calls this, then all may `open_corpus`.
 
@@ -66,17 +66,19 @@ def make_corpus(
     is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
 
     Args:
-        path: text file, `.jsonl` file, folder, `python-stdlib` or PREFIX.
+        path: text file, `.jsonl` file, folder, a word for the standard library or PREFIX.
         tokenizer_path: folder of a tokenizer; empty: that in `output_dir`, else train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
-        check: raises `UserError` where the tokens are not what the caller needs; the corpus is then not kept.
+        check: raises `UserError` where the corpus is not what the caller needs; it is then not kept.
         flag: the flag that named the path, for error messages.
+        sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
+        kind: of the tokenizer that is trained.
 
     Raises:
         UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
             `vocab_size`; `output_dir` holds another tokenizer, the corpus of another source or something that is no
-            corpus, or cannot be written.
+            corpus, or cannot be written; a prepared dataset has no sentences but should, or has and should not.
     """
     folder = Path(output_dir)
     put_back(folder)
@@ -88,10 +90,10 @@ def make_corpus(
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
-            _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new)
+            _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
         else:
-            _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new)
-        check(open_corpus(new, vocab_size).tokens)
+            _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new, sentences, kind)
+        check(open_corpus(new, vocab_size))
     return open_corpus(folder, vocab_size)
 
 
@@ -158,8 +160,8 @@ def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") 
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
         documents = TextDocuments(path, cut=False, flag=flag)
-        return TokenDocuments.from_documents(_encode(documents, tokenizer), path)
-    return prepared_tokens(prefix, tokenizer.size)
+        return TokenDocuments.from_documents((ids for (ids,) in encode_documents(documents, tokenizer)), path)
+    return prepared_tokens(prefix, tokenizer.size, flag=flag)
 
 
 def has_corpus(output_dir: str | Path) -> bool:
@@ -188,9 +190,18 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
     return given or there
 
 
-def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path) -> None:
+def _adopt(
+    prefix: Path,
+    tokenizer: Tokenizer | None,
+    tokenizer_path: str,
+    vocab_size: int,
+    folder: Path,
+    sentences: bool,
+    flag: str,
+) -> None:
     """Record a dataset that was given tokenized."""
     tokens, blocks = open_prepared(prefix)
+    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
     beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
     if tokenizer is None and beside:
         tokenizer = _load_tokenizer(beside, vocab_size)
@@ -206,23 +217,28 @@ def _adopt(prefix: Path, tokenizer: Tokenizer | None, tokenizer_path: str, vocab
         vocab_size=vocab_size,
         documents=tokens.num_documents,
         tokens=tokens.num_tokens,
+        **_counts(tokens, sentences),
         digests=digests_of(dataset_files(prefix)[0], blocks, folder / "tokenizer"),
     )
     write_report(folder, report)
 
 
 def _tokenize(
-    documents: TextDocuments, tokenizer: Tokenizer | None, tokenizer_path: str, vocab_size: int, folder: Path
+    documents: TextDocuments,
+    tokenizer: Tokenizer | None,
+    tokenizer_path: str,
+    vocab_size: int,
+    folder: Path,
+    sentences: bool,
+    kind: Kind,
 ) -> None:
     started = time.perf_counter()
     if tokenizer is None:
-        tokenizer = train_tokenizer(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size)
+        tokenizer = train_tokenizer(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size, kind)
     trained = time.perf_counter()
-    num_tokens = 0
     with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
-        for ids in _encode(documents, tokenizer):
-            writer.add_document(ids)
-            num_tokens += len(ids)
+        for sequences in encode_documents(documents, tokenizer, sentences=sentences):
+            writer.add_document(*sequences)
     tokenizer.save(folder / "tokenizer")
     write_blocks(folder, writer.digests)
     report = CorpusReport(
@@ -231,7 +247,8 @@ def _tokenize(
         dataset="",
         vocab_size=tokenizer.size,
         documents=writer.num_documents,
-        tokens=num_tokens,
+        tokens=writer.num_tokens,
+        **_counts(IndexedDataset(folder / "tokens"), sentences),
         text_bytes=documents.report.num_bytes,
         skipped_files=documents.report.skipped_files,
         tokenizer_seconds=trained - started,
@@ -241,11 +258,12 @@ def _tokenize(
     write_report(folder, report)
 
 
-def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
-    """Ids of each document, int32 [length], end-of-text last."""
-    for texts in in_parts(documents, _BATCH_CHARACTERS):
-        for ids in tokenizer.encode_batch(texts):
-            yield np.array([*ids, tokenizer.end_of_text], np.int32)
+def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
+    """The part of a report about sentences."""
+    if not sentences:
+        return {}
+    counts = count_sentences(tokens)
+    return {"sentences": counts.sentences, "single_sentence_documents": counts.single}
 
 
 def evenly(documents: Iterable[str], share: float) -> Iterator[str]:
@@ -266,7 +284,7 @@ def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
 
 def _absolute(path: str) -> str:
-    return path if path in ("", STANDARD_LIBRARY) else str(Path(path).resolve())
+    return path if path in ("", *WORDS) else str(Path(path).resolve())
 
 
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:

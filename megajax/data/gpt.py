@@ -8,39 +8,14 @@ whose attention starts anew with every document.
 import functools
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, BatchForm, text_form
+from megajax.batch import IGNORED, text_form
+from megajax.data.samples import Sample
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
-
-Sample = dict[str, npt.NDArray[np.int32]]
-
-
-class EndlessSamples(Protocol):
-    """A sequence of samples to train on."""
-
-    def __getitem__(self, number: int) -> Sample: ...
-
-
-class Samples(Protocol):
-    """A finite sequence of samples to evaluate on.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-    """
-
-    sequence_length: int
-    form: BatchForm
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Sample: ...
-
 
 _SPLIT, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3  # independent random streams of one seed
 

@@ -93,13 +93,18 @@ class IndexedWriter:
         self._vocab_size = vocab_size
         self._code = 8 if vocab_size < 65500 else 4
         self._dtype: np.dtype[Any] = np.dtype(_TOKEN_TYPES[self._code])
-        self._lengths = array.array("i")
+        self._lengths, self._firsts = array.array("i"), array.array("q", [0])
         self._digester = Digester()
 
     @property
     def num_documents(self) -> int:
         """Documents added so far."""
-        return len(self._lengths)
+        return len(self._firsts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens added so far."""
+        return sum(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
         with self._writable(), contextlib.ExitStack() as stack:
@@ -109,19 +114,21 @@ class IndexedWriter:
             self._stack = stack.pop_all()
         return self
 
-    def add_document(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Append one document, ids [length], as one sequence.
+    def add_document(self, *sequences: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Append one document: its ids [length] as one sequence, or those of each of its sentences.
 
         Raises:
             UserError: it cannot be written.
         """
-        ids = np.asarray(tokens, dtype=np.int64)
-        assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
-        content = ids.astype(self._dtype).tobytes()
-        self._digester.update(content)
-        with self._writable():
-            self._file.write(content)
-        self._lengths.append(len(ids))
+        for sequence in sequences:
+            ids = np.asarray(sequence, dtype=np.int64)
+            assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
+            content = ids.astype(self._dtype).tobytes()
+            self._digester.update(content)
+            with self._writable():
+                self._file.write(content)
+            self._lengths.append(len(ids))
+        self._firsts.append(len(self._lengths))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,8 +149,8 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
         with (self._place / self._index_file.name).open("wb") as index:
-            index.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(lengths) + 1))
-            for part in lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8"):
+            index.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(self._firsts)))
+            for part in lengths, pointers, np.array(self._firsts, dtype="<i8"):
                 index.write(part.tobytes())
             _sync(index)
         self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.gpt import EndlessSamples, Sample, Samples
+from megajax.data.samples import EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
 

@@ -48,9 +48,9 @@ class WordPieces:
         Raises:
             UserError: there is none, or it lacks a special token or has no others.
         """
-        valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}, by --tokenizer.path"
+        valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
-            raise UserError(f"no tokenizer, and words are masked as a whole; {valid}")
+            raise UserError(f"{name} is missing, and words are masked as a whole; {valid}, by --tokenizer.path")
         vocabulary = tokenizer.vocabulary
         if missing := [token for token in _SPECIAL if token not in vocabulary]:
             raise UserError(f"{name} has no {' and no '.join(missing)}; {valid}")

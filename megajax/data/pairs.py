@@ -6,15 +6,17 @@ T is the sequence length, N the number of tokens of a sample. A sample is what `
 
 import functools
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, pairs_form
 from megajax.data.chunks import Chunks, count_sentences, join
-from megajax.data.gpt import Sample, split_documents
+from megajax.data.gpt import split_documents
 from megajax.data.indexed import IndexedDataset
 from megajax.data.masking import Bits, WordPieces, masked
+from megajax.data.samples import Sample
 from megajax.errors import UserError
 
 SHORT_SHARE = 0.1  # of the samples, which aim at a random length
@@ -157,10 +159,14 @@ class EvaluationPairs:
         if numbers is None:
             numbers = np.arange(documents.num_documents)
         self.sequence_length, self.form = sequence_length, pairs_form()
-        self._documents, self._vocabulary = documents, vocabulary
+        self._documents, self._numbers, self._vocabulary = documents, numbers, vocabulary
         self._chunks = join(documents, numbers, lambda firsts: np.full(len(firsts), sequence_length - _SPECIAL))
         if not len(self._chunks):
             raise UserError(f"{documents.name} has no tokens; valid: at least one sentence")
+
+    def documents(self) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens, document by document."""
+        return (self._documents.document(number) for number in self._numbers)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -221,13 +227,18 @@ def _sample(
     special_N = np.zeros(len(tokens_N), bool)
     special_N[[0, 1 + len(segments[0]), -1]] = True
     result = masked(tokens_N, special_N, vocabulary, bits)
-    types_T = np.zeros(sequence_length, np.int32)
-    types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
-    padding = (0, sequence_length - len(tokens_N))
+    types_N = np.zeros(len(tokens_N), np.int32)
+    types_N[len(segments[0]) + 2 :] = 1
+
+    def filled(array_N: npt.NDArray[np.int32], padding: int) -> npt.NDArray[np.int32]:
+        array_T = np.full(sequence_length, padding, np.int32)
+        array_T[: len(array_N)] = array_N
+        return array_T
+
     return {
-        "tokens": np.pad(result.tokens, padding, constant_values=vocabulary.pad),
-        "token_types": types_T,
-        "targets": np.pad(result.targets, padding, constant_values=IGNORED),
+        "tokens": filled(result.tokens, vocabulary.pad),
+        "token_types": filled(types_N, 0),
+        "targets": filled(result.targets, IGNORED),
         "length": np.array(len(tokens_N), np.int32),
         "order": np.array(order, np.int32),
     }

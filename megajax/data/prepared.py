@@ -39,13 +39,33 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def prepared_tokens(prefix: Path, vocab_size: int) -> IndexedDataset:
+def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, flag: str) -> None:
+    """Check that documents are cut in sentences, so that at least one has several sequences, or that none is.
+
+    Raises:
+        UserError: it is the other way round.
+    """
+    cut = bool((np.diff(tokens.document_index) > 1).any())
+    if sentences and not cut:
+        raise UserError(
+            f"{flag}: every document of {prefix} is one sequence; valid: documents cut in sentences, by "
+            "megajax prepare --split-sentences"
+        )
+    if cut and not sentences:
+        raise UserError(
+            f"{flag}: the documents of {prefix} are cut in sentences, which only BERT reads; valid: a dataset made "
+            "without --split-sentences"
+        )
+
+
+def prepared_tokens(prefix: Path, vocab_size: int, *, flag: str = "--data") -> IndexedDataset:
     """The tokens of a dataset, as they are to be evaluated.
 
     Raises:
-        UserError: it is damaged, or an id is beyond the vocabulary.
+        UserError: it is damaged, its documents are cut in sentences, or an id is beyond the vocabulary.
     """
     tokens, _ = open_prepared(prefix)
+    check_sequences(tokens, prefix, sentences=False, flag=flag)
     tokens.check_vocabulary(vocab_size)
     return tokens
 

@@ -7,21 +7,19 @@ import codecs
 import json
 import os
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, NoReturn
 
 from megajax import reading
 from megajax.data import compressed
+from megajax.data.library import DOCSTRINGS, SKIPPED_FOLDERS, WORDS, library_folder, prose
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 
-STANDARD_LIBRARY = "python-stdlib"  # stands for the .py files of the running Python's standard library
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
 
-_NOT_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _BLOCK_BYTES = 1 << 20
 _ROWS = 256  # of a Parquet file in memory at once
@@ -89,6 +87,7 @@ class TextFiles:
     - A `.jsonl` file, named or in a folder, and a named `.json` file: one document per line, `{"text": …}`.
     - A `.parquet` file: one document per row.
     - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
+      `python-docstrings`: the docstrings of each, and the topics of pydoc.
     - Any other file is plain text. Where it contains `<|endoftext|>`, that separates its documents. Otherwise it is cut
       in several documents, of which some can be for validation: each ends at the first blank line after 4096
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
@@ -97,7 +96,7 @@ class TextFiles:
     `.gz` and `.zst` after the name of text or JSONL: the file is compressed.
 
     Args:
-        paths: files, folders, `python-stdlib`.
+        paths: files, folders, `python-stdlib`, `python-docstrings`.
         flag: the flag that named the paths, for error messages.
 
     Attributes:
@@ -111,12 +110,14 @@ class TextFiles:
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
         self.files: list[Path] = []
         self._in_folder: list[bool] = []  # such a file of text is one document
+        self._of_docstrings: list[bool] = []
         self._flag = flag
         try:
             for path in paths:
                 found, named = _find(str(path), flag)
                 self.files += found
                 self._in_folder += [not named] * len(found)
+                self._of_docstrings += [str(path) == DOCSTRINGS] * len(found)
             self.sizes = [file.stat().st_size for file in self.files]
         except OSError as error:
             raise_unreadable(flag, error, paths[0])
@@ -152,6 +153,9 @@ class TextFiles:
                 for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
                     if line.strip():
                         yield Record(index, number, "json", line), raw.tell()
+            elif self._of_docstrings[index]:
+                for number, text in enumerate(prose(file, reading.whole(content, reading.LINE_BYTES)), start=1):
+                    yield Record(index, number, "text", text), raw.tell()
             elif self._in_folder[index]:
                 yield Record(index, 1, "file", reading.whole(content, reading.LINE_BYTES)), raw.tell()
             else:
@@ -172,7 +176,7 @@ def valid_paths(flag: str) -> str:
     """What a flag of text takes, in words."""
     prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
     files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
-    return f"valid: UTF-8 text as a file, {files}, {prepared}or the word {STANDARD_LIBRARY}"
+    return f"valid: UTF-8 text as a file, {files}, {prepared}or the word {' or '.join(WORDS)}"
 
 
 def raise_unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
@@ -186,9 +190,8 @@ def _find(path: str, flag: str) -> tuple[list[Path], bool]:
     """Files of one path, and whether it names a file itself."""
     if not path:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
-    if path == STANDARD_LIBRARY:
-        root = Path(sysconfig.get_path("stdlib"))
-        return [file for file in _files(root, skip=_NOT_LIBRARY_CODE) if file.suffix == ".py"], False
+    if path in WORDS:
+        return [file for file in _files(library_folder(), skip=SKIPPED_FOLDERS) if file.suffix == ".py"], False
     root = Path(path)
     kind = reading.kind(root)
     if kind == "a folder":

@@ -35,6 +35,8 @@ class CorpusReport:
         vocab_size: all ids are below this.
         text_bytes: of the text in UTF-8; 0 for a dataset that was given tokenized.
         skipped_files: files of a folder that are not UTF-8.
+        sentences: of documents that are cut in sentences; else 0.
+        single_sentence_documents: those of them with one.
         tokenizer_seconds: what training the tokenizer took.
         encoding_seconds: what tokenizing took.
         digests: of tokens, index and the tokenizer's files; of Megatron-LM's own datasets the tokenizer's only.
@@ -48,6 +50,8 @@ class CorpusReport:
     tokens: int
     text_bytes: int = 0
     skipped_files: int = 0
+    sentences: int = 0
+    single_sentence_documents: int = 0
     tokenizer_seconds: float = 0.0
     encoding_seconds: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class TextDocuments:
     error. Documents of white space only are left out.
 
     Args:
-        path: a file, a folder, or `python-stdlib`.
+        path: a file, a folder, `python-stdlib` or `python-docstrings`.
         cut: whether a single text file is cut in several documents.
         flag: the flag that named the path, for error messages.
         key: of the text in JSONL, and column of a Parquet file.

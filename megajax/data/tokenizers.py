@@ -11,13 +11,14 @@ from megajax.data.wordpiece import WordPieceTokenizer
 from megajax.errors import UserError
 
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
+Kind = Literal["bpe", "wordpiece"]
 WORDPIECE_FILES = (("vocab.txt",),)
 
 
 def train_tokenizer(
     documents: Iterable[str],
     vocab_size: int,
-    kind: Literal["bpe", "wordpiece"] = "bpe",
+    kind: Kind = "bpe",
     flag: str = "--model.vocab-size",
 ) -> Tokenizer:
     """Learn a vocabulary from documents; the same documents give the same one, whatever the number of cores.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.data.gpt import Samples
+from megajax.data.samples import Samples
 from megajax.evaluation.scoring import SampleScores, score_samples
 from megajax.program.program import Program
 

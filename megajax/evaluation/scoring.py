@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
 from megajax.data.continuations import ContinuationSamples
-from megajax.data.gpt import Samples
 from megajax.data.loader import evaluation_batches
+from megajax.data.samples import Samples
 from megajax.program.program import Program
 from megajax.program.scoring import scores
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.blend import JoinedSamples
 from megajax.data.corpus import evaluation_tokens
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.prepared import prepared_prefix, prepared_tokens
+from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -121,9 +121,7 @@ def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tup
     return EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets), tokenizer
 
 
-def _validation_samples(
-    run_dir: Path, config: Config, overlap: int
-) -> tuple[EvaluationSamples | JoinedSamples, Tokenizer | None]:
+def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:
     """The run's validation split, with the tokenizer that its text was encoded with."""
     if not has_run_data(config, run_dir / "data"):
         raise UserError(

@@ -1,6 +1,7 @@
 """The families of models by name, `model.family`. No JAX here: a family is imported when it is asked for."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Entry:
     """
 
     module: str
-    samples: str = "text"
-    tokenizer: str = "bpe"
+    samples: Literal["text", "pairs"] = "text"
+    tokenizer: Literal["bpe", "wordpiece"] = "bpe"
     layer_orders: tuple[str, ...] = ("pre",)
 
     @property

@@ -17,6 +17,9 @@ class PrepareOptions:
     vocab_size: Annotated[int, "ids of a tokenizer that is trained", between(1, 100_000_000)] = 50257
     fix_unicode: Annotated[bool, "repair wrongly decoded characters (ftfy)"] = True
     clean_newlines: Annotated[bool, "remove white space at line ends, and more than one blank line in a row"] = True
+    split_sentences: Annotated[
+        bool, "cut documents in sentences, as BERT needs them: a sequence each, no end of text; needs WordPiece"
+    ] = False
     min_tokens: Annotated[int, "drop documents with fewer tokens; 0: none", AT_LEAST_ZERO] = 128
     duplicates: Annotated[
         Literal["near", "exact", "keep"], "drop later copies of a document: similar ones too, identical ones, or none"

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
+from megajax.data.library import DOCSTRINGS
+from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
@@ -29,7 +31,7 @@ class Task:
     """What to prepare, and where to.
 
     Attributes:
-        inputs: files, folders, or the word python-stdlib.
+        inputs: files, folders, or the word python-stdlib or python-docstrings.
         output: PREFIX of the dataset.
         options: how.
         test_sets: files or folders of test sets that must not be in the corpus.
@@ -57,15 +59,36 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     if given not in TRAINED:
         content = load_tokenizer(given, flag="--tokenizer").to_json()  # its errors come before any work
         tokenizer = hashlib.sha256(content.encode()).hexdigest()
+    if task.options.split_sentences:
+        _check_pieces(given)
     inputs = [("INPUT", file) for file in files.files] + [("--decontaminate", file) for file in tests]
     inputs += [] if given in TRAINED else [("--tokenizer", Path(given))]
     check_apart(task.output, inputs, [Path(path) for path in (*task.inputs, *task.test_sets) if Path(path).is_dir()])
-    return {
+    options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # which changes no document
+    if not task.options.split_sentences:
+        del options["split_sentences"]  # as in plans of before
+    plan = {
         "format": [_FORMAT, *SHARD_BYTES],
         "inputs": described(files.files),
         "test_sets": described(tests),
-        "options": asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None},  # which changes no document
+        "options": options,
     }
+    return plan | ({DOCSTRINGS: True} if DOCSTRINGS in map(str, task.inputs) else {})  # of the files of python-stdlib
+
+
+def _check_pieces(tokenizer: str) -> None:
+    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks.
+
+    Raises:
+        UserError: it has not.
+    """
+    if tokenizer == "bpe":
+        raise UserError(
+            "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
+            "folder with vocab.txt"
+        )
+    if tokenizer not in TRAINED:
+        WordPieces.of(load_tokenizer(tokenizer, flag="--tokenizer"), f"--tokenizer {tokenizer}")
 
 
 @contextlib.contextmanager

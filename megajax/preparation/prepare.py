@@ -94,7 +94,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
                 "drops shorter ones; valid: less, longer text, or --duplicates and --contaminated that drop less"
             )
         begin_writing(work)
-        digests = _write(task.output, corpus, tokenizer)
+        digests = _write(task.output, corpus, tokenizer, options.split_sentences)
     return found | {"digests": digests} | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
 
 
@@ -225,14 +225,19 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
         show.advance(num_shards - len(missing) + done)
 
 
-def _write(output: str, corpus: Shards, tokenizer: Tokenizer) -> dict[str, str]:
+def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: bool) -> dict[str, str]:
     """Write the dataset and its tokenizer; their digests."""
     with folder_atomically(tokenizer_folder(output), ours=has_only_tokenizer_files) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:
         for shard in range(corpus.num_shards):
             tokens, ends = corpus.work.load("tokens", shard, "tokens", "ends")
+            borders = np.cumsum(corpus.work.load("tokens", shard, "lengths")[0]) if split_sentences else None
             for document in np.flatnonzero(corpus.kept(shard)).tolist():
-                begin = ends[document - 1] if document else 0
-                writer.add_document(np.append(tokens[begin : ends[document]], tokenizer.end_of_text))
+                begin, end = ends[document - 1] if document else 0, ends[document]
+                if borders is None:
+                    writer.add_document(np.append(tokens[begin:end], tokenizer.end_of_text))
+                else:
+                    first, last = np.searchsorted(borders, [begin + 1, end])
+                    writer.add_document(*np.split(tokens[begin:end], borders[first:last] - begin))
     return digests_of(dataset_files(output)[0], writer.digests, tokenizer_folder(output))

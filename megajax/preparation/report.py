@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from megajax.data.records import TextFiles
@@ -56,15 +57,23 @@ def report(
     broken = [line for shard in shards for line in work.load("clean", shard, "broken")[0].tolist()]
     problems = [str(problem) for shard in shards if (problem := work.load("clean", shard, "problem")[0])]
     tokens, sizes = 0, 0
+    sentences: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     for shard in shards:
         kept = corpus.kept(shard)
-        tokens += int(np.diff(work.load("tokens", shard, "ends")[0], prepend=0)[kept].sum()) + int(kept.sum())
+        tokens += int(np.diff(work.load("tokens", shard, "ends")[0], prepend=0)[kept].sum())
+        if task.options.split_sentences:
+            sentences.append(work.load("tokens", shard, "sentences")[0][kept])
+        else:
+            tokens += int(kept.sum())  # ends of text
         sizes += int(np.diff(work.load("clean", shard, "starts")[0])[kept].sum())
+    per_document = np.concatenate(sentences)
+    of_sentences = {"sentences": int(per_document.sum()), "single_sentence_documents": int((per_document == 1).sum())}
     return {
         "output": task.output,
         "documents_in": len(corpus),
         "documents": int(counts[KEPT]),
         "tokens": tokens,
+        **(of_sentences if task.options.split_sentences else {}),
         "input_bytes": sum(files.sizes),
         "text_bytes_in": sum(int(work.load("clean", shard, "text_bytes")[0]) for shard in shards),
         "text_bytes": sizes,
@@ -101,6 +110,9 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         lines += [f"    {_line(example)}"[: console.width] for example in rule["examples"]]
     kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
     lines.append(f"{'kept':<17}{found['documents']:>12,}  {kept}")
+    if "sentences" in found:
+        single = f"{found['single_sentence_documents']:,} documents have one only, which makes no pair"
+        lines.append(f"{'sentences':<17}{found['sentences']:>12,}  {single}")
     if broken["count"]:
         lines.append(f"{broken['count']} broken lines passed over, the first: {broken['first']}")
     if found["skipped_files"]:

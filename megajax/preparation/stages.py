@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.encoding import encode_texts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.text import in_parts
 from megajax.data.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
 
     - `rule` [D]: what became of a document so far.
     - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
+    - `sentences` [D]: how many a document has; `lengths` of all of them, in tokens. Only with `--split-sentences`.
     - `digest`, uint64 [D, 2]: of the texts.
     - `hits` [hits, 2]: document and gram of a test set that is in it.
     - `seconds` [3]: of tokenizing, test sets and hashing.
@@ -80,15 +82,18 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
     seconds = np.zeros(3)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
     tokens, lengths, digests, hits, bands = [], [], [], [], []
+    sentences: list[list[int]] = []  # lengths of those of each document
     document = 0
     for texts in in_parts(work.texts(shard), _CHARACTERS):
         began = time.perf_counter()
-        for offset, ids in enumerate(tokenizer.encode_batch(texts)):
+        for offset, sequences in enumerate(encode_texts(texts, tokenizer, sentences=options.split_sentences)):
             number = document + offset
-            if rule[number] == KEPT and len(ids) < options.min_tokens:
+            ids = [token for sequence in sequences for token in sequence]
+            if rule[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
                 rule[number] = SHORT
             tokens.append(np.array(ids if rule[number] == KEPT else [], dtype))
             lengths.append(len(tokens[-1]))
+            sentences.append([len(sequence) for sequence in sequences] if rule[number] == KEPT else [])
         seconds[0] += time.perf_counter() - began
         began = time.perf_counter()
         for offset, text in enumerate(texts):
@@ -120,6 +125,9 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
         "hits": np.concatenate([np.empty((0, 2), np.int64), *hits]),
         "seconds": seconds,
     }
+    if options.split_sentences:
+        flat = np.array([length for document in sentences for length in document], np.int64)
+        arrays = {**arrays, "sentences": np.array(list(map(len, sentences)), np.int64), "lengths": flat}
     work.save("tokens", shard, arrays)
 
 

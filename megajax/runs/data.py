@@ -1,18 +1,21 @@
 """The data of a run: what it trains on, one corpus or several blended, and what it is validated on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megajax.config import Config
+from megajax.data import gpt, pairs
 from megajax.data.blend import BlendedSamples, JoinedSamples
 from megajax.data.corpus import Corpus, has_corpus, make_corpus, open_corpus
-from megajax.data.gpt import EvaluationSamples, TrainSamples, train_and_validation
+from megajax.data.masking import WordPieces
 from megajax.data.prepared import prepared_prefix, tokenizer_folder
+from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
-from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
 
 _VALIDATION = "validation-"  # starts the folders of named validation sets
 
@@ -31,9 +34,9 @@ class RunData:
 
     corpora: list[Corpus]
     tokenizer: Tokenizer | None
-    train: TrainSamples | BlendedSamples
-    validation: EvaluationSamples | JoinedSamples
-    validation_sets: dict[str, EvaluationSamples]
+    train: EpochSamples | BlendedSamples
+    validation: CorpusSamples
+    validation_sets: dict[str, CorpusSamples]
 
 
 def make_run_data(config: Config, folder: Path) -> None:
@@ -46,9 +49,14 @@ def make_run_data(config: Config, folder: Path) -> None:
         UserError: a source or the tokenizer cannot be used, or the folder holds other corpora.
     """
     data, vocab_size = config.data, config.model.vocab_size
-    split = partial(_split, config)
+    family, kind = FAMILIES[config.model.family], _kind(config)
+    make = partial(make_corpus, sentences=kind.sentences, kind=family.tokenizer)
+
+    def split(corpus: Corpus) -> object:
+        return kind.split(config, corpus, 0)
+
     if data.path:
-        make_corpus(data.path, config.tokenizer.path, vocab_size, folder, check=split)
+        make(data.path, config.tokenizer.path, vocab_size, folder, check=split)
     others = {f"{_VALIDATION}{entry.name}": entry.path for entry in data.validation}
     if not data.sources and not others:
         return
@@ -58,8 +66,8 @@ def make_run_data(config: Config, folder: Path) -> None:
     for name, path in (sources | others).items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
-        check = split if name in sources else partial(EvaluationSamples, sequence_length=config.model.sequence_length)
-        make_corpus(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
+        check = split if name in sources else partial(kind.all, config)
+        make(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
 
@@ -73,17 +81,17 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     data, vocab_size = config.data, config.model.vocab_size
     names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
     corpora = [open_corpus(folder / name, vocab_size) for name in names]
-    splits = [_split(config, corpus.tokens, overlap) for corpus in corpora]
-    train: TrainSamples | BlendedSamples = splits[0][0]
-    validation: EvaluationSamples | JoinedSamples = splits[0][1]
+    kind = _kind(config)
+    splits = [kind.split(config, corpus, overlap) for corpus in corpora]
+    train: EpochSamples | BlendedSamples = splits[0][0]
+    validation: CorpusSamples = splits[0][1]
     if data.sources:
         train = BlendedSamples([samples for samples, _ in splits], [source.weight for source in data.sources])
         validation = JoinedSamples([samples for _, samples in splits])
-    validation_sets: dict[str, EvaluationSamples] = {}
+    validation_sets = {}
     for entry in data.validation:
-        tokens = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size).tokens
-        length, resets = config.model.sequence_length, data.reset_attention
-        validation_sets[entry.name] = EvaluationSamples(tokens, sequence_length=length, with_positions=resets)
+        corpus = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size)
+        validation_sets[entry.name] = kind.all(config, corpus)
     return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
 
 
@@ -92,15 +100,66 @@ def has_run_data(config: Config, folder: Path) -> bool:
     return has_corpus(folder / "source-0" if config.data.sources else folder)
 
 
-def _split(config: Config, tokens: TokenDocuments, overlap: int = 0) -> tuple[TrainSamples, EvaluationSamples]:
-    return train_and_validation(
-        tokens,
+def _kind(config: Config) -> "_Kind":
+    return _KINDS[FAMILIES[config.model.family].samples]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Samples of a kind.
+
+    Attributes:
+        sentences: documents are cut in sentences.
+        split: samples of the training and of the validation split; the number is the overlap of `EvaluationSamples`.
+        all: samples of all documents, to validate on.
+    """
+
+    sentences: bool
+    split: Callable[[Config, Corpus, int], tuple[EpochSamples, CorpusSamples]]
+    all: Callable[[Config, Corpus], CorpusSamples]
+
+
+def _split_text(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+    return gpt.train_and_validation(
+        corpus.tokens,
         sequence_length=config.model.sequence_length,
         validation_fraction=config.data.validation_fraction,
         seed=config.seed,
         overlap=overlap,
         with_positions=config.data.reset_attention,
     )
+
+
+def _all_text(config: Config, corpus: Corpus) -> CorpusSamples:
+    length, resets = config.model.sequence_length, config.data.reset_attention
+    return gpt.EvaluationSamples(corpus.tokens, sequence_length=length, with_positions=resets)
+
+
+def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+    return pairs.train_and_validation(
+        corpus.tokens,
+        sequence_length=config.model.sequence_length,
+        validation_fraction=config.data.validation_fraction,
+        seed=config.seed,
+        vocabulary=_pieces(corpus),
+    )
+
+
+def _all_pairs(config: Config, corpus: Corpus) -> CorpusSamples:
+    pairs.check_sentences(corpus.tokens)
+    length = config.model.sequence_length
+    return pairs.EvaluationPairs(corpus.tokens, sequence_length=length, vocabulary=_pieces(corpus))
+
+
+def _pieces(corpus: Corpus) -> WordPieces:
+    return WordPieces.of(corpus.tokenizer, f"the tokenizer of {corpus.tokens.name}")
+
+
+_KINDS = {
+    "text": _Kind(sentences=False, split=_split_text, all=_all_text),
+    "pairs": _Kind(sentences=True, split=_split_pairs, all=_all_pairs),
+}
+"""What `Entry.samples` of the registry names."""
 
 
 def _flag(is_source: bool) -> str:

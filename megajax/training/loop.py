@@ -14,8 +14,8 @@ import jax
 
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
-from megajax.data.gpt import Samples
 from megajax.data.loader import train_batches
+from megajax.data.samples import Samples
 from megajax.ending import Stopped, keep_traces_in, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss

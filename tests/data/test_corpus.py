@@ -214,8 +214,8 @@ def test_killed_while_tokenizing(tmp_path, small_tokenizer):
 def test_a_corpus_that_is_not_what_is_needed_is_not_kept(tmp_path, source, small_tokenizer):
     """Nor are the folders that were made for it."""
 
-    def check(tokens):
-        assert tokens.num_tokens > 0
+    def check(corpus):
+        assert corpus.tokens.num_tokens > 0
         raise UserError("too short")
 
     with pytest.raises(UserError, match="too short"):
@@ -232,9 +232,9 @@ def test_unwritable_output(source, tmp_path):
 def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypatch):
     used: list[str] = []
 
-    def record(documents, vocab_size):
+    def record(documents, vocab_size, kind):
         used.extend(documents)
-        return train_tokenizer(used, vocab_size)
+        return train_tokenizer(used, vocab_size, kind)
 
     monkeypatch.setattr("megajax.data.corpus.train_tokenizer", record)
     monkeypatch.setattr("megajax.data.corpus.TRAINING_BYTES", TextDocuments(source).size // 4)

@@ -1,0 +1,36 @@
+"""Texts to token ids: a document as one sequence that ends with the end of text, or as one sequence a sentence."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.sentences import split_sentences
+from megajax.data.text import in_parts
+from megajax.data.tokenizer import Tokenizer
+
+_BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
+
+
+def encode_documents(
+    documents: Iterable[str], tokenizer: Tokenizer, *, sentences: bool = False
+) -> Iterator[list[npt.NDArray[np.int32]]]:
+    """The sequences of each document, ids int32 [length]: one, end-of-text last, or its sentences as they are.
+
+    A sentence without a token is left out, and so is a document without a sentence.
+    """
+    for texts in in_parts(documents, _BATCH_CHARACTERS):
+        for sequences in encode_texts(texts, tokenizer, sentences=sentences):
+            if not sentences:
+                sequences = [[*sequences[0], tokenizer.end_of_text]]
+            if sequences:
+                yield [np.array(ids, np.int32) for ids in sequences]
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> Iterator[list[list[int]]]:
+    """The ids of each text, or of each of its sentences that has a token; no end is added."""
+    split = [split_sentences(text) if sentences else [text] for text in texts]
+    encoded = iter(tokenizer.encode_batch([sequence for document in split for sequence in document]))
+    for document in split:
+        sequences = [next(encoded) for _ in document]
+        yield [ids for ids in sequences if ids] if sentences else sequences

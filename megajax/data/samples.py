@@ -1,0 +1,53 @@
+"""What samples are: to train on without end, or to evaluate on."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.batch import BatchForm
+
+Sample = dict[str, npt.NDArray[np.int32]]
+
+
+class EndlessSamples(Protocol):
+    """A sequence of samples to train on."""
+
+    def __getitem__(self, number: int) -> Sample: ...
+
+
+class Samples(Protocol):
+    """A finite sequence of samples to evaluate on.
+
+    Attributes:
+        sequence_length: T.
+        form: what a batch of them holds.
+    """
+
+    sequence_length: int
+    form: BatchForm
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Sample: ...
+
+
+class CorpusSamples(Samples, Protocol):
+    """A finite sequence of samples of a corpus."""
+
+    def documents(self) -> Iterator[npt.NDArray[np.integer]]:
+        """The tokens, document by document."""
+        ...
+
+
+class EpochSamples(EndlessSamples, Protocol):
+    """An endless sequence of samples of one corpus.
+
+    Attributes:
+        sequence_length: T.
+        epoch_size: samples per epoch.
+    """
+
+    sequence_length: int
+    epoch_size: int
