@@ -1,6 +1,7 @@
 """The .bin and .idx files against a reader and a writer made here from the format's description alone."""
 
 import errno
+import itertools
 import os
 import struct
 from pathlib import Path
@@ -61,6 +62,32 @@ def write_by_description(
     with open(f"{prefix}.bin", "wb") as file:
         for sequence in sequences:
             file.write(struct.pack(f"<{len(sequence)}{letter}", *sequence))
+
+
+sentences_of = st.lists(st.lists(st.lists(st.integers(0, 256), max_size=6), max_size=5), max_size=8)
+
+
+@given(documents=sentences_of)
+def test_round_trip_of_sentences(tmp_path_factory, documents):
+    """Documents of several sequences, of one, of none; Megatron-LM's form for BERT."""
+    prefix = tmp_path_factory.mktemp("indexed") / "m"
+    with IndexedWriter(prefix, 257) as writer:
+        for document in documents:
+            writer.add_document(*document)
+        assert writer.num_documents == len(documents)
+        assert writer.num_tokens == sum(len(sentence) for document in documents for sentence in document)
+    sentences = [sentence for document in documents for sentence in document]
+    firsts = np.cumsum([0, *map(len, documents)]).tolist()
+    assert read_by_description(prefix) == (8, sentences, firsts)
+    dataset = IndexedDataset(prefix)
+    assert dataset.num_documents == len(documents) and dataset.document_index.tolist() == firsts
+    for number, document in enumerate(documents):
+        assert dataset.document(number).tolist() == [token for sentence in document for token in sentence]
+        first, last = firsts[number : number + 2]
+        if first < last:
+            offsets = dataset.sequence_offsets(first, last)
+            parts = [dataset.tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+            assert parts == document
 
 
 documents_of = st.lists(st.lists(st.integers(0, 256), max_size=12), max_size=10)

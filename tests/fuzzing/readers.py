@@ -23,7 +23,10 @@ from tiny import tiny_config
 from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.masking import WordPieces
+from megajax.data.pairs import train_and_validation
 from megajax.data.prepared import prepared_tokens
 from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
@@ -108,6 +111,22 @@ def _read_tokens(folder: Path) -> None:
     tokens.check_vocabulary(280)
     for number in range(min(tokens.num_documents, 100)):
         tokens.document(number).sum()
+
+
+def _write_sentences(folder: Path) -> None:
+    tokenizer = _tokenizer("wordpiece")
+    with IndexedWriter(folder / "m", tokenizer.size) as writer:
+        for sequences in encode_documents([text.replace(" 1", ". 1") for text in TEXTS], tokenizer, sentences=True):
+            writer.add_document(*sequences)
+
+
+def _read_sentences(folder: Path) -> None:
+    tokens = IndexedDataset(folder / "m")
+    tokens.check_vocabulary(120)
+    form = {"sequence_length": 24, "vocabulary": WordPieces.of(_tokenizer("wordpiece"))}
+    train, validation = train_and_validation(tokens, validation_fraction=0.2, seed=1, **form)
+    for number in range(5):
+        train[number]["tokens"].sum() + validation[number % len(validation)]["targets"].sum()
 
 
 def _write_lines(name: str, packing: Packing = _NONE) -> Callable[[Path], object]:
@@ -251,6 +270,7 @@ _CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("_CHECKPOINT_METADATA",
 
 READERS = [
     Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
+    Reader("sentences", _write_sentences, _read_sentences, ("m.idx", "m.bin")),
     Reader("records: JSONL", _write_lines("a.jsonl"), _documents("a.jsonl"), ("a.jsonl",)),
     Reader("records: JSONL.gz", _write_lines("a.jsonl.gz", _GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), _GZ),
     Reader("records: JSONL.zst", _write_lines("a.jsonl.zst", _ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), _ZST),

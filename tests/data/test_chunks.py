@@ -1,0 +1,74 @@
+"""The map from samples to sentences, against the plain loop over sentences."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megajax.data import chunks
+from megajax.data.chunks import count_sentences, join
+from megajax.data.indexed import IndexedDataset, IndexedWriter
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 12), max_size=12), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """From the lengths of the sentences of documents to a dataset of them."""
+
+    def write(lengths: list[list[int]]) -> IndexedDataset:
+        prefix = tmp_path_factory.mktemp("chunks") / "m"
+        with IndexedWriter(prefix, 100) as writer:
+            for document in lengths:
+                writer.add_document(*([7] * length for length in document))
+        return IndexedDataset(prefix)
+
+    return write
+
+
+def one_by_one(lengths: list[list[int]], numbers: list[int], target) -> list[tuple[list[int], int]]:
+    """The sentences of every chunk, and its target, as Megatron-LM's loop finds them."""
+    firsts = np.cumsum([0, *map(len, lengths)])
+    found = []
+    for number in numbers:
+        filled = [(int(firsts[number]) + n, size) for n, size in enumerate(lengths[number]) if size]
+        chunk: list[tuple[int, int]] = []
+        for place, sentence in enumerate(filled):
+            chunk.append(sentence)
+            wanted, left = int(target(np.array([chunk[0][0]]))[0]), len(filled) - place - 1
+            if left == 0 or (len(chunk) >= 2 and left > 1 and sum(size for _, size in chunk) >= wanted):
+                found.append(([sentence for sentence, _ in chunk], wanted))
+                chunk = []
+    return found
+
+
+def targets(firsts):
+    return 3 + firsts * 7 % 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=DOCUMENTS, data=st.data())
+def test_as_one_by_one(written, lengths, data):
+    """Whatever the parts are that are looked at in one go."""
+    documents = written(lengths)
+    keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    numbers = np.flatnonzero(np.array(keep, bool))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_PART", data.draw(st.sampled_from([1, 5, 1 << 20])))
+        found = join(documents, numbers, targets)
+        counts = count_sentences(documents, numbers)
+    expected = one_by_one(lengths, numbers.tolist(), targets)
+    assert found.begins.tolist() == [sentences[0] for sentences, _ in expected]
+    assert (found.begins + found.sizes).tolist() == [sentences[-1] + 1 for sentences, _ in expected]
+    assert found.targets.tolist() == [wanted for _, wanted in expected]
+    filled = [[size for size in lengths[number] if size] for number in numbers]
+    assert counts.documents == sum(map(bool, filled)) and counts.sentences == sum(map(len, filled))
+    assert counts.single == sum(len(document) == 1 for document in filled)
+    assert counts.empty_documents == len(filled) - counts.documents
+    assert counts.empty_sentences == sum(len(lengths[number]) for number in numbers) - counts.sentences
+
+
+def test_only_a_document_of_one_sentence_makes_a_chunk_of_one(written):
+    documents = written([[5, 5, 5], [50], [5, 5], [100, 1, 1, 1]])
+    found = join(documents, np.arange(4), lambda firsts: np.full(len(firsts), 10))
+    assert found.sizes.tolist() == [3, 1, 2, 2, 2]

@@ -1,0 +1,48 @@
+"""The prose of Python's standard library."""
+
+from pathlib import Path
+
+from megajax.data.library import DOCSTRINGS, prose
+from megajax.data.text import TextDocuments
+
+SOURCE = '''"""Of the module.
+
+It has words."""
+class A:
+    """Of the class."""
+    def f(self):
+        r"""Of a function \\d.
+
+        >>> f()
+        1
+
+        After the example."""
+        def g(): "Inner."
+    async def h(self): "Of the class."
+def k(): b"No text."
+x = """No docstring."""
+'''
+
+
+def test_docstrings_in_the_order_of_the_file():
+    """Without examples and repetitions."""
+    assert prose(Path("a.py"), SOURCE.encode()) == [
+        "Of the module.\n\nIt has words.\n\nOf the class.\n\nOf a function \\d.\n\nAfter the example.\n\nInner."
+    ]
+
+
+def test_topics_are_documents():
+    source = b'topics = {"a": "First one.\\n", "b": "\\n>>> x\\n", "c": "Another.", "d": 4}'
+    assert prose(Path("pydoc_data", "topics.py"), source) == ["First one.", "Another."]
+
+
+def test_files_without_prose():
+    for source in b"", b"x = 1", b"def f(:", b"\xff\xfe", b"x = 1\0", b"(" * 9999, b"# coding: nothing\nx":
+        assert prose(Path("a.py"), source) == []
+
+
+def test_the_corpus_of_this_python():
+    documents = TextDocuments(DOCSTRINGS)
+    texts = list(documents)
+    assert len(texts) > 400 and sum(map(len, texts)) > 1_000_000
+    assert documents.report.documents == len(texts)

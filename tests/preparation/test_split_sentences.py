@@ -1,0 +1,80 @@
+"""`megajax prepare --split-sentences`: Megatron-LM's form for BERT."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megajax.commands.prepare import main
+from megajax.data.indexed import IndexedDataset
+from megajax.data.library import DOCSTRINGS, STANDARD_LIBRARY
+from megajax.data.records import TextFiles
+from megajax.data.sentences import split_sentences
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.errors import UserError
+from megajax.preparation.options import PrepareOptions
+from megajax.preparation.plan import Task, make_plan
+
+TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) for n in range(60)]
+
+
+def run(tmp_path, capsys, *arguments, inputs=()) -> dict:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    flags = ["--json", "--tokenizer", "wordpiece", "--vocab-size", "150", "--min-tokens", "0", "--duplicates", "keep"]
+    main([str(tmp_path / "a.jsonl"), *map(str, inputs), *flags, *map(str, arguments)])
+    return json.loads(capsys.readouterr().out)
+
+
+def sentences(prefix) -> list[list[str]]:
+    dataset, tokenizer = IndexedDataset(prefix), load_tokenizer(f"{prefix}.tokenizer")
+    found = []
+    for first, last in zip(dataset.document_index[:-1].tolist(), dataset.document_index[1:].tolist(), strict=True):
+        borders = dataset.sequence_offsets(first, last)[1:-1] - dataset.document_offsets[len(found)]
+        found.append([tokenizer.decode(ids) for ids in np.split(dataset.document(len(found)), borders)])
+    return found
+
+
+def test_a_sequence_for_every_sentence(tmp_path, capsys):
+    """The same for any number of workers, and no end of text; the report counts them."""
+    found = run(tmp_path, capsys, "--split-sentences", "--output", tmp_path / "m", "--workers", 1)
+    expected = [[sentence.lower() for sentence in split_sentences(text)] for text in TEXTS]
+    assert sentences(tmp_path / "m") == expected
+    dataset = IndexedDataset(tmp_path / "m")
+    assert found["tokens"] == dataset.num_tokens and found["documents"] == 60
+    assert found["sentences"] == sum(map(len, expected)) == len(dataset.sequence_lengths)
+    assert found["single_sentence_documents"] == sum(len(document) == 1 for document in expected) == 9
+    run(tmp_path, capsys, "--split-sentences", "--output", tmp_path / "n", "--workers", 2)
+    for suffix in ".bin", ".idx":
+        assert (tmp_path / f"m{suffix}").read_bytes() == (tmp_path / f"n{suffix}").read_bytes()
+
+
+def test_the_plan_of_before_is_still_the_same(tmp_path, capsys):
+    """So that what was prepared before there were sentences counts as done; with them it is another preparation."""
+    plan = run(tmp_path, capsys, "--output", tmp_path / "m", "--workers", 1)["plan"]
+    assert "split_sentences" not in plan["options"] and not plan.keys() - {"format", "inputs", "test_sets", "options"}
+    with pytest.raises(UserError, match="was made from other input or with other options"):
+        run(tmp_path, capsys, "--output", tmp_path / "m", "--workers", 1, "--split-sentences")
+
+
+def test_docstrings_are_another_input_than_the_code(tmp_path):
+    plans = [
+        make_plan(Task([word], str(tmp_path / "m"), PrepareOptions()), TextFiles([word], "INPUT"))
+        for word in (STANDARD_LIBRARY, DOCSTRINGS)
+    ]
+    assert plans[0]["inputs"] == plans[1]["inputs"] and plans[0] != plans[1]
+
+
+def test_documents_without_a_token_are_dropped(tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\x7f"}) + "\n")
+    flags = "--split-sentences", "--output", tmp_path / "m", "--workers", 1, "--no-fix-unicode"
+    found = run(tmp_path, capsys, *flags, inputs=[tmp_path / "b.jsonl"])
+    assert found["dropped"]["too short"]["count"] == 1 and found["documents"] == 60
+
+
+def test_tokenizers_that_do_not_do(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"--split-sentences with --tokenizer bpe: .*; valid: --tokenizer wordpiece"):
+        run(tmp_path, capsys, "--output", tmp_path / "m", "--split-sentences", "--tokenizer", "bpe")
+    train_tokenizer(TEXTS, 260).save(tmp_path / "gpt")
+    with pytest.raises(UserError, match=r"--tokenizer .*gpt has no \[CLS\] and .*; valid: a WordPiece vocabulary"):
+        run(tmp_path, capsys, "--output", tmp_path / "m", "--split-sentences", "--tokenizer", tmp_path / "gpt")
+    assert not list(tmp_path.glob("m*"))
