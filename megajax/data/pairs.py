@@ -14,9 +14,9 @@ import numpy.typing as npt
 from megajax.batch import IGNORED, pairs_form
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
-from megajax.data.indexed import IndexedDataset
 from megajax.data.masking import Bits, WordPieces, masked
 from megajax.data.samples import Sample
+from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
 SHORT_SHARE = 0.1  # of the samples, which aim at a random length
@@ -27,7 +27,7 @@ _ORDER, _LENGTHS, _TRAIN, _EVALUATION = 11, 12, 13, 14  # independent random str
 
 
 def train_and_validation(
-    documents: IndexedDataset,
+    documents: SequenceDocuments,
     *,
     sequence_length: int,
     validation_fraction: float,
@@ -55,7 +55,7 @@ def train_and_validation(
     )
 
 
-def check_sentences(documents: IndexedDataset) -> None:
+def check_sentences(documents: SequenceDocuments) -> None:
     """Check that documents are cut in sentences: that at least one has two.
 
     Raises:
@@ -95,7 +95,7 @@ class TrainPairs:
 
     def __init__(
         self,
-        documents: IndexedDataset,
+        documents: SequenceDocuments,
         numbers: npt.NDArray[np.int64],
         *,
         sequence_length: int,
@@ -149,7 +149,7 @@ class EvaluationPairs:
 
     def __init__(
         self,
-        documents: IndexedDataset,
+        documents: SequenceDocuments,
         numbers: npt.NDArray[np.int64] | None = None,
         *,
         sequence_length: int,
@@ -203,7 +203,7 @@ def _hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _sample(
-    documents: IndexedDataset,
+    documents: SequenceDocuments,
     chunks: Chunks,
     place: int,
     sequence_length: int,
