@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, pairs_form
+from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
-from megajax.data.masking import Bits, WordPieces, masked
+from megajax.data.masking import WordPieces, masked
 from megajax.data.samples import Sample
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
@@ -23,7 +24,7 @@ SHORT_SHARE = 0.1  # of the samples, which aim at a random length
 
 _SPECIAL = 3  # [CLS], [SEP] and [SEP]
 _SHORTEST = 2  # tokens that a sample aims at: one of A, one of B
-_ORDER, _LENGTHS, _TRAIN, _EVALUATION = 11, 12, 13, 14  # independent random streams of one seed
+_ORDER, _LENGTHS, _SHIFT, _TRAIN, _EVALUATION = 11, 12, 13, 14, 15  # independent random streams of one seed
 
 
 def train_and_validation(
@@ -105,14 +106,14 @@ class TrainPairs:
         from grain import MapDataset
 
         _check_length(sequence_length)
-        self.sequence_length, self._seed = sequence_length, seed
+        self.sequence_length, self._key = sequence_length, key_of(_TRAIN, seed)
         self._documents, self._vocabulary = documents, vocabulary
         self._lock = threading.Lock()
 
         @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart
         def epoch_chunks(epoch: int) -> tuple[Chunks, int]:
-            key, shift = np.random.SeedSequence((_LENGTHS, seed, epoch)).generate_state(2, np.uint64)
-            return join(documents, numbers, lambda firsts: _targets(firsts, key, sequence_length)), int(shift)
+            key, shift = key_of(_LENGTHS, seed, epoch), int(key_of(_SHIFT, seed, epoch))
+            return join(documents, numbers, lambda firsts: _targets(firsts, key, sequence_length)), shift
 
         self._epoch_chunks = epoch_chunks
         self.epoch_size = len(epoch_chunks(0)[0])
@@ -124,7 +125,7 @@ class TrainPairs:
         with self._lock:  # so that only one thread builds an epoch
             chunks, shift = self._epoch_chunks(number // self.epoch_size)
         place = (self._order[number] + shift) % len(chunks)  # so that no chunk is always among those left out
-        bits = Bits(_TRAIN, self._seed, number)
+        bits = Bits(self._key, number)
         return _sample(self._documents, chunks, place, self.sequence_length, self._vocabulary, bits)
 
 
@@ -160,6 +161,7 @@ class EvaluationPairs:
             numbers = np.arange(documents.num_documents)
         self.sequence_length, self.form = sequence_length, pairs_form()
         self._documents, self._numbers, self._vocabulary = documents, numbers, vocabulary
+        self._key = key_of(_EVALUATION)
         self._chunks = join(documents, numbers, lambda firsts: np.full(len(firsts), sequence_length - _SPECIAL))
         if not len(self._chunks):
             raise UserError(f"{documents.name} has no tokens; valid: at least one sentence")
@@ -172,7 +174,7 @@ class EvaluationPairs:
         return len(self._chunks)
 
     def __getitem__(self, number: int) -> Sample:
-        bits = Bits(_EVALUATION, number)
+        bits = Bits(self._key, number)
         return _sample(self._documents, self._chunks, number, self.sequence_length, self._vocabulary, bits)
 
 
@@ -186,20 +188,11 @@ def _check_length(sequence_length: int) -> None:
 
 def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int) -> npt.NDArray[np.int64]:
     """Tokens that the chunks which begin with these sentences aim at."""
-    bits = _hashed(firsts.astype(np.uint64) + key)
+    bits = hashed(firsts.astype(np.uint64) + key)
     longest = sequence_length - _SPECIAL
     short = _SHORTEST + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(longest - _SHORTEST + 1)
     is_short = (bits >> np.uint64(32)) < SHORT_SHARE * 2.0**32
     return np.where(is_short, short.astype(np.int64), longest)
-
-
-def _hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Random bits of every number: splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    2014)."""
-    bits = numbers * np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 def _sample(
@@ -211,7 +204,8 @@ def _sample(
     bits: Bits,
 ) -> Sample:
     first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
-    offsets = np.unique(documents.sequence_offsets(first, first + size))  # without the sentences that have no token
+    offsets = documents.sequence_offsets(first, first + size)
+    offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # without the sentences that have no token
     tokens = documents.part(int(offsets[0]), int(offsets[-1])).astype(np.int32)
     if len(offsets) == 2:
         segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
@@ -227,21 +221,21 @@ def _sample(
     special_N = np.zeros(len(tokens_N), bool)
     special_N[[0, 1 + len(segments[0]), -1]] = True
     result = masked(tokens_N, special_N, vocabulary, bits)
-    types_N = np.zeros(len(tokens_N), np.int32)
-    types_N[len(segments[0]) + 2 :] = 1
-
-    def filled(array_N: npt.NDArray[np.int32], padding: int) -> npt.NDArray[np.int32]:
-        array_T = np.full(sequence_length, padding, np.int32)
-        array_T[: len(array_N)] = array_N
-        return array_T
-
+    types_T = np.zeros(sequence_length, np.int32)
+    types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
     return {
-        "tokens": filled(result.tokens, vocabulary.pad),
-        "token_types": filled(types_N, 0),
-        "targets": filled(result.targets, IGNORED),
+        "tokens": _filled(result.tokens, sequence_length, vocabulary.pad),
+        "token_types": types_T,
+        "targets": _filled(result.targets, sequence_length, IGNORED),
         "length": np.array(len(tokens_N), np.int32),
         "order": np.array(order, np.int32),
     }
+
+
+def _filled(array_N: npt.NDArray[np.int32], length: int, padding: int) -> npt.NDArray[np.int32]:
+    array_T = np.full(length, padding, np.int32)
+    array_T[: len(array_N)] = array_N
+    return array_T
 
 
 def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:

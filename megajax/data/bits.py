@@ -1,0 +1,57 @@
+"""Random bits that are a function of a key, by whole numbers alone, so that no release of NumPy can change them.
+
+They are those of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def key_of(*numbers: int) -> np.uint64:
+    """One number of 64 bits of several whole numbers from 0, of any size."""
+    return np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
+
+
+def hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Random bits of every number."""
+    bits = numbers * _STEP
+    bits = (bits ^ (bits >> _SHIFTS[0])) * _FACTORS[0]
+    bits = (bits ^ (bits >> _SHIFTS[1])) * _FACTORS[1]
+    return bits ^ (bits >> _SHIFTS[2])
+
+
+class Bits:
+    """An endless stream of random bits.
+
+    Args:
+        key: of a family of streams.
+        number: of the stream in it, from 0.
+    """
+
+    def __init__(self, key: np.uint64, number: int = 0) -> None:
+        self._state = hashed(hashed(np.array([number], np.uint64)) + key)
+        self._numbers: list[int] = []
+
+    def number(self) -> int:
+        """A number of 64 bits."""
+        if not self._numbers:
+            self._numbers = self.raw(64).tolist()
+        return self._numbers.pop()
+
+    def below(self, limit: int) -> int:
+        """A whole number from 0, less than `limit` (at most 2^32)."""
+        return ((self.number() >> 32) * limit) >> 32
+
+    def happens(self, probability: float) -> bool:
+        """True with this probability."""
+        return self.number() < probability * 2.0**64
+
+    def raw(self, count: int) -> npt.NDArray[np.uint64]:
+        """So many numbers of 64 bits."""
+        places = np.arange(1, count + 1, dtype=np.uint64) + self._state
+        self._state = self._state + np.uint64(count)
+        return hashed(places)
