@@ -33,7 +33,7 @@ from megajax.runs.retention import Retention
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
 from megajax.training.summary import parts_of, sample, validation_text, written
-from megajax.training.watchdog import COMPUTING, Watchdog
+from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 from megajax.validation import validate
 
 
@@ -120,6 +120,7 @@ class _Run:
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validation: dict[str, Perplexity] | None = None
+        self.has_scored = False  # so that what scores is compiled
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
@@ -166,6 +167,7 @@ class _Run:
             data_seconds = time.perf_counter() - asked
             batch = self.program.put_batch(loaded, rows)
             if step_function is None:
+                self.watchdog.at(step, COMPILING)
                 began = time.perf_counter()
                 step_function = train_step(self.program).lower(self.state, batch).compile()
                 self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
@@ -200,7 +202,6 @@ class _Run:
         Raises:
             _SignalSeen: all processes have to stop.
         """
-        self.watchdog.at(self.step, COMPUTING)
         self.stop_signal = self.poll.ask(self._asks)()[0]
         if self.stop_signal:
             raise _SignalSeen
@@ -296,8 +297,16 @@ class _Run:
         self, batches: int, samples: Samples | None = None, between: Callable[[], None] = lambda: None
     ) -> dict[str, Perplexity]:
         """Every loss by name of the validation split, or of other samples."""
+        doing = COMPUTING if self.has_scored else COMPILING
+
+        def before_batch() -> None:
+            self.watchdog.at(self.step, doing)
+            between()
+
         samples = samples or self.data.validation
-        return perplexities(self.program, self.state.params, samples, batches=batches, between=between)
+        found = perplexities(self.program, self.state.params, samples, batches=batches, between=before_batch)
+        self.has_scored = True
+        return found
 
     def _summary(self) -> None:
         steps = self.config.train.steps

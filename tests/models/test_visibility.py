@@ -16,12 +16,13 @@ SMALL = Backend(unroll_layers=8, fused_attention=False, query_block=128, scores_
 def sees(visible: Visibility, length: int) -> np.ndarray:
     """Which key every query sees, one by one: bool [B, T, S]."""
     found = np.zeros((BATCH, length, length), bool)
+    first_key_BT, num_keys_B = jax.device_get((visible.first_key_BT, visible.num_keys_B))
     for b, t, s in np.ndindex(found.shape):
         found[b, t, s] = (
             (s <= t or not visible.causal)
             and (visible.window is None or abs(t - s) < visible.window)
-            and (visible.first_key_BT is None or s >= visible.first_key_BT[b, t])
-            and (visible.num_keys_B is None or s < visible.num_keys_B[b])
+            and (first_key_BT is None or s >= first_key_BT[b, t])
+            and (num_keys_B is None or s < num_keys_B[b])
         )
     return found
 
