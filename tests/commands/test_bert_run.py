@@ -1,0 +1,128 @@
+"""BERT from the flags to the figures: the commands, files and guarantees of GPT-2."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import Commands, assert_close_losses, curve, records, training, validation
+
+STEPS = 6
+FLAGS = ("--model.family", "bert", "--train.steps", STEPS, "--train.eval-every", STEPS, "--checkpoint.every", 3)
+SPLIT = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8, "--sequence-parallel")
+PARTS = ("loss/masked_lm", "loss/sentence_order")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty documents of one to twelve sentences."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 7))) for _ in range(80)]
+    file = tmp_path_factory.mktemp("bert") / "documents.jsonl"
+
+    def sentence() -> str:
+        return " ".join(rng.choices(words, k=rng.randint(3, 9))).capitalize() + "."
+
+    texts = [" ".join(sentence() for _ in range(1 + n % 12)) for n in range(60)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(commands: Commands, documents: Path) -> Path:
+    """Six steps on one device."""
+    folder = documents.parent / "run"
+    commands.train(folder, *FLAGS, "--data.path", documents, "--data.validation-fraction", 0.2)
+    return folder
+
+
+def test_every_loss_is_logged_by_itself(run: Path) -> None:
+    """The loss is the sum of both; the validation has the loss and the accuracy of each."""
+    for line in training(run):
+        assert line["loss"] == pytest.approx(sum(line[name] for name in PARTS), rel=1e-6)
+        assert 0 <= line["accuracy/sentence_order"] <= 1
+    (line,) = [line for line in records(run) if "validation_loss" in line]
+    losses = [line[f"validation_{name}_loss"] for name in ("masked_lm", "sentence_order")]
+    assert line["validation_loss"] == pytest.approx(sum(losses), rel=1e-6)
+    assert 0 < line["validation_sentence_order_accuracy"] <= 1
+
+
+def test_a_mesh_and_a_resume_do_not_change_it(commands: Commands, run: Path, documents: Path, tmp_path: Path) -> None:
+    """Three steps on one device and three on (2, 2, 2), with ZeRO-3, a split sequence and a split vocabulary, are the
+    six; eval.py has the same figures on another mesh."""
+    other = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(other / "checkpoints" / str(STEPS))
+    split = ("--optimizer.zero", 3, "--pipeline.vocabulary", "split", "--train.microbatch", 2)
+    common = ("--data.path", documents, "--data.validation-fraction", 0.2, "--resume", "must")
+    done = commands.train(other, *FLAGS, *common, *SPLIT, *split)
+    assert "resumed from step 3" in done.out
+    assert_close_losses(curve(other), curve(run))
+    assert validation(other)[STEPS] == pytest.approx(validation(run)[STEPS], rel=1e-6)
+    found = commands.perplexity(other, "--mesh.tensor", 2, "--simulate-devices", 2)
+    assert found["loss"] == pytest.approx(validation(run)[STEPS], rel=1e-6)
+    assert found["masked_lm_targets"] > 0 < found["sentence_order_targets"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("eval.py", ("lambada", "--data", "x", "--checkpoint", "RUN"), "the family bert does not predict the next"),
+        ("eval.py", ("perplexity", "--overlap", 8, "--checkpoint", "RUN"), "--overlap: bert has no windows of text"),
+        ("-m", ("megajax", "generate", "--prompt", "a", "--checkpoint", "RUN"), "valid: a run of --model.family gpt2"),
+        ("train.py", ("PRESET", "--run-dir", "RUN"), "holds a run with model.family bert, not gpt2; valid: the same"),
+        (
+            "train.py",
+            ("PRESET", "--run-dir", "NEW", "--model.layer-order", "post"),
+            "--model.layer-order post with --model.family gpt2; valid: pre",
+        ),
+        (
+            "train.py",
+            ("PRESET", "--run-dir", "NEW", "--model.layer-order", "middle"),
+            "--model.layer-order 'middle'; valid: pre, post",
+        ),
+        (
+            "train.py",
+            ("PRESET", "--run-dir", "NEW", *FLAGS, "--data.reset-attention"),
+            "whose samples are of one document each; valid: --no-data.reset-attention",
+        ),
+        (
+            "train.py",
+            ("PRESET", "--run-dir", "NEW", *FLAGS, "--model.sequence-length", 4),
+            "--model.sequence-length 4: too short for [CLS] A [SEP] B [SEP]; valid: 5 or more",
+        ),
+    ],
+)
+def test_one_line_says_what_would_be_valid(
+    commands: Commands, run: Path, tmp_path: Path, script: str, arguments: tuple, message: str
+) -> None:
+    places = {"RUN": run, "NEW": tmp_path / "new", "PRESET": commands.preset}
+    done = commands.run(script, *(places.get(argument, argument) for argument in arguments))
+    assert done.code == 2 and message in done.err and done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize(("given", "family"), [("run", "gpt2"), ("text", "bert")])
+def test_a_corpus_of_the_other_family(
+    commands: Commands, run: Path, documents: Path, tmp_path: Path, given: str, family: str
+) -> None:
+    """A dataset of sentences is none for GPT-2, one of whole documents none for BERT."""
+    prefix = tmp_path / "prepared"
+    made = commands.run(
+        "-m", "megajax", "prepare", documents, "--output", prefix, "--vocab-size", 300, "--min-tokens", 1
+    )
+    assert made.code == 0, made.err
+    dataset = prefix if given == "text" else run / "data" / "tokens"
+    tokenizer = ("--tokenizer.path", run / "data" / "tokenizer")
+    done = commands.run(
+        "train.py",
+        commands.preset,
+        "--run-dir",
+        tmp_path / "new",
+        "--model.family",
+        family,
+        "--data.path",
+        dataset,
+        *tokenizer,
+    )
+    valid = "--split-sentences" if family == "bert" else "without --split-sentences"
+    assert done.code == 2 and valid in done.err and done.err.count("\n") == 1, done.err
