@@ -17,7 +17,6 @@ os.environ.setdefault("XLA_FLAGS", " ".join(f"{name}={value}" for name, value in
 import jax
 from jax._src.cudnn import fused_attention_stablehlo  # which asks this machine's GPU what it can: see below
 from jax.experimental import topologies
-from megajax.program.forms import batch_names
 
 from megajax.config import Config
 from megajax.mesh import shardings
@@ -54,6 +53,8 @@ def compiled_step(config: Config) -> jax.stages.Compiled:
         program.layout.shapes,
         shardings(program.mesh, program.layout.specs),
     )
-    shape = config.train.global_batch, config.model.sequence_length
-    batch = dict.fromkeys(batch_names(config), jax.ShapeDtypeStruct(shape, "int32", sharding=program.batch_sharding))
+    place = program.batch_sharding
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in program.batch_types.items()
+    }
     return train_step(program).lower(state, batch).compile()

@@ -39,8 +39,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     from megajax.mesh import make_mesh
     from megajax.models.attention import attend
-    from megajax.models.gpt2.block import LAYER_NORM_EPSILON
-    from megajax.models.gpt2.model import GPT2
+    from megajax.models.gpt2.model import GPT2, LAYER_NORM_EPSILON
     from megajax.models.stack import layer_of
     from megajax.models.transformer import LayerNorm
     from megajax.models.visibility import CAUSAL

@@ -5,7 +5,7 @@ model of other arrays is another `BatchForm`, and nothing else.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,12 @@ class BatchForm:
     Attributes:
         entries: every array by name.
         targets: for every loss by name the array whose entries other than `IGNORED` it predicts.
+        measures: the same for every mean that is watched, not trained.
     """
 
     entries: Mapping[str, Entry]
-    targets: Mapping[str, str]
+    targets: dict[str, str]
+    measures: dict[str, str] = field(default_factory=dict)
 
     def shapes(self, rows: int, **sizes: int) -> dict[str, tuple[int, ...]]:
         """Shape of every array of so many rows, from the sizes of the dims by name."""
@@ -50,8 +52,9 @@ class BatchForm:
         return {name: np.full(shapes[name], entry.padding, np.int32) for name, entry in self.entries.items()}
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """How many targets every loss has in a batch, a scalar each."""
-        return {loss: (batch[name] != IGNORED).sum() for loss, name in self.targets.items()}
+        """How many targets every loss and every measure has in a batch, a scalar each."""
+        found = {name: (batch[name] != IGNORED).sum() for name in {*self.targets.values(), *self.measures.values()}}
+        return {loss: found[name] for loss, name in (self.targets | self.measures).items()}
 
 
 def text_form(*, with_positions: bool = False) -> BatchForm:
@@ -66,17 +69,21 @@ def text_form(*, with_positions: bool = False) -> BatchForm:
 
 
 def pairs_form() -> BatchForm:
-    """Two segments, `[CLS] A [SEP] B [SEP]`, some of whose tokens are masked.
+    """Two segments of text, `[CLS] A [SEP] B [SEP]`, or one, with masked tokens.
 
-    `tokens` [T] as the model sees them; `token_types` [T], 1 in `B [SEP]`; `targets` [T], what stood at the chosen
-    places; `length`, how many tokens there are; `order`, 0 where A comes first in the document, 1 where B does,
-    `IGNORED` where there is no B.
+    `tokens` [T] and `token_types` [T], 0 up to the first `[SEP]` and 1 after it; `targets` [T], what stood where tokens
+    were chosen; of every row `length`, its tokens without padding, and `order`: 0 where the segments follow each other
+    as in the text, 1 where they were swapped, `IGNORED` where there is one only.
     """
-    entries = {
-        "tokens": Entry(("tokens",)),
-        "token_types": Entry(("tokens",)),
-        "targets": Entry(("tokens",), IGNORED),
-        "length": Entry(()),
-        "order": Entry((), IGNORED),
-    }
-    return BatchForm(entries, targets={"masked_lm": "targets", "sentence_order": "order"})
+    tokens, of_row = ("tokens",), ()
+    return BatchForm(
+        {
+            "tokens": Entry(tokens),
+            "token_types": Entry(tokens),
+            "targets": Entry(tokens, IGNORED),
+            "length": Entry(of_row),
+            "order": Entry(of_row, IGNORED),
+        },
+        targets={"masked_lm": "targets", "sentence_order": "order"},
+        measures={"accuracy/sentence_order": "order"},
+    )

@@ -19,6 +19,8 @@ RULES: Mapping[str, Axes | None] = {
     "layers": None,
     "embed": None,
     "position": None,
+    "token_type": None,
+    "features": None,  # columns of a dense layer that every device of a tensor group has whole
     "head_size": None,
 }
 

@@ -6,6 +6,7 @@ import re
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
@@ -27,6 +28,17 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"--model.hidden-size {model.hidden_size} is not divisible by --model.num-heads {model.num_heads}; "
             f"valid: a multiple of {model.num_heads}, such as {valid}"
+        )
+    family = FAMILIES[model.family]
+    if model.layer_order not in family.layer_orders:
+        raise UserError(
+            f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
+            f"valid: {' or '.join(family.layer_orders)}"
+        )
+    if config.data.reset_attention and not family.continues_text:
+        raise UserError(
+            f"--data.reset-attention with --model.family {model.family}, whose samples are of one document each; "
+            "valid: --no-data.reset-attention"
         )
     decays = optimizer.schedule != "constant"
     if decays and optimizer.warmup_steps > optimizer.decay_steps:

@@ -156,7 +156,12 @@ class Collective:
 
 def collectives(function: Callable, *args: Any) -> list[Collective]:
     """Communication of `function(*args)`; the arguments may be `ShapeDtypeStruct`."""
-    return list(_walk(jax.make_jaxpr(function)(*args).jaxpr, 1))
+    return collectives_of(jax.make_jaxpr(function)(*args))
+
+
+def collectives_of(traced: ClosedJaxpr) -> list[Collective]:
+    """Communication of a function that was traced."""
+    return list(_walk(traced.jaxpr, 1))
 
 
 def _walk(jaxpr: Jaxpr, count: int) -> Iterator[Collective]:

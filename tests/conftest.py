@@ -1,6 +1,8 @@
 """What every test relies on: eight simulated devices, strict arrays, and where real data lies."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked `gpu` are run with JAX_PLATFORMS=cuda,cpu
@@ -32,6 +34,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("megajax", deadline=None)  # an example's first run may compile for seconds
 hypothesis.settings.load_profile("megajax")
 
+gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long; what is young is looked at less often
+
 
 @pytest.fixture(scope="session")
 def workers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +49,7 @@ def compiled(workers_folder: Path) -> Path:
     """Folder of what this session has compiled, so that no program is compiled twice, whatever process runs it."""
     folder = workers_folder / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     return folder
 
 
@@ -56,3 +60,11 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder} (MEGAJAX_TEST_DATA names another folder)")
     return folder
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Python's collections of garbage look only at what is made from now on, for tests that have many of them."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,5 +1,6 @@
 """What a training step communicates, counted on its jaxpr: nothing runs, nothing is compiled."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -26,19 +27,24 @@ from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
 from megajax.parallel.random import Dropout
 from megajax.program.train_step import train_step
-from megajax.verify import COLLECTIVES, collectives
+from megajax.verify import COLLECTIVES, collectives, collectives_of
+
+# Of activations, beside the layers: one for the embedding forward, one for the head backward; an embedding that is not
+# linear in its weights runs forward once more in its backward. Where a layer is recomputed: one, and a second one if a
+# LayerNorm comes after it.
+MODELS = {"gpt2": ("gpt2", "pre", 2, 1), "bert-pre": ("bert", "pre", 2, 1), "bert-post": ("bert", "post", 3, 2)}
 
 
-@pytest.mark.parametrize(("remat", "per_layer"), [("none", 2 + 2), ("layer", 2 + 1 + 2)])
-def test_tensor_all_reduces_of_a_layer(remat, per_layer):
-    """Per layer and microbatch 2 forward and 2 backward, one more where the forward is recomputed.
-
-    Beside them, of activations, one for the embedding forward and one for the head backward.
-    """
+@pytest.mark.parametrize(("family", "order", "at_the_ends", "recomputed"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_tensor_all_reduces_of_a_layer(remat, family, order, at_the_ends, recomputed):
+    """Per layer and microbatch 2 forward and 2 backward, more where the forward is recomputed."""
+    per_layer = 2 + (recomputed if remat == "layer" else 0) + 2
     for num_microbatches in (1, 4):
-        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, remat=remat))
+        options = {"remat": remat, "family": family, "layer_order": order}
+        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, **options))
         assert {collective.kind for collective in found} == {"all-reduce"}
-        assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + 2)
+        assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + at_the_ends)
 
 
 REMATS = {"none": 2, "selective": 2, "layer": 1 + 2, "stage": 2 + 2}  # all-reduces of a layer's backward
@@ -61,8 +67,11 @@ def test_tensor_all_reduces_of_a_stage(schedule, ticks, remat):
     assert count_shapes(found)[ACTIVATION] == ticks * ((2 + REMATS[remat]) * layers + ends)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [((1, 1, 2), "none"), ((1, 1, 2), "layer"), ((2, 2, 2), "none"), ((1, 1, 8), "none")]
+    + [pytest.param(mesh, "layer", marks=pytest.mark.full) for mesh in ((2, 2, 2), (1, 1, 8))],
+)
 def test_no_vocabulary_is_communicated(mesh, remat):
     """No operand over the tensor axis has the vocabulary's dim, whole or a device's share of it."""
     sizes = {101, 128, 128 // mesh[2]}
@@ -70,22 +79,26 @@ def test_no_vocabulary_is_communicated(mesh, remat):
     assert found and not [c for c in found if any(sizes & set(shape) for shape in c.shapes)]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4, 16])
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 2)])
-def test_gradients_are_reduced_once_a_step(mesh, num_microbatches):
-    """Over data, every gradient leaf in one all-reduce however many microbatches; beside them two scalars.
-
-    The scalars are the loss and the number of targets. Shared weights are summed over the pipe in the same all-reduce.
-    """
-    program, (state, _) = traced(mesh, num_microbatches, zero=0)
-    found = over("data", step_collectives(mesh, num_microbatches, zero=0))
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches", "family", "scalars"),
+    [
+        *itertools.product([(2, 1, 1), (2, 2, 2)], [1, 4], ["gpt2"], [1]),
+        pytest.param((2, 1, 1), 16, "gpt2", 1, marks=pytest.mark.full),
+        ((2, 2, 2), 4, "bert", 3),  # two losses, and how many orders were found
+    ],
+)
+def test_gradients_are_reduced_once_a_step(mesh, num_microbatches, family, scalars):
+    """Over data, every gradient leaf in one all-reduce however many microbatches; beside them two scalars for every
+    loss, itself and the number of its targets. Shared weights are summed over the pipe in the same all-reduce."""
+    program, (state, _) = traced(mesh, num_microbatches, zero=0, family=family)
+    found = over("data", step_collectives(mesh, num_microbatches, zero=0, family=family))
     blocks, shared = (
         Counter(local_shapes(program, state.params[part], program.layout.specs.params[part]))
         for part in ("blocks", "shared")
     )
     assert {collective.kind for collective in found} == {"all-reduce"}
-    assert count_shapes(found) == blocks + shared + Counter({(): 2})
-    assert count_shapes(over("pipe", found)) == shared + Counter({(): 1})
+    assert count_shapes(found) == blocks + shared + Counter({(): 2 * scalars})
+    assert count_shapes(over("pipe", found)) == shared + Counter({(): scalars})
 
 
 def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
@@ -99,18 +112,24 @@ def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
                     yield from walk(part, inside or eqn.primitive.name == "cond")
 
 
-@pytest.mark.parametrize("num_layers", [6, 5], ids=["even", "padded"])
-@pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 2 + 2), ("gpipe", 2 * (2 + 1)), ("interleaved", 2 * 2 + 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ticks", "num_layers"),
+    [("1f1b", 2 + 2, 6), ("gpipe", 2 * (2 + 1), 5), ("interleaved", 2 * 2 + 4, 5)]  # 5: with padded slots
+    + [
+        pytest.param(*kind, marks=pytest.mark.full)
+        for kind in (("1f1b", 2 + 2, 5), ("gpipe", 2 * (2 + 1), 6), ("interleaved", 2 * 2 + 4, 6))
+    ],
+)
 def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     """Two permutes a tick, up and down, over the pipe alone; inside conditionals there is the tensor axis only."""
     chunks = 2 if schedule == "interleaved" else 1
     config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    step = train_step(program)
-    permutes = [c for c in collectives(step, *arguments) if c.kind == "permute"]
+    step = jax.make_jaxpr(train_step(program))(*arguments)
+    permutes = [c for c in collectives_of(step) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
-    equations = [eqn for eqn, inside in walk(jax.make_jaxpr(step)(*arguments).jaxpr) if inside]
+    equations = [eqn for eqn, inside in walk(step.jaxpr) if inside]
     inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
     assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
 
@@ -124,11 +143,11 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
     program = tiny_program(config)
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
-    step = train_step(program)
-    found = [c for c in over("pipe", collectives(step, *arguments)) if c.kind == "all-reduce"]
+    step = jax.make_jaxpr(train_step(program))(*arguments)
+    found = [c for c in over("pipe", collectives_of(step)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])
     assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
-    conditionals = [eqn for eqn, _ in walk(jax.make_jaxpr(step)(*arguments).jaxpr) if is_cond(eqn)]
+    conditionals = [eqn for eqn, _ in walk(step.jaxpr) if is_cond(eqn)]
     over_pipe = [eqn for eqn in conditionals if "pipe" in communicated(eqn)]
     assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
 

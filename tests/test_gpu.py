@@ -12,8 +12,8 @@ from tiny import tiny_config
 
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend, fits_fused_attention
-from megajax.models.visibility import CAUSAL
+from megajax.models.attention import attend, fits_fused
+from megajax.models.visibility import CAUSAL, Visibility
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
 
@@ -51,20 +51,22 @@ def test_half_precision_is_near_fp32(gpu, precision):
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.01)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padded"])
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
-def test_cudnn_attention_is_our_own(gpu, heads, head_size, length):
+def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, padded):
     """Result and gradients in bf16, within 2% of the largest value."""
     shape = (2, length, heads, head_size)
     rng = np.random.default_rng(0)
     arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
-    assert fits_fused_attention(arrays_BTHK[0])
+    assert fits_fused(arrays_BTHK[0])
 
     def run(backend):
         @jax.jit
         @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
+            visible = Visibility.of_padded(jnp.asarray([length // 3, length], jnp.int32)) if padded else CAUSAL
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
-            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, CAUSAL, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
+            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
             return y_BTHK, *pullback(grad_BTHK)
 
         return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]

@@ -28,6 +28,7 @@ GRID = {
     "layers": ["not divisible", "divisible"],  # by the virtual stages
     "zero": [0, 1, 3],
     "sequence_parallel": [False, True],
+    "model": ["gpt2", "bert-pre", "bert-post"],
 }
 # The first update is with a learning rate of 0, so the third step sees the first update, the fifth Adam's moments after
 # three. ZeRO 3, which gathers the weights that it updated in parts, gets five.
@@ -39,7 +40,7 @@ trace = functools.partial(verify.trace, quick_compile=True)  # the numbers count
 def exists(row: tuple) -> bool:
     """Interleaving needs a pipe, and so does splitting the vocabulary over it; ZeRO has something to split where there
     is data parallelism, and the sequence is split over a tensor group."""
-    (data, pipe, tensor), schedule, vocabulary, _, microbatches, layers, zero, sequence_parallel = row
+    (data, pipe, tensor), schedule, vocabulary, _, microbatches, layers, zero, sequence_parallel, _ = row
     alone = schedule == "1f1b-1" and vocabulary == "replicated" and layers == "divisible"
     split = (data > 1 or zero == 1) and (tensor > 1 or not sequence_parallel)
     return split and (pipe > 1 or (alone and microbatches != "not a multiple"))
@@ -81,7 +82,7 @@ def pairwise(rows: list[tuple]) -> list[tuple]:
 
 MESH, SCHEDULE, REMAT, ZERO = map(list(GRID).index, ("mesh", "schedule", "remat", "zero"))
 USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and every axis without another
-DEEP = ((1, 8, 1), "1f1b-1", "split", "none", "not a multiple", "not divisible", 1, False)
+DEEP = ((1, 8, 1), "1f1b-1", "split", "none", "not a multiple", "not divisible", 1, False, "gpt2")
 DEFAULT = [*pairwise([row for row in ALL if row[MESH] in USUAL]), DEEP]
 # The whole grid: every three columns meet, and every two on every mesh.
 TRIPLES = [ALL[number] for number in cover(ALL, list(itertools.combinations(range(len(GRID)), 3)))]
@@ -91,7 +92,7 @@ def pipeline_code(row: tuple) -> bool:
     """What meets in the pipeline's code, all of it: schedule, chunks, vocabulary and remat, with three numbers of
     microbatches and of layers, on the mesh where all of it can be seen."""
     inside = row[4:6] in [("fewer", "not divisible"), ("not a multiple", "not divisible"), ("a multiple", "divisible")]
-    return row[0] == (2, 2, 2) and row[6:] == (1, False) and inside
+    return row[0] == (2, 2, 2) and row[6:] == (1, False, "gpt2") and inside
 
 
 OTHERS = [row for row in dict.fromkeys([*TRIPLES, *filter(pipeline_code, ALL)]) if row not in DEFAULT]
@@ -99,15 +100,22 @@ ROWS = 24  # of the global batch
 
 
 @functools.cache
-def reference(num_layers: int, vocab_size: int) -> Trace:
-    config = tiny_config(microbatch=ROWS, global_batch=ROWS, num_layers=num_layers, vocab_size=vocab_size)
-    return trace(config, STEPS, natural=initial(num_layers, vocab_size))
+def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
+    size = {"num_layers": num_layers, "vocab_size": vocab_size, **of(model)}
+    config = tiny_config(microbatch=ROWS, global_batch=ROWS, **size)
+    return trace(config, STEPS, natural=initial(num_layers, vocab_size, model))
+
+
+def of(model: str) -> dict[str, str]:
+    """Family and order of the layers."""
+    family, _, order = model.partition("-")
+    return {"family": family, "layer_order": order or "pre"}
 
 
 @functools.cache
-def initial(num_layers: int, vocab_size: int) -> TrainState:
+def initial(num_layers: int, vocab_size: int, model: str = "gpt2") -> TrainState:
     """The state that all begin with: what a mesh draws by itself is compared elsewhere (tests/models/test_gpt.py)."""
-    layout = tiny_program(tiny_config(num_layers=num_layers, vocab_size=vocab_size)).layout
+    layout = tiny_program(tiny_config(num_layers=num_layers, vocab_size=vocab_size, **of(model))).layout
     return jax.device_get(layout.to_natural(layout.init({"xla_backend_optimization_level": 0})))
 
 
@@ -115,7 +123,7 @@ def first(steps: int, whole: Trace) -> Trace:
     return Trace(whole.losses[:steps], whole.gradients[:steps])
 
 
-def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, zero, sequence_parallel) -> None:
+def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, zero, sequence_parallel, model) -> None:
     data, pipe, _ = mesh
     schedule, _, number = schedule.rpartition("-")
     chunks = int(number)
@@ -139,11 +147,12 @@ def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, zero, seq
         vocab_size=vocab_size,
         zero=zero,
         sequence_parallel=sequence_parallel,
+        **of(model),
     )
     steps = STEPS if zero == 3 else FEW
     result = compare(
-        first(steps, reference(num_layers, vocab_size)),
-        trace(config, steps, natural=initial(num_layers, vocab_size)),
+        first(steps, reference(num_layers, vocab_size, model)),
+        trace(config, steps, natural=initial(num_layers, vocab_size, model)),
     )
     assert result.within(), result
 
@@ -160,16 +169,18 @@ def test_rest_of_the_grid(row):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "vocabulary", "zero"),
+    ("schedule", "chunks", "vocabulary", "zero", "model"),
     [
-        pytest.param("1f1b", 1, "replicated", 0, marks=pytest.mark.full),
-        pytest.param("gpipe", 1, "split", 1, marks=pytest.mark.full),
-        pytest.param("interleaved", 2, "split", 3, marks=pytest.mark.full),
+        pytest.param("1f1b", 1, "replicated", 0, "gpt2", marks=pytest.mark.full),
+        pytest.param("gpipe", 1, "split", 1, "gpt2", marks=pytest.mark.full),
+        pytest.param("interleaved", 2, "split", 3, "gpt2", marks=pytest.mark.full),
+        pytest.param("interleaved", 2, "split", 3, "bert-pre", marks=pytest.mark.full),
+        pytest.param("1f1b", 1, "replicated", 1, "bert-post", marks=pytest.mark.full),
     ],
 )
-def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero):
+def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model):
     """The hardest mesh in fp64, with more than one block of queries and layers the pipe does not divide."""
-    common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12}
+    common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12, **of(model)}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
         pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary}

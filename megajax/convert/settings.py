@@ -9,7 +9,7 @@ from megajax import reading
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.gpt2.block import LAYER_NORM_EPSILON
+from megajax.models.gpt2.model import LAYER_NORM_EPSILON
 from megajax.options import options
 from megajax.presets import resolve
 

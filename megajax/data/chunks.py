@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.indexed import IndexedDataset
+from megajax.data.tokens import SequenceDocuments
 
 Numbers = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class SentenceCounts:
     empty_sentences: int
 
 
-def count_sentences(documents: IndexedDataset, numbers: Numbers | None = None) -> SentenceCounts:
+def count_sentences(documents: SequenceDocuments, numbers: Numbers | None = None) -> SentenceCounts:
     """Count the sentences of some documents (None: of all)."""
     counts = np.zeros(5, np.int64)
     for part in _parts(documents, np.arange(documents.num_documents) if numbers is None else numbers):
@@ -64,7 +64,7 @@ class Chunks:
         return len(self.begins)
 
 
-def join(documents: IndexedDataset, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
+def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
     """Join the sentences of documents: a chunk has so many that it reaches its target, and at least two.
 
     Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
@@ -102,7 +102,7 @@ class _Part:
     num_empty: int
 
 
-def _parts(documents: IndexedDataset, numbers: Numbers) -> Iterator[_Part]:
+def _parts(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Part]:
     begun = 0
     totals = np.cumsum(documents.document_index[numbers + 1] - documents.document_index[numbers])
     while begun < len(numbers):
@@ -112,7 +112,7 @@ def _parts(documents: IndexedDataset, numbers: Numbers) -> Iterator[_Part]:
         begun = end
 
 
-def _part(documents: IndexedDataset, numbers: Numbers) -> _Part:
+def _part(documents: SequenceDocuments, numbers: Numbers) -> _Part:
     firsts, lasts = documents.document_index[numbers], documents.document_index[numbers + 1]
     ends = np.cumsum(lasts - firsts)
     shifts = firsts - np.concatenate([[0], ends[:-1]])

@@ -28,7 +28,7 @@ from megajax.data.report import (
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer, train_tokenizer
-from megajax.data.tokens import TokenDocuments
+from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on; of a larger corpus documents at even distances
@@ -151,8 +151,11 @@ def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice:
     return _load_tokenizer(own, vocab_size)
 
 
-def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") -> TokenDocuments:
-    """Tokens of any text or prepared dataset, for `EvaluationSamples`. A single text file is one document.
+def evaluation_tokens(
+    path: str, tokenizer: Tokenizer, *, sentences: bool = False, flag: str = "--data"
+) -> SequenceDocuments:
+    """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
+    single text file is one document.
 
     Raises:
         UserError: the text or the dataset cannot be used.
@@ -160,8 +163,8 @@ def evaluation_tokens(path: str, tokenizer: Tokenizer, *, flag: str = "--data") 
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
         documents = TextDocuments(path, cut=False, flag=flag)
-        return TokenDocuments.from_documents((ids for (ids,) in encode_documents(documents, tokenizer)), path)
-    return prepared_tokens(prefix, tokenizer.size, flag=flag)
+        return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
+    return prepared_tokens(prefix, tokenizer.size, sentences=sentences, flag=flag)
 
 
 def has_corpus(output_dir: str | Path) -> bool:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from megajax import reading
 from megajax.data.digests import Digester
 from megajax.data.files import scratch
-from megajax.data.tokens import TokenDocuments
+from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -30,12 +30,8 @@ _FLOAT_TYPES = (6, 7)
 _CHECK_SEQUENCES = 1 << 20  # sequences checked in one go: bounds the memory of the check
 
 
-class IndexedDataset(TokenDocuments):
+class IndexedDataset(SequenceDocuments):
     """A dataset on disk, memory-mapped and checked.
-
-    Attributes:
-        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
-        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
 
     Raises:
         UserError: a file is missing or unreadable, or the index is malformed or does not fit the .bin file.
@@ -58,16 +54,7 @@ class IndexedDataset(TokenDocuments):
         offsets = np.full(num_entries, len(tokens), np.int64)
         not_at_end = document_index < num_sequences
         offsets[not_at_end] = pointers[document_index[not_at_end]] // tokens.itemsize
-        super().__init__(tokens, offsets, str(tokens_file))
-        self.sequence_lengths = lengths
-        self.document_index = document_index
-        self._pointers = pointers
-
-    def sequence_offsets(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last one of them ends; int64
-        [last - first + 1]."""
-        begin = int(self._pointers[first]) // self.tokens.itemsize
-        return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])
+        super().__init__(tokens, offsets, lengths, document_index, str(tokens_file))
 
 
 class IndexedWriter:

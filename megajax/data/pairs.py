@@ -15,9 +15,9 @@ from megajax.batch import IGNORED, pairs_form
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
-from megajax.data.indexed import IndexedDataset
 from megajax.data.masking import WordPieces, masked
 from megajax.data.samples import Sample
+from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
 SHORT_SHARE = 0.1  # of the samples, which aim at a random length
@@ -28,7 +28,7 @@ _ORDER, _LENGTHS, _SHIFT, _TRAIN, _EVALUATION = 11, 12, 13, 14, 15  # independen
 
 
 def train_and_validation(
-    documents: IndexedDataset,
+    documents: SequenceDocuments,
     *,
     sequence_length: int,
     validation_fraction: float,
@@ -56,7 +56,7 @@ def train_and_validation(
     )
 
 
-def check_sentences(documents: IndexedDataset) -> None:
+def check_sentences(documents: SequenceDocuments) -> None:
     """Check that documents are cut in sentences: that at least one has two.
 
     Raises:
@@ -96,7 +96,7 @@ class TrainPairs:
 
     def __init__(
         self,
-        documents: IndexedDataset,
+        documents: SequenceDocuments,
         numbers: npt.NDArray[np.int64],
         *,
         sequence_length: int,
@@ -150,7 +150,7 @@ class EvaluationPairs:
 
     def __init__(
         self,
-        documents: IndexedDataset,
+        documents: SequenceDocuments,
         numbers: npt.NDArray[np.int64] | None = None,
         *,
         sequence_length: int,
@@ -196,7 +196,7 @@ def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int
 
 
 def _sample(
-    documents: IndexedDataset,
+    documents: SequenceDocuments,
     chunks: Chunks,
     place: int,
     sequence_length: int,

@@ -58,14 +58,15 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
         )
 
 
-def prepared_tokens(prefix: Path, vocab_size: int, *, flag: str = "--data") -> IndexedDataset:
+def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, flag: str = "--data") -> IndexedDataset:
     """The tokens of a dataset, as they are to be evaluated.
 
     Raises:
-        UserError: it is damaged, its documents are cut in sentences, or an id is beyond the vocabulary.
+        UserError: it is damaged, its documents are cut in sentences and should not be, or the reverse, or an id is
+            beyond the vocabulary.
     """
     tokens, _ = open_prepared(prefix)
-    check_sequences(tokens, prefix, sentences=False, flag=flag)
+    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
     tokens.check_vocabulary(vocab_size)
     return tokens
 

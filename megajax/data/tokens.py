@@ -1,6 +1,6 @@
 """Documents of token ids, back to back in one array: what every data set is made of."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -81,3 +81,41 @@ class TokenDocuments:
                     f"{self.name}: token id {chunk[first]} at position {start + first} is beyond the vocabulary; "
                     f"valid: 0 to {size - 1}, with --model.vocab-size {size}; the largest id here is {self.max_token()}"
                 )
+
+
+class SequenceDocuments(TokenDocuments):
+    """Documents that are cut in S sequences, back to back.
+
+    Attributes:
+        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
+        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer],
+        document_offsets: npt.NDArray[np.int64],
+        sequence_lengths: npt.NDArray[np.int32],
+        document_index: npt.NDArray[np.int64],
+        name: str,
+    ) -> None:
+        super().__init__(tokens, document_offsets, name)
+        self.sequence_lengths, self.document_index = sequence_lengths, document_index
+
+    @classmethod
+    def from_sequences(cls, documents: Iterable[Sequence[npt.NDArray[np.int32]]], name: str) -> "SequenceDocuments":
+        """Documents held in memory."""
+        documents = list(documents)
+        sequences = [sequence for document in documents for sequence in document]
+        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+        index = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[index]
+        return cls(np.concatenate([np.empty(0, np.int32), *sequences]), offsets, lengths, index, name)
+
+    def sequence_offsets(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last one of them ends; int64
+        [last - first + 1]."""
+        document = int(np.searchsorted(self.document_index, first, side="right")) - 1
+        before = self.sequence_lengths[int(self.document_index[document]) : first]
+        begin = int(self.document_offsets[document]) + int(before.sum(dtype=np.int64))
+        return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""The loss of every target of some samples, on which all language-model evaluations are built.
+"""The loss of every target of some samples, on which all evaluations are built.
 
 Figures agree on every mesh and for every size of batch up to the rounding of each token's loss: devices compute the
 losses of tokens, and the host sums them in float64. Every process calls these functions and gets the same result.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -24,15 +25,21 @@ _AHEAD = 1  # batches that the devices compute while the host reads another
 
 @dataclass(frozen=True)
 class SampleScores:
-    """The counted targets of one sample, in order.
+    """The counted targets that one loss has in one sample, in order.
 
     Attributes:
         loss: cross-entropy of each, in nats, float64 [targets].
-        hit: whether each is the most probable id, [targets].
+        hit: whether each is the most probable one, [targets].
     """
 
     loss: npt.NDArray[np.float64]
     hit: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, loss: npt.NDArray[Any], hit: npt.NDArray[Any]) -> "SampleScores":
+        """Of the entries that are counted; both [T], or a number each."""
+        counted = hit != IGNORED
+        return cls(loss[counted].astype(np.float64).reshape(-1), hit[counted].reshape(-1) == 1)
 
 
 def score_samples(
@@ -42,8 +49,8 @@ def score_samples(
     *,
     batches: int = 0,
     between: Callable[[], None] = lambda: None,
-) -> Iterator[SampleScores]:
-    """Scores of every sample in order, dropout off.
+) -> Iterator[dict[str, SampleScores]]:
+    """Scores of every sample in order, for every loss by name, dropout off.
 
     Args:
         program: compiled for batches of its global batch; the last batch is padded.
@@ -53,13 +60,12 @@ def score_samples(
         between: called before every batch; what it raises ends the scoring.
     """
     rows, size = program.local_rows, program.config.train.global_batch
-    number, running = 0, deque[tuple[Any, Any]]()
+    number, running = 0, deque[Any]()
 
-    def read() -> Iterator[SampleScores]:
-        loss_BT, hit_BT = (np.asarray(scores) for scores in running.popleft())
-        for loss_T, hit_T in list(zip(loss_BT, hit_BT, strict=True))[: len(samples) - number]:
-            counted = hit_T != IGNORED
-            yield SampleScores(loss_T[counted].astype(np.float64), hit_T[counted] == 1)
+    def read() -> Iterator[dict[str, SampleScores]]:
+        found = jax.tree.map(np.asarray, running.popleft())
+        for row in range(min(size, len(samples) - number)):
+            yield {name: SampleScores.of(loss[row], hit[row]) for name, (loss, hit) in found.items()}
 
     for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
         between()
@@ -100,8 +106,8 @@ def score_continuations(
         return [Continuation(0.0, True) for _ in sequences]
     losses, greedy = np.zeros(len(sequences)), np.ones(len(sequences), bool)
     for owner, found in zip(samples.owners, score_samples(program, params, samples), strict=True):
-        losses[owner] += found.loss.sum()
-        greedy[owner] &= found.hit.all()
+        losses[owner] += found["next_token"].loss.sum()
+        greedy[owner] &= found["next_token"].hit.all()
     return [Continuation(0.0 - loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
 
 
@@ -109,4 +115,4 @@ def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
     """Compile what `score_samples` runs on samples of `sequence_length` tokens, by scoring a batch without targets."""
     rows = program.local_rows
     batch = program.put_batch(text_form().padding(len(rows), tokens=sequence_length), rows)
-    np.asarray(scores(program)(params, batch)[0])
+    jax.block_until_ready(scores(program)(params, batch))

@@ -2,23 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
-from megajax.data.corpus import evaluation_tokens
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.prepared import prepared_prefix, prepared_tokens
+from megajax.data.prepared import prepared_prefix
 from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.evaluation.lambada import LastWords, read_lambada
-from megajax.evaluation.perplexity import perplexity
+from megajax.evaluation.perplexity import Perplexity, perplexities, perplexity, total_loss
 from megajax.evaluation.scoring import compile_scores, score_continuations
 from megajax.evaluation.wikitext import read_wikitext
-from megajax.runs.data import has_run_data, open_run_data
+from megajax.models.registry import FAMILIES
+from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 PAPER_OVERLAP = 32  # targets that a window advances by (paper §5.3)
@@ -29,20 +27,27 @@ def evaluate_perplexity(
 ) -> dict[str, Any]:
     """Loss per token and perplexity on the run's validation split, or on any text file, folder or tokenized dataset.
 
-    `bits_per_byte` is the loss of all predicted tokens in bits, over the UTF-8 bytes of the text; None for a dataset
-    that was given tokenized.
+    Of a language model, `bits_per_byte` is the loss of all predicted tokens in bits, over the UTF-8 bytes of the text;
+    None for a dataset that was given tokenized. A model of several losses has figures for each by its name, and `loss`
+    is their sum.
 
     Raises:
         UserError: the run, the step, the data, the overlap or the mesh cannot be used.
     """
-    config = evaluation_config(run_dir, overrides)
+    config = evaluation_config(run_dir, overrides, any_family=True)
     length = config.model.sequence_length
+    language_model = FAMILIES[config.model.family].continues_text
+    if overlap is not None and not language_model:
+        raise UserError(f"--overlap: {config.model.family} has no windows of text; valid: without it")
     overlap = _advance(overlap, length, default=length)
     samples, tokenizer = (
-        _text_samples(data, run_dir, config, overlap) if data else _validation_samples(run_dir, config, overlap)
+        _given_samples(data, run_dir, config, overlap) if data else _validation_samples(run_dir, config, overlap)
     )
     trained = TrainedModel.restore(run_dir, config, step)
-    result = perplexity(trained.program, trained.params, samples)
+    parts = perplexities(trained.program, trained.params, samples)
+    if not language_model:
+        return {"task": "perplexity", "step": trained.step, "loss": total_loss(parts)} | _figures(parts)
+    (result,) = parts.values()
     figures = {"task": "perplexity", "step": trained.step, "loss": result.loss, "perplexity": result.perplexity}
     bits_per_byte = None
     if tokenizer:
@@ -109,16 +114,21 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     }
 
 
-def _text_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[EvaluationSamples, Tokenizer | None]:
-    """The samples of a text with the run's tokenizer, or of a tokenized dataset without one."""
-    tokenizer: Tokenizer | None = None
-    if prefix := prepared_prefix(data, flag="--data"):
-        tokens: TokenDocuments = prepared_tokens(prefix, config.model.vocab_size)
-    else:
-        tokenizer = run_tokenizer(run_dir, config)
-        tokens = evaluation_tokens(data, tokenizer)
-    length, resets = config.model.sequence_length, config.data.reset_attention
-    return EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets), tokenizer
+def _figures(parts: Mapping[str, Perplexity]) -> dict[str, Any]:
+    """Of every loss by name."""
+    figures: dict[str, Any] = {}
+    for name, part in parts.items():
+        figures |= {f"{name}_loss": part.loss, f"{name}_perplexity": part.perplexity}
+        figures |= {f"{name}_accuracy": part.accuracy, f"{name}_targets": part.tokens}
+    return figures
+
+
+def _given_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:
+    """The samples of a text or of a tokenized dataset; of a text with the run's tokenizer."""
+    tokenized = prepared_prefix(data, flag="--data") is not None
+    needed = not (tokenized and FAMILIES[config.model.family].continues_text)
+    tokenizer = run_tokenizer(run_dir, config) if needed else None
+    return given_samples(config, data, tokenizer, overlap), None if tokenized else tokenizer
 
 
 def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:

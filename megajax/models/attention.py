@@ -56,10 +56,17 @@ def attend(
     """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
 
     On GPUs by cuDNN where it can: its dropout would depend on the mesh, it knows half precision only, and of what a
-    query sees no more than causality here.
+    query sees causality and padding here.
     """
-    if dropout.rate == 0 and visible.only_causal and backend.fused_attention and fits_fused_attention(q_BTHK):
-        heads_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, is_causal=True, implementation="cudnn")
+    if dropout.rate == 0 and visible.only_causal_or_padded and backend.fused_attention and fits_fused(q_BTHK):
+        heads_BTHK = jax.nn.dot_product_attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            is_causal=visible.causal,
+            key_value_seq_lengths=visible.num_keys_B,
+            implementation="cudnn",
+        )
         return checkpoint_name(heads_BTHK, "attention_heads")
     bits_BH = None
     if dropout.rate > 0:
@@ -69,7 +76,7 @@ def attend(
     return blocked_attention(q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, dropout.rate, backend)
 
 
-def fits_fused_attention(q_BTHK: Array) -> bool:
+def fits_fused(q_BTHK: Array) -> bool:
     """Whether cuDNN's attention takes these heads: half precision, a size of at most 256 that 8 divides."""
     head_size = q_BTHK.shape[-1]
     return q_BTHK.dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256

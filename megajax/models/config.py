@@ -24,6 +24,10 @@ class ModelConfig:
         float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE
     ] = 0.1
     init_std: Annotated[float, "standard deviation of the initial weights", above(0, 100)] = 0.02
+    layer_order: Annotated[
+        Literal["pre", "post"],
+        "LayerNorm before attention and MLP, inside the residual branch, or after the residual addition",
+    ] = "pre"
     scan_layers: Annotated[
         Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
     ] = "auto"

@@ -25,6 +25,7 @@ from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
 Batch = Mapping[str, Array]  # the arrays of the family's `BatchForm`, of some rows
+Scores = dict[str, tuple[Array, Array]]
 
 
 class Block(Protocol):
@@ -45,15 +46,17 @@ class Model(Protocol):
         ...
 
     def losses(self, x_BTD: Array, batch: Batch) -> dict[str, Array]:
-        """The sum of every loss of the batch's form over its targets, from the last layer's output; scalars."""
+        """The sum of every loss and every measure of the batch's form over its targets, from the last layer's output;
+        scalars."""
+        ...
+
+    def scores(self, x_BTD: Array, batch: Batch) -> Scores:
+        """For every loss by name, of every target, [B, …]: its cross-entropy, and whether it is the most probable one:
+        1 or 0, int32. Where the target is `IGNORED` they are 0 and `IGNORED`."""
         ...
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits; of a language model."""
-        ...
-
-    def scores(self, x_BTD: Array, batch: Batch) -> Tree:
-        """What an evaluation wants of every target; of a language model see `GPT2.scores`."""
         ...
 
 
@@ -63,16 +66,18 @@ class Family:
 
     Attributes:
         model: (configuration, key of the initial weights, borders, backend) -> `Model`.
-        form: what its batch holds; with `with_positions`, what it holds where attention starts anew with
-            every document.
+        form: what its batch holds.
         products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
-        linear_embedding: `embed` is linear in the weights, so that its backward pass needs nothing of its forward pass.
+        reset_form: what its batch holds where attention starts anew with every document, if it can.
+        linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
+            its forward pass.
     """
 
     model: Callable[[ModelConfig, NamedKey, Borders, Backend], Any]
-    form: Callable[..., BatchForm]
+    form: BatchForm
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
-    linear_embedding: bool = False
+    reset_form: BatchForm | None = None
+    linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -86,14 +91,14 @@ class CutModel:
 
     Attributes:
         borders: of its tensor-parallel regions.
-        linear_embedding: see `Family`.
+        linear_embedding: whether it is, see `Family`.
         shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers `[L, …]`.
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
     def __init__(self, config: ModelConfig, borders: Borders, backend: Backend):
         family = family_of(config)
-        self.borders, self.linear_embedding = borders, family.linear_embedding
+        self.borders, self.linear_embedding = borders, family.linear_embedding(config)
         self._new = lambda key: family.model(config, key, borders, backend)
         self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
         self.shapes = nnx.to_pure_dict(weights)

@@ -20,7 +20,13 @@ class Entry:
     tokenizer: Literal["bpe", "wordpiece"] = "bpe"
     layer_orders: tuple[str, ...] = ("pre",)
 
+    @property
+    def continues_text(self) -> bool:
+        """Whether it is a language model, which predicts the next token."""
+        return self.samples == "text"
+
 
 FAMILIES = {
     "gpt2": Entry("megajax.models.gpt2.family"),
+    "bert": Entry("megajax.models.bert.family", samples="pairs", tokenizer="wordpiece", layer_orders=("pre", "post")),
 }

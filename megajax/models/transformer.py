@@ -4,6 +4,7 @@ LayerNorm, dropout and the residual path are duplicated on the devices of a tens
 parallelism, sharded along the sequence. Letters: B batch, T tokens, D model, F feed-forward.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,19 +59,34 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> 
 
 
 class MLP(nnx.Module):
-    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, GeLU in between without synchronisation."""
+    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(
+        self,
+        config: ModelConfig,
+        activation: Callable[[Array], Array],
+        key: NamedKey,
+        borders: Borders,
+        backend: Backend,
+    ):
+        self.activation = activation
         hidden, width = config.hidden_size, config.mlp_size
         first, second = normal(key / "up", config.init_std), normal(key / "down", config.residual_init_std)
         self.up = ColumnParallelLinear(first, borders, hidden, (width,), ("mlp",), backend)
         self.down = RowParallelLinear(second, borders, (width,), ("mlp",), hidden, backend)
 
     def __call__(self, x_BTD: Array) -> Array:
-        return self.down(_gelu(checkpoint_name(self.up(x_BTD), "mlp_up")))
+        return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp_up")))
 
 
 @jax.checkpoint
-def _gelu(x_BTF: Array) -> Array:
+def gelu_tanh(x_BTF: Array) -> Array:
+    """GeLU in GPT-2's form, by a tanh."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
     return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)
+
+
+@jax.checkpoint
+def gelu(x_BTF: Array) -> Array:
+    """GeLU as it is defined, by the error function; BERT's."""
+    return jax.nn.gelu(x_BTF.astype(at_least_fp32(x_BTF.dtype)), approximate=False).astype(x_BTF.dtype)

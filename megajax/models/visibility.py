@@ -40,9 +40,9 @@ class Visibility:
         return cls(num_keys_B=jnp.maximum(num_keys_B, 1))
 
     @property
-    def only_causal(self) -> bool:
-        """Whether there is no other limit than causality."""
-        return self.causal and self.window is None and self.first_key_BT is None and self.num_keys_B is None
+    def only_causal_or_padded(self) -> bool:
+        """Whether there are no other limits than causality and padding."""
+        return self.window is None and self.first_key_BT is None
 
     def of_heads(self, num_heads: int) -> "Visibility":
         """The same for every head of every sample, N in place of B."""

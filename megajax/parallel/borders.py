@@ -7,7 +7,9 @@ all-gather and reduce-scatter, which together move the bytes of the one all-redu
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -57,6 +59,13 @@ class Borders:
     def own_tokens(self, x: Array, dim: int = TOKENS) -> Array:
         """Of an array with an entry for every token along `dim`, the entries of this device's tokens."""
         return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
+
+    def of_first_token(self, values: Any) -> Any:
+        """Numbers that each device computed of the first token it has, as they are of the sequence's first token."""
+        if not self.sequence_parallel:
+            return values
+        here = axis_index(TENSOR) == 0
+        return g(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values), TENSOR)
 
 
 F_AND_G = Borders()  # the paper's

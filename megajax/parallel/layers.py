@@ -44,6 +44,18 @@ def ones_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
     return param(shape, dims, jnp.ones)
 
 
+class Linear(nnx.Module):
+    """`x A + b` on every device of a tensor group alike: no dim of A is sharded over `tensor`."""
+
+    def __init__(self, initial: Initializer, in_size: int, out_size: int, backend: Backend):
+        self.backend = backend
+        self.weight = param((in_size, out_size), ("embed", "features"), initial)
+        self.bias = zeros_param((out_size,), ("features",))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        return product(x_BTD, self.weight[...], 1, self.backend) + self.bias[...][None, None]
+
+
 class ColumnParallelLinear(nnx.Module):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size)."""
 

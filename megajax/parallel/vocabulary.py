@@ -35,9 +35,13 @@ def embedding_lookup(table_VD: Array, tokens_BT: Array, borders: Borders) -> Arr
     return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)
 
 
-def output_logits(x_BTD: Array, table_VD: Array, vocab_size: int, borders: Borders, backend: Backend) -> Array:
+def output_logits(
+    x_BTD: Array, table_VD: Array, vocab_size: int, borders: Borders, backend: Backend, bias_V: Array | None = None
+) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
     logits_BTV = product(borders.enter(x_BTD, borders.vocabulary), table_VD.T, 1, backend)
+    if bias_V is not None:
+        logits_BTV += bias_V[None, None]
     local_size = table_VD.shape[0]
     column_V = axis_index(borders.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)

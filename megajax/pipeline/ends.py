@@ -33,7 +33,7 @@ class StageFunctions:
         context: microbatch -> what every layer gets beside its input (the state of dropout, what tokens see).
         losses: (shared weights, x_BTD, microbatch) -> scalars by name, each divided by the number of its targets in
             the step.
-        loss_names: the names.
+        trained: for every name whether the gradient is taken of it; the others are only added up.
         storage: how the shared weights are kept; they are gathered just for an end.
         loss_scale: what the backward pass starts from; the gradients, not the losses, are multiplied by it.
     """
@@ -43,7 +43,7 @@ class StageFunctions:
     layers: Layers
     context: Callable[[Microbatch], Tree]
     losses: Callable[[Tree, Array, Microbatch], dict[str, Array]]
-    loss_names: tuple[str, ...]
+    trained: dict[str, bool]
     storage: Shards
     loss_scale: Array
 
@@ -99,7 +99,7 @@ class Ends:
         def head(batch: Microbatch, total: Tree) -> tuple[Array, Tree]:
             y = self.broadcast(output(), row.head.here)
             losses, pullback = jax.vjp(lambda shared, y: self.functions.losses(shared, y, batch), self.weights(), y)
-            shared, grad = pullback(jax.tree.map(self._scale_of, losses))
+            shared, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             return vary(grad, (PIPE,)), {"losses": added, "shared": self._add(total["shared"], shared)}
 
@@ -142,9 +142,10 @@ class Ends:
     def _microbatch(self, end: End, work: Work) -> Array | int:
         return end.microbatch if self.vocabulary_split else work.microbatch
 
-    def _scale_of(self, loss: Array) -> Array:
+    def _scale_of(self, name: str, loss: Array) -> Array:
         """What the backward pass of a loss starts from."""
-        return vary(self.functions.loss_scale.astype(loss.dtype), sorted(varying_axes(loss)))
+        scale = self.functions.loss_scale if self.functions.trained[name] else jnp.zeros(())
+        return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
     def _add(self, total: Tree, grads: Tree) -> Tree:
         """Gradients of the gathered weights, added to the sums of those that are kept."""

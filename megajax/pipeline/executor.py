@@ -157,7 +157,7 @@ class Pipeline:
         """The sums of a step: losses and gradients of the ends, and gradients of the layers."""
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        return {"losses": dict.fromkeys(self.functions.loss_names, loss), "shared": zeros["shared"]}, zeros["blocks"]
+        return {"losses": dict.fromkeys(self.functions.trained, loss), "shared": zeros["shared"]}, zeros["blocks"]
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches

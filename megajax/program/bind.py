@@ -22,7 +22,7 @@ _ROW = "row"  # of the global batch, an entry for each of a device's rows, besid
 
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
-    """How many targets every loss has in the global batch."""
+    """How many targets every loss and every measure has in the global batch."""
     return sum_over(program.form.counts(batch), (DATA,))
 
 
@@ -45,7 +45,7 @@ def training_pipeline(
 def forward_pipeline(program: Program, params: Tree, batch: Batch) -> Pipeline:
     """The loop of what runs forward only, dropout off."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
-    counts = dict.fromkeys(program.form.targets, one)
+    counts = dict.fromkeys(program.form.targets | program.form.measures, one)
     return _bind(program, program.unsharded_model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED))
 
 
@@ -95,7 +95,7 @@ def _bind(
         ),
         context=context,
         losses=losses,
-        loss_names=tuple(counts),
+        trained={name: name in program.form.targets for name in counts},
         storage=layout.per_use["shared"],
         loss_scale=loss_scale,
     )

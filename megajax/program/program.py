@@ -123,7 +123,11 @@ class Program:
 
 def batch_form(config: Config) -> BatchForm:
     """What a batch of a configuration holds."""
-    return family_of(config.model).form(with_positions=config.data.reset_attention)
+    family = family_of(config.model)
+    if not config.data.reset_attention:
+        return family.form
+    assert family.reset_form, config.model.family
+    return family.reset_form
 
 
 def vocabulary_axes(config: Config) -> Axes:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.mesh import BATCH_SPEC
+from megajax.models.family import Scores
 from megajax.parallel.collectives import DATA, complete, gather_shards
 from megajax.pipeline.ends import Microbatch
 from megajax.program.bind import forward_pipeline
@@ -18,8 +19,9 @@ Tree = Any
 
 
 def scores(program: Program) -> Wrapped:
-    """(params, batch) -> loss of every target and whether it is the arg-max (see `GPT2.scores`), each [B, T], on every
-    device; dropout off. Sequences may have any length that the model has positions for."""
+    """(params, batch) -> for every loss by name the cross-entropy of every target and whether it is the most probable
+    one (`Model.scores`), on every device; dropout off. Sequences may have any length that the model has positions for.
+    """
     return program.compiled(_scores, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
 
@@ -30,15 +32,15 @@ def next_logits(program: Program) -> Wrapped:
     return program.compiled(_next_logits, specs, PartitionSpec(DATA, vocabulary_axes(program.config)))
 
 
-def _scores(program: Program, params: Tree, batch: Batch) -> tuple[Array, Array]:
+def _scores(program: Program, params: Tree, batch: Batch) -> Scores:
     pipeline = forward_pipeline(program, params, batch)
 
-    def finish(x_BTD: Array, microbatch: Microbatch) -> tuple[Array, Array]:
+    def finish(x_BTD: Array, microbatch: Microbatch) -> Scores:
         return program.unsharded_model.ends(pipeline.ends.weights()).scores(x_BTD, microbatch)
 
     found = pipeline.forward(program.forward_schedule, finish)
-    found = complete(found, (PartitionSpec(None, DATA), PartitionSpec(None, DATA)))
-    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, x.shape[-1]), 0, DATA, invariant=True), found)
+    found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, DATA), found))
+    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, DATA, invariant=True), found)
 
 
 def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:

@@ -51,7 +51,7 @@ def _train_step_with_gradients(
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
     losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale)
-    loss = _total(losses)
+    loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
@@ -67,13 +67,14 @@ def _train_step_with_gradients(
         recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
     )
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
-    parts = {f"loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
+    parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
+    parts = parts if len(parts) > 1 else {}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
     losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED)
-    return _total(losses), grads
+    return _total(program, losses), grads
 
 
 def _losses_and_gradients(
@@ -91,6 +92,6 @@ def _losses_and_gradients(
     return complete(losses, dict.fromkeys(losses, SCALAR)), grads
 
 
-def _total(losses: dict[str, Array]) -> Array:
-    first, *others = losses.values()
+def _total(program: Program, losses: dict[str, Array]) -> Array:
+    first, *others = (losses[name] for name in program.form.targets)
     return sum(others, start=first)

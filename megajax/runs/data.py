@@ -8,12 +8,13 @@ from pathlib import Path
 from megajax.config import Config
 from megajax.data import gpt, pairs
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, has_corpus, make_corpus, open_corpus
+from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, make_corpus, open_corpus
 from megajax.data.masking import WordPieces
-from megajax.data.prepared import prepared_prefix, tokenizer_folder
+from megajax.data.prepared import prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
+from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
@@ -55,6 +56,9 @@ def make_run_data(config: Config, folder: Path) -> None:
     def split(corpus: Corpus) -> object:
         return kind.split(config, corpus, 0)
 
+    def everything(corpus: Corpus) -> object:
+        return kind.all(config, corpus.tokens, corpus.tokenizer, 0)
+
     if data.path:
         make(data.path, config.tokenizer.path, vocab_size, folder, check=split)
     others = {f"{_VALIDATION}{entry.name}": entry.path for entry in data.validation}
@@ -66,7 +70,7 @@ def make_run_data(config: Config, folder: Path) -> None:
     for name, path in (sources | others).items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
-        check = split if name in sources else partial(kind.all, config)
+        check = split if name in sources else everything
         make(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
@@ -91,13 +95,39 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     validation_sets = {}
     for entry in data.validation:
         corpus = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size)
-        validation_sets[entry.name] = kind.all(config, corpus)
+        validation_sets[entry.name] = kind.all(config, corpus.tokens, corpus.tokenizer, 0)
     return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` was here."""
     return has_corpus(folder / "source-0" if config.data.sources else folder)
+
+
+def given_samples(
+    config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
+) -> CorpusSamples:
+    """Samples of any text, or of a prepared dataset, to evaluate a run's model on.
+
+    Args:
+        config: of the run.
+        path: as `--data.path`.
+        tokenizer: the run's; None: it has none, or the dataset needs none.
+        overlap: that of `EvaluationSamples`.
+        flag: the flag that named the path, for error messages.
+
+    Raises:
+        UserError: the text or the dataset cannot be used.
+    """
+    kind = _kind(config)
+    if prefix := prepared_prefix(path, flag=flag):
+        tokens: SequenceDocuments = prepared_tokens(
+            prefix, config.model.vocab_size, sentences=kind.sentences, flag=flag
+        )
+    else:
+        assert tokenizer is not None, "text, and no tokenizer"
+        tokens = evaluation_tokens(path, tokenizer, sentences=kind.sentences, flag=flag)
+    return kind.all(config, tokens, tokenizer, overlap)
 
 
 def _kind(config: Config) -> "_Kind":
@@ -111,12 +141,12 @@ class _Kind:
     Attributes:
         sentences: documents are cut in sentences.
         split: samples of the training and of the validation split; the number is the overlap of `EvaluationSamples`.
-        all: samples of all documents, to validate on.
+        all: samples of all documents, to evaluate on; the tokenizer is that of the tokens.
     """
 
     sentences: bool
     split: Callable[[Config, Corpus, int], tuple[EpochSamples, CorpusSamples]]
-    all: Callable[[Config, Corpus], CorpusSamples]
+    all: Callable[[Config, SequenceDocuments, Tokenizer | None, int], CorpusSamples]
 
 
 def _split_text(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
@@ -130,9 +160,9 @@ def _split_text(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamp
     )
 
 
-def _all_text(config: Config, corpus: Corpus) -> CorpusSamples:
+def _all_text(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
     length, resets = config.model.sequence_length, config.data.reset_attention
-    return gpt.EvaluationSamples(corpus.tokens, sequence_length=length, with_positions=resets)
+    return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
 
 
 def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
@@ -141,18 +171,18 @@ def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSam
         sequence_length=config.model.sequence_length,
         validation_fraction=config.data.validation_fraction,
         seed=config.seed,
-        vocabulary=_pieces(corpus),
+        vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
     )
 
 
-def _all_pairs(config: Config, corpus: Corpus) -> CorpusSamples:
-    pairs.check_sentences(corpus.tokens)
-    length = config.model.sequence_length
-    return pairs.EvaluationPairs(corpus.tokens, sequence_length=length, vocabulary=_pieces(corpus))
+def _all_pairs(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
+    pairs.check_sentences(tokens)
+    length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
+    return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
 
 
-def _pieces(corpus: Corpus) -> WordPieces:
-    return WordPieces.of(corpus.tokenizer, f"the tokenizer of {corpus.tokens.name}")
+def _pieces(tokens: SequenceDocuments, tokenizer: Tokenizer | None) -> WordPieces:
+    return WordPieces.of(tokenizer, f"the tokenizer of {tokens.name}")
 
 
 _KINDS = {

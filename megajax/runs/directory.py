@@ -91,6 +91,7 @@ _WEIGHTS = [  # what a run keeps: the names and shapes of its weights
     "model.sequence_length",
     "model.vocab_size",
     "model.padded_vocab_size",
+    "model.layer_order",
 ]
 _SAMPLES = [  # and, once it has trained, which samples it has seen and holds out
     "seed",

@@ -11,14 +11,75 @@ import os
 import socket
 import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megajax import reading
 from megajax.errors import RunError, UserError
 
 NAME = "run.lock"
+_MOST_BYTES = 4096  # of the file
+_UNKNOWN = "an unknown process"
 TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as its file says.
+
+    Attributes:
+        host, process: its name and number.
+        since: when it took the lock, by the clock of its host.
+        machine: this boot of its machine, and the container: where process numbers mean the same.
+        started: when the process did, in the kernel's count; numbers of processes are used again.
+    """
+
+    host: str
+    process: int
+    since: str
+    machine: str
+    started: str
+
+    @classmethod
+    def me(cls) -> "Holder":
+        """This process, now."""
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(socket.gethostname(), os.getpid(), now, _machine(), _started(os.getpid()))
+
+    @classmethod
+    def read(cls, file: Path) -> "Holder | None":
+        """Who is named in a lock's file; None if it names nobody.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            with reading.open_file(file) as opened:
+                found = cls(**reading.parse_json(opened.read(_MOST_BYTES).decode()))
+        except (ValueError, TypeError):
+            return None
+        words = [found.host, found.since, found.machine, found.started]
+        valid = type(found.process) is int and 0 < found.process < 2**31
+        return found if valid and all(isinstance(word, str) and word.isprintable() for word in words) else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine."""
+        return self.machine == _machine()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended, if it is a process of this machine."""
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass
+        return _started(self.process) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since}"
 
 
 class RunLock:
@@ -40,14 +101,17 @@ class RunLock:
             try:
                 if self._create(self._file):
                     return self._hold()
-                owner, stamp = self._look()
-                if not stamp:  # it was released just now
+                try:
+                    stamp, holder = self._file.stat().st_mtime_ns, Holder.read(self._file)
+                except FileNotFoundError:  # it was released just now
                     continue
-                if (owner, stamp) != seen:
-                    if told or (owner and _is_here(owner) and _is_alive(owner) and _is_fresh(stamp)):
-                        raise UserError(f"--run-dir {self._run_dir} is in use by {_name(owner)}; valid: another folder")
-                    seen, since = (owner, stamp), time.monotonic()
-                dead = owner is not None and _is_here(owner) and not _is_alive(owner)
+                if (holder, stamp) != seen:
+                    if told or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
+                        raise UserError(
+                            f"--run-dir {self._run_dir} is in use by {holder or _UNKNOWN}; valid: another folder"
+                        )
+                    seen, since = (holder, stamp), time.monotonic()
+                dead = holder is not None and holder.is_here and not holder.is_alive
                 if (dead or time.monotonic() - since > ABANDONED_AFTER) and self._take_over():
                     return self._hold()
             except OSError as error:
@@ -57,7 +121,8 @@ class RunLock:
             if not told and not dead:
                 told = True
                 print(
-                    f"{self._file} is of {_name(owner)}: taken over if it is not touched for {ABANDONED_AFTER:.0f} s",
+                    f"{self._file} is of {holder or _UNKNOWN}: taken over if it is not touched for "
+                    f"{ABANDONED_AFTER:.0f} s",
                     flush=True,
                 )
             time.sleep(0.5)
@@ -88,29 +153,9 @@ class RunLock:
             self._held = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         except FileExistsError:
             return False
-        owner = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "machine": _machine(),
-            "started": _started(os.getpid()),
-        }
         with contextlib.suppress(OSError):  # a full disk; the lock holds without a name, too
-            os.write(self._held, json.dumps(owner).encode())
+            os.write(self._held, json.dumps(asdict(Holder.me())).encode())
         return True
-
-    def _look(self) -> tuple[dict[str, Any] | None, int]:
-        """Who holds the lock, None if it does not say, and when it was touched."""
-        try:
-            stamp = self._file.stat().st_mtime_ns
-            with reading.open_file(self._file) as file:
-                owner = reading.parse_json(file.read(4096).decode())
-            known = isinstance(owner, dict) and isinstance(owner.get("process"), int)
-            return (owner if known else None), stamp
-        except FileNotFoundError:
-            return None, 0
-        except ValueError:
-            return None, stamp
 
     def _take_over(self) -> bool:
         """Replace a lock; whether it is ours after all who may do so at this moment have done it."""
@@ -140,7 +185,6 @@ class RunLock:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the container: where process numbers mean the same."""
     parts = []
     for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
         with contextlib.suppress(OSError):
@@ -149,33 +193,11 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process started, in the kernel's count; numbers of processes are used again."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
 
 
-def _is_here(owner: dict[str, Any]) -> bool:
-    return owner.get("machine") == _machine()
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether a process of this machine has not ended."""
-    try:
-        os.kill(owner["process"], 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass
-    return _started(owner["process"]) == owner.get("started")
-
-
 def _is_fresh(stamp: int) -> bool:
     return abs(time.time_ns() - stamp) < 1e9 * 3 * TOUCHED_EVERY
-
-
-def _name(owner: dict[str, Any] | None) -> str:
-    if owner is None:
-        return "an unknown process"
-    return f"process {owner['process']} on {owner.get('host')}, since {owner.get('since')}"

@@ -13,6 +13,7 @@ from megajax.data.corpus import kept_tokenizer
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
+from megajax.models.registry import FAMILIES
 from megajax.paths import check_path
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -81,16 +82,27 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
-def evaluation_config(run_dir: Path, overrides: dict[str, Any]) -> Config:
+def evaluation_config(run_dir: Path, overrides: dict[str, Any], *, any_family: bool = False) -> Config:
     """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
 
     A batch fills the pipeline once.
+
+    Args:
+        run_dir: the run.
+        overrides: values that replace its own, by key.
+        any_family: its model need not be a language model.
 
     Raises:
         UserError: there is no run, or it cannot be used so.
     """
     check_run(run_dir)
     config = kept_config(run_dir, overrides)
+    if not (any_family or FAMILIES[config.model.family].continues_text):
+        valid = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
+        raise UserError(
+            f"--checkpoint {run_dir}: a model of the family {config.model.family} does not predict the next token; "
+            f"valid: a run of --model.family {valid}"
+        )
     start(config)
     if not any(key.startswith("mesh.") for key in overrides):
         config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))

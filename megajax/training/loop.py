@@ -18,7 +18,7 @@ from megajax.data.loader import train_batches
 from megajax.data.samples import Samples
 from megajax.ending import Stopped, keep_traces_in, stop_signals
 from megajax.errors import RunError, UserError
-from megajax.evaluation.perplexity import Perplexity, perplexity
+from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
 from megajax.launch import give_back_freed_memory, start
 from megajax.processes import Poll, is_first_process, on_first_process
 from megajax.program.memory import check_memory
@@ -32,8 +32,8 @@ from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
-from megajax.training.summary import sample, written
-from megajax.training.watchdog import COMPUTING, Watchdog
+from megajax.training.summary import parts_of, sample, validation_text, written
+from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 from megajax.validation import validate
 
 
@@ -119,7 +119,8 @@ class _Run:
         self.step = self.first  # under way
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
-        self.validation: Perplexity | None = None
+        self.validation: dict[str, Perplexity] | None = None
+        self.has_scored = False  # so that what scores is compiled
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
@@ -166,6 +167,7 @@ class _Run:
             data_seconds = time.perf_counter() - asked
             batch = self.program.put_batch(loaded, rows)
             if step_function is None:
+                self.watchdog.at(step, COMPILING)
                 began = time.perf_counter()
                 step_function = train_step(self.program).lower(self.state, batch).compile()
                 self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
@@ -200,7 +202,6 @@ class _Run:
         Raises:
             _SignalSeen: all processes have to stop.
         """
-        self.watchdog.at(self.step, COMPUTING)
         self.stop_signal = self.poll.ask(self._asks)()[0]
         if self.stop_signal:
             raise _SignalSeen
@@ -217,7 +218,7 @@ class _Run:
         self.stop_signal, over = pending.asked()
         self.minutes_over = bool(over)
         was_skipped = bool(metrics.pop("skipped"))
-        losses = {name: metrics.pop(name) for name in list(metrics) if name.startswith("loss/")}
+        parts = {name: metrics.pop(name) for name in list(metrics) if "/" in name}
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
@@ -227,7 +228,7 @@ class _Run:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        self.log.record_step(pending.step, **metrics, losses=losses, skipped_steps=self.skipped, tokens=tokens, **times)
+        self.log.record_step(pending.step, **metrics, parts=parts, skipped_steps=self.skipped, tokens=tokens, **times)
         if was_skipped:
             self._report_skip(pending.step, metrics)
 
@@ -253,7 +254,7 @@ class _Run:
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
         if loss is None and not (self.stop_signal and self.validation is None):  # who stops doesn't wait for a compiler
-            loss = self._evaluate(1).loss  # of the weights after the step, which nobody has seen yet
+            loss = total_loss(self._evaluate(1))  # of the weights after the step, which nobody has seen yet
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._saves(step):
@@ -282,21 +283,30 @@ class _Run:
         try:
             validation = self._evaluate(batches, between=self._look_for_a_signal)
             named = {
-                name: self._evaluate(batches, samples, self._look_for_a_signal).loss
+                name: total_loss(self._evaluate(batches, samples, self._look_for_a_signal))
                 for name, samples in self.data.validation_sets.items()
             }
         except _SignalSeen:
             return None
         self.validation = validation
-        self.log.record_validation(step, validation.loss, named)
-        return validation.loss
+        loss = total_loss(validation)
+        self.log.record_validation(step, loss, named, parts_of(validation))
+        return loss
 
     def _evaluate(
         self, batches: int, samples: Samples | None = None, between: Callable[[], None] = lambda: None
-    ) -> Perplexity:
-        """Of the validation split, or of other samples."""
+    ) -> dict[str, Perplexity]:
+        """Every loss by name of the validation split, or of other samples."""
+        doing = COMPUTING if self.has_scored else COMPILING
+
+        def before_batch() -> None:
+            self.watchdog.at(self.step, doing)
+            between()
+
         samples = samples or self.data.validation
-        return perplexity(self.program, self.state.params, samples, batches=batches, between=between)
+        found = perplexities(self.program, self.state.params, samples, batches=batches, between=before_batch)
+        self.has_scored = True
+        return found
 
     def _summary(self) -> None:
         steps = self.config.train.steps
@@ -307,10 +317,7 @@ class _Run:
                 f"nothing to train: {self.run_dir} has {self.first} steps already and --train.steps is {steps}; "
                 "for a new run pass another --run-dir, to go on more steps"
             )
-        _say(
-            f"validation perplexity {self.validation.perplexity:.2f} (loss {self.validation.loss:.4f}) "
-            f"after {max(self.first, steps)} steps"
-        )
+        _say(f"{validation_text(self.validation)} after {max(self.first, steps)} steps")
         if self.seconds:
             _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
         text = sample(self.program, self.state.params, self.data.tokenizer)

@@ -4,6 +4,7 @@ import math
 import statistics
 import sys
 from collections import deque
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -51,11 +52,13 @@ class TrainingProgress:
         elif step % self._log_every == 0 or step == self._total:
             self.print(f"{self._count(step)}  {text}")
 
-    def show_validation(self, step: int, loss: float, name: str = "") -> None:
-        """Show the validation loss after `step` steps, in nats per token; `name` is that of a named set."""
-        perplexity = math.exp(min(loss, 700.0))
+    def show_validation(self, step: int, loss: float, name: str = "", parts: Mapping[str, float] | None = None) -> None:
+        """Show the validation loss after `step` steps, in nats per token; `name` is that of a named set. Where the loss
+        has `parts`, they take the place of its perplexity."""
         of = f" of {name}" if name else ""
-        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  perplexity {perplexity:.2f}")
+        figures = [f"{part.removeprefix('validation_')} {value:.4f}" for part, value in (parts or {}).items()]
+        more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
+        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one."""

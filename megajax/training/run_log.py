@@ -84,7 +84,7 @@ class RunLog:
         tokens: int,
         seconds: float,
         data_seconds: float,
-        losses: Mapping[str, SupportsFloat] | None = None,
+        parts: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Record a finished step.
 
@@ -94,7 +94,7 @@ class RunLog:
             grad_norm: global norm of the gradients before clipping.
             learning_rate: of the step.
             loss_scale: of the step.
-            losses: the parts of the loss by name, `loss/NAME`, where it has several.
+            parts: the parts of the loss by name, `loss/NAME`, where it has several, and what is watched besides.
             skipped_steps: of the run, so far.
             tokens: of the step, on all devices.
             seconds: that the step took.
@@ -103,25 +103,32 @@ class RunLog:
         if not self._write:
             return
         numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
-        numbers |= {name: float(value) for name, value in (losses or {}).items()}
+        numbers |= {name: float(value) for name, value in (parts or {}).items()}
         numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
         self._record({"step": int(step), **numbers, **speed, "data_seconds": float(data_seconds)})
         self._progress.show_step(step, numbers["loss"], tokens, seconds)
 
-    def record_validation(self, step: int, loss: SupportsFloat, named: Mapping[str, float] | None = None) -> None:
+    def record_validation(
+        self,
+        step: int,
+        loss: SupportsFloat,
+        named: Mapping[str, float] | None = None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
         """Record the validation losses after `step` steps, in nats per token, and draw loss.png.
 
         Args:
             step: how many steps were taken.
             loss: of the validation split.
             named: those of named validation sets.
+            parts: more figures of the validation split, by the names they are logged under.
         """
         if not self._write:
             return
         others = {f"validation_loss/{name}": float(value) for name, value in (named or {}).items()}
-        self._record({"step": int(step), "validation_loss": float(loss), **others})
-        self._progress.show_validation(step, float(loss))
+        self._record({"step": int(step), "validation_loss": float(loss), **(parts or {}), **others})
+        self._progress.show_validation(step, float(loss), parts=parts or {})
         for name, value in (named or {}).items():
             self._progress.show_validation(step, value, name)
         self.plot()

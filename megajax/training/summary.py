@@ -1,14 +1,16 @@
 """What a run says at its end: the validation, a sample, what was written where."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.data.tokenizer import Tokenizer
+from megajax.evaluation.perplexity import Perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import continue_in_windows
+from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 
 _WRITTEN = {
@@ -22,9 +24,10 @@ _WRITTEN = {
 
 
 def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
-    """The continuation that the configuration asks for; empty if it asks for none, or without a tokenizer."""
+    """The continuation that the configuration asks for; empty if it asks for none, without a tokenizer, or of a model
+    that does not continue texts."""
     config = program.config.sample
-    if tokenizer is None or config.tokens == 0:
+    if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
     prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
     one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.data, microbatch=1)
@@ -37,6 +40,26 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
         end=tokenizer.end_of_text,
     )
     return config.prompt + continuation_text(tokenizer, prompt, ids)
+
+
+def validation_text(parts: Mapping[str, Perplexity]) -> str:
+    """The last validation in a line, from its losses by name."""
+    first, *others = parts.items()
+    if not others:
+        return f"validation perplexity {first[1].perplexity:.2f} (loss {first[1].loss:.4f})"
+    texts = (
+        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, {part.accuracy:.1%} right)"
+        for name, part in parts.items()
+    )
+    return f"validation: {', '.join(texts)}"
+
+
+def parts_of(validation: Mapping[str, Perplexity]) -> dict[str, float]:
+    """The figures of a validation by the names they are logged under; none where there is one loss only."""
+    if len(validation) == 1:
+        return {}
+    figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
+    return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}
 
 
 def written(run_dir: Path) -> Iterator[str]:

@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,9 +16,31 @@ from megajax import reading
 from megajax.ending import fail
 
 FOLDER = "processes"
-COMPUTING = "computing"
+COMPUTING, COMPILING = "computing", "compiling"  # either may wait for the other processes
 _WRITTEN_EVERY, _FROZEN_AFTER = 5.0, 30.0  # seconds
 _SLOWEST = 10  # times the longest step so far is not yet too long
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a process does: for so many seconds, at a step."""
+
+    host: str
+    pid: int
+    step: int
+    doing: str
+    seconds: float
+
+
+def read_status(file: Path) -> Status | None:
+    """What a process wrote; None where it cannot be read."""
+    try:
+        found = Status(**reading.parse_json(reading.read_bytes(file).decode()))
+        numbers, words = (found.pid, found.step, found.seconds), (found.host, found.doing)
+        valid = all(type(number) in (int, float) for number in numbers) and "".join(words).isprintable()
+        return found if valid else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 class Watchdog:
@@ -28,7 +50,7 @@ class Watchdog:
     Args:
         run_dir: shared by all processes.
         patience: seconds without progress after which the process ends; at least ten of the longest step so far, and
-            before the first step ten times as many. 0: never.
+            before the first step and while a program is compiled ten times as many. 0: never.
     """
 
     def __init__(self, run_dir: Path, patience: float) -> None:
@@ -38,13 +60,14 @@ class Watchdog:
         self._count = jax.process_count()
         self._stamps: dict[int, tuple[int, float]] = {}  # of a process's file: when it was written, and seen to be
         self._heard: set[int] = set()  # processes whose file has changed since this start; it may be of an earlier one
+        self._listen(self._since, first=True)
         if self._count > 1 and patience:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
         """Say what this process does now, and for which step."""
         now = time.monotonic()
-        if self._step:
+        if self._step and self._doing != COMPILING:
             self._longest = max(self._longest, now - self._since)
         self._step, self._doing, self._since = step, doing, now
 
@@ -61,58 +84,63 @@ class Watchdog:
                 self._write()
                 written = now
             if now - self._since > self._allowed() or (now - self._since > _FROZEN_AFTER and self._silent()):
-                self._write()
-                fail(f"{self._guilty()}; the same command goes on from the newest checkpoint")
+                asked, suspected = now, self._since
+                self._hear_all()
+                if not self._ended.is_set() and self._since == suspected:
+                    fail(f"{self._guilty(asked)}; the same command goes on from the newest checkpoint")
+
+    def _hear_all(self) -> None:
+        """Wait as long as the others may take to say again what they do, and go on saying it oneself."""
+        end = time.monotonic() + _WRITTEN_EVERY + 2
+        while time.monotonic() < end and not self._ended.wait(0.5):
+            self._write()
+            self._listen(time.monotonic())
 
     def _allowed(self) -> float:
-        return max(self._patience, _SLOWEST * self._longest) if self._longest else _SLOWEST * self._patience
+        slow = not self._longest or self._doing == COMPILING
+        return max(_SLOWEST * self._patience if slow else self._patience, _SLOWEST * self._longest)
 
     def _write(self) -> None:
-        status = {"host": socket.gethostname(), "step": self._step, "doing": self._doing}
-        status |= {"seconds": round(time.monotonic() - self._since, 1), "pid": os.getpid()}
+        seconds = round(time.monotonic() - self._since, 1)
+        status = Status(socket.gethostname(), os.getpid(), self._step, self._doing, seconds)
         try:
             self._folder.mkdir(exist_ok=True)
-            self._file(jax.process_index()).write_text(json.dumps(status) + "\n")
+            self._file(jax.process_index()).write_text(json.dumps(asdict(status)) + "\n")
         except OSError:
             pass  # nobody needs it unless something hangs
 
-    def _guilty(self) -> str:
-        """Which process hangs: one that says nothing any more, else one that others do not wait for, else the last."""
-        known = {number: status for number in sorted(self._heard) if (status := self._read(number))}
-        silent = self._silent()
-        busy = [number for number, status in known.items() if status["doing"] != COMPUTING]
-        behind = [number for number in known if known[number]["step"] == min(s["step"] for s in known.values())]
+    def _guilty(self, asked: float) -> str:
+        """Which process hangs: one that has said nothing since `asked`, else one that others do not wait for, else the
+        last."""
+        known = {number: status for number in sorted(self._heard) if (status := read_status(self._file(number)))}
+        silent = [number for number in known if self._stamps[number][1] < asked]
+        busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
+        behind = [number for number in known if known[number].step == min(status.step for status in known.values())]
         if not known:
             return f"no process of {self._count} says what it does, at step {self._step}"
+        number = next(iter(silent or busy or behind))
+        status, quiet = known[number], time.monotonic() - self._stamps[number][1]
+        who = f"process {number} of {self._count} on {status.host} (pid {status.pid})"
+        where = f"at step {status.step}, {status.doing}"
         if silent:
-            numbers = ", ".join(map(str, silent))
-            return f"lost process {numbers} of {self._count}, which says nothing any more, at step {self._step}"
-        number = next(iter(busy or behind))
-        status = known[number]
-        where = f"on {status['host']} (pid {status['pid']}) hangs at step {status['step']}, {status['doing']}"
-        return f"process {number} of {self._count} {where}, for {status['seconds']:.0f} s"
+            others = f"; nor do {len(silent) - 1} more" if len(silent) > 1 else ""
+            return f"lost {who}, which was {where}, and says nothing any more for {quiet:.0f} s{others}"
+        return f"{who} hangs {where}, for {status.seconds + quiet:.0f} s"
 
     def _silent(self) -> list[int]:
         """Processes that were heard of, and for long no more."""
         now = time.monotonic()
         return [number for number in sorted(self._heard) if now - self._stamps[number][1] > _FROZEN_AFTER]
 
-    def _listen(self, now: float) -> None:
+    def _listen(self, now: float, *, first: bool = False) -> None:
         for number in range(self._count):
             with contextlib.suppress(OSError):
                 written = self._file(number).stat().st_mtime_ns
                 known = self._stamps.get(number)
                 if known is None or known[0] != written:
                     self._stamps[number] = written, now
-                    if known:
+                    if not first:
                         self._heard.add(number)
-
-    def _read(self, number: int) -> dict[str, Any] | None:
-        """What a process wrote."""
-        try:
-            return reading.parse_json(reading.read_bytes(self._file(number)).decode())
-        except (OSError, ValueError):
-            return None
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.json"

@@ -1,10 +1,13 @@
 """A command in the tests' own process, as if it were one of its own.
 
-A process takes seconds to start and compiles what the one before it compiled. Here are neither; what cannot be seen
-here (signals, several processes, what C++ prints, the end of the process itself) is tested by real processes.
+A process takes seconds to start and compiles what the one before it compiled. Here are neither: commands of one
+configuration share what is compiled. What cannot be seen here (several processes, what C++ prints, the end of the
+process itself) is tested by real processes.
 """
 
 import contextlib
+import copy
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,10 @@ from unittest import mock
 import jax
 
 from megajax import ending, launch
+from megajax.config import Config
+from megajax.program.program import Program
+from megajax.program.transfer import Transfer
+from megajax.runs import checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +47,8 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         contextlib.redirect_stderr(err),
         mock.patch.object(os, "_exit", leave),
         mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
+        mock.patch.object(Program, "on", _program_on),
+        mock.patch.object(checkpoint, "Transfer", _transfer),
         contextlib.suppress(_Ended, SystemExit),
     ):
         ending.run(main)
@@ -60,6 +69,23 @@ def _main(script: str, arguments: Sequence[str]) -> Callable[[], None]:
 
     assert script == "train.py"
     return lambda: train.main(arguments)
+
+
+_transfer = functools.cache(Transfer)
+_on = Program.on
+_programs: dict[Any, Program] = {}
+
+
+def _program_on(config: Config, devices: list[jax.Device] | None = None) -> Program:
+    """`Program.on`, with what a command before has traced and compiled for the same programs."""
+    names = ("seed", "precision", "sequence_parallel", "model", "mesh", "pipeline", "optimizer", "loss_scale")
+    batches = config.train.global_batch, config.train.microbatch, config.train.remat, config.data.reset_attention
+    key = *(getattr(config, name) for name in names), *batches, *(devices or jax.devices())
+    if key not in _programs:
+        _programs[key] = _on(config, devices)
+    program = copy.copy(_programs[key])
+    program.config = config
+    return program
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class Commands:
         return os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         }
 
     def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:

@@ -20,10 +20,10 @@ from megajax.data.tokenizers import load_tokenizer
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("train.py PRESET --run-dir DIR/run --mesh.data 3", [r"--mesh\.data 3", "devices", "valid"]),
+        redundant("train.py PRESET --run-dir DIR/run --mesh.data 3", [r"--mesh\.data 3", "devices", "valid"]),
         ("train.py PRESET --run-dir DIR/run --data.path DIR/no.txt", [r"no\.txt", "does not exist"]),
         ("train.py PRESET --run-dir DIR/run --nonsense", ["--nonsense"]),
-        ("eval.py perplexitty --checkpoint DIR", ["perplexitty", r"\bperplexity\b"]),
+        redundant("eval.py perplexitty --checkpoint DIR", ["perplexitty", r"\bperplexity\b"]),
         ("eval.py perplexity --checkpoint DIR/no-run", ["--checkpoint", "no-run", r"config\.toml"]),
         ("-m megajax schedule --mesh.pipe 2 --microbatches 0", ["--microbatches 0; valid: 1 to 1000000000"]),
     ],

@@ -2,7 +2,10 @@
 
 import json
 import re
+import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -20,14 +23,18 @@ from processes import (
 MESH = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
 
 
-def two_processes(commands: Commands, *line: object) -> list[Finished]:
+def start_two(commands: Commands, *line: object) -> list[subprocess.Popen[str]]:
     """A command as two processes on this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     cluster = ("--distributed.coordinator", f"localhost:{port}", "--distributed.num-processes", 2)
-    processes = [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(2)]
-    return [finish(process) for process in processes]
+    return [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(2)]
+
+
+def two_processes(commands: Commands, *line: object) -> list[Finished]:
+    """What both said at their end."""
+    return [finish(process) for process in start_two(commands, *line)]
 
 
 def train_as_two(commands: Commands, run: Path, *arguments: object) -> list[Finished]:
@@ -112,6 +119,30 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
         assert "the checkpoint of step 2 could not be written: " in done.err.splitlines()[-1]
         assert "Traceback" not in done.err
     assert list((run / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.full
+def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path: Path) -> None:
+    """Process 1 is stopped while steps run: the other ends within patience, and its last line names process 1, its host
+    and pid, and the step."""
+    run = tmp_path / "run"
+    flags = ("--simulate-devices", 4, *MESH, "--train.steps", 10**6, "--train.eval-every", 10**6)
+    line = ("train.py", commands.preset, "--run-dir", run, *flags, "--distributed.patience", 5)
+    first, second = start_two(commands, *line, "--checkpoint.every", 10**6)
+    try:
+        while first.poll() is None and not (run / "processes" / "1.json").exists():
+            time.sleep(0.1)
+        time.sleep(6)  # each has said twice what it does, steps have run
+        second.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        done = finish(first)
+        assert done.code == 1 and time.monotonic() - stopped < 45, done
+        pattern = rf"error: (lost )?process 1 of 2 on {socket.gethostname()} \(pid {second.pid}\).* at step (\d+), .*"
+        found = re.fullmatch(pattern, done.err.splitlines()[-1])
+        assert found and 0 < int(found[2]) <= len(records(run)) + 1, done.err
+    finally:
+        second.kill()
+        second.communicate()
 
 
 @pytest.mark.full

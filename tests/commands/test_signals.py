@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -75,9 +74,9 @@ def test_a_second_start_is_refused(commands: Commands, half: Run, tmp_path: Path
         lock.release()
 
 
-@pytest.mark.parametrize("doing", ["loading its batch", "computing"])
+@pytest.mark.parametrize("doing", ["loading its batch", "computing", "nothing"])
 def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes, the one at the earlier step or not waiting for the other."""
+    """Of two processes, the one at the earlier step or not waiting for the other, or that says nothing any more."""
     import jax
 
     from megajax.training import watchdog
@@ -94,15 +93,21 @@ def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     (tmp_path / "processes").mkdir()
     other = {"host": "far", "step": 6, "doing": doing, "seconds": 9.0, "pid": 7}
-    (tmp_path / "processes" / "1.json").write_text(json.dumps(other))
+    file = tmp_path / "processes" / "1.json"
+    file.write_text(json.dumps(other))
     monkeypatch.setattr(watchdog, "_WRITTEN_EVERY", 0.1)
-    dog = watchdog.Watchdog(tmp_path, 2)
-    time.sleep(1)
-    (tmp_path / "processes" / "1.json").write_text(json.dumps(other))  # the first was of an earlier start
+    dog = watchdog.Watchdog(tmp_path, 1)
+    file.write_text(json.dumps(other))  # the first was of an earlier start
     dog.at(6, "starting")
     dog.at(6 if doing != "computing" else 7, watchdog.COMPUTING)
-    assert ended.wait(10)
-    assert said == [
-        f"process 1 of 2 on far (pid 7) hangs at step 6, {doing}, for 9 s; "
-        "the same command goes on from the newest checkpoint"
-    ]
+    while not ended.wait(0.1):
+        if doing != "nothing":
+            file.write_text(json.dumps(other))
+    (line,) = said
+    assert re.fullmatch(
+        r"lost process 1 of 2 on far \(pid 7\), which was at step 6, nothing, and says nothing any more for \d s; .*"
+        if doing == "nothing"
+        else rf"process 1 of 2 on far \(pid 7\) hangs at step 6, {doing}, for (9|10) s; "
+        "the same command goes on from the newest checkpoint",
+        line,
+    )

@@ -55,7 +55,7 @@ def test_overlap_of_one_is_one_window_per_token():
     program, params = model()
     samples = windows(ids, overlap=1)
     assert len(samples) == 1999 - LENGTH + 1
-    scores = list(score_samples(program, params, samples))
+    scores = [score["next_token"] for score in score_samples(program, params, samples)]
     loss, hit = one_window_per_token(ids)
     np.testing.assert_allclose(np.concatenate([score.loss for score in scores]), loss, rtol=2e-5, atol=1e-5)
     np.testing.assert_array_equal(np.concatenate([score.hit for score in scores]), hit)

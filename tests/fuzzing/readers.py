@@ -8,7 +8,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +37,10 @@ from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.presets import load_preset, resolve
 from megajax.runs.directory import kept_config
+from megajax.runs.lock import Holder
 from megajax.runs.metrics import is_metrics, read_metrics
 from megajax.runs.ownership import mark, marked_format, run_format
+from megajax.training.watchdog import Status, read_status
 
 try:
     from megajax.runs.stored import DamagedCheckpoint  # type: ignore[import-not-found]
@@ -203,6 +205,20 @@ def _write_run(folder: Path) -> None:
     )
 
 
+def _write_lock(folder: Path) -> None:
+    (folder / "run.lock").write_text(json.dumps(asdict(Holder.me())))
+
+
+def _write_status(folder: Path) -> None:
+    (folder / "0.json").write_text(json.dumps(asdict(Status("far", 7, 12, "computing", 3.5))))
+
+
+def _read_lock(folder: Path) -> bool:
+    holder = Holder.read(folder / "run.lock")
+    assert len(str(holder).splitlines()) == 1
+    return holder is not None and holder.is_here and holder.is_alive
+
+
 def _write_hugging_face(folder: Path) -> None:
     tensors = random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}
     write_model(folder, tensors, vocab_size=300)
@@ -285,6 +301,8 @@ READERS = [
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, lambda folder: (marked_format(folder), run_format(folder)), ("run.json",)),
     Reader("run without a mark", _write_run, run_format, ("config.toml", "metrics.jsonl", "data/report.json")),
+    Reader("run.lock", _write_lock, _read_lock, ("run.lock",)),
+    Reader("processes/0.json", _write_status, lambda folder: read_status(folder / "0.json"), ("0.json",)),
     Reader("prepared dataset", _write_prepared, lambda folder: prepared_tokens(folder / "m", 280), _PREPARED),
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),

@@ -1,20 +1,10 @@
 """The short run of the fuzzer; `python tests/fuzzing/fuzz.py` is the long one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fuzz import fuzz
 from readers import READERS, Reader
-
-from megajax.runs.writing import forget_abandoned
-
-
-@pytest.fixture(autouse=True)
-def forget_reads() -> Iterator[None]:
-    """Orbax abandons its other reads when one fails, and Python complains when it finds them."""
-    yield
-    forget_abandoned()
 
 
 @pytest.mark.parametrize("reader", [reader for reader in READERS if reader.short], ids=lambda reader: reader.name)

@@ -54,5 +54,5 @@ def test_next_logits_are_those_of_the_loss(mesh):
     logits = np.asarray(next_logits(program)(params, batch, np.int32(position)), np.float64)[:, :101]
     log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -log_probability[np.arange(4), targets[:, position]].sum()
-    loss_BT, _ = scores(program)(params, batch)
+    loss_BT, _ = scores(program)(params, batch)["next_token"]
     assert float(np.asarray(loss_BT).sum()) == pytest.approx(expected, rel=1e-5)

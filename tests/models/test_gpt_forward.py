@@ -147,7 +147,8 @@ def test_evaluation_is_numpy_s_without_dropout(split_program):
     """The loss of the targets, whatever the model's dropout."""
     batch = random_batch(split_program.config, STEP)
     params = place(split_program, random_weights(split_program))
-    loss_BT, hit_BT = scores(split_program)(params, split_program.put_batch(batch, split_program.local_rows))
+    found = scores(split_program)(params, split_program.put_batch(batch, split_program.local_rows))
+    loss_BT, hit_BT = found["next_token"]
     counted_BT = batch["targets"] != IGNORED
     np.testing.assert_array_equal(np.asarray(hit_BT) == IGNORED, ~counted_BT)
     assert np.asarray(loss_BT)[counted_BT].mean() == pytest.approx(expected_loss(0.0), rel=1e-5)

@@ -16,12 +16,13 @@ SMALL = Backend(unroll_layers=8, fused_attention=False, query_block=128, scores_
 def sees(visible: Visibility, length: int) -> np.ndarray:
     """Which key every query sees, one by one: bool [B, T, S]."""
     found = np.zeros((BATCH, length, length), bool)
+    first_key_BT, num_keys_B = jax.device_get((visible.first_key_BT, visible.num_keys_B))
     for b, t, s in np.ndindex(found.shape):
         found[b, t, s] = (
             (s <= t or not visible.causal)
             and (visible.window is None or abs(t - s) < visible.window)
-            and (visible.first_key_BT is None or s >= visible.first_key_BT[b, t])
-            and (visible.num_keys_B is None or s < visible.num_keys_B[b])
+            and (first_key_BT is None or s >= first_key_BT[b, t])
+            and (num_keys_B is None or s < num_keys_B[b])
         )
     return found
 
@@ -86,7 +87,7 @@ def test_a_mask_is_every_limit_at_once(limit):
     assert not expected[..., outside].any()
     found = np.ones((1, 1, 1), bool) if mask is None else np.asarray(mask)
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
-    assert visible.only_causal == (limit == "causal")
+    assert visible.only_causal_or_padded == (limit in ("everything", "causal", "padding"))
 
 
 def test_a_window_leaves_keys_out():

@@ -23,4 +23,4 @@ class Tiny(GPT2):
         return self.embedding_norm(super().embed(batch, context))
 
 
-FAMILY = dataclasses.replace(GPT2_FAMILY, model=Tiny, linear_embedding=False)
+FAMILY = dataclasses.replace(GPT2_FAMILY, model=Tiny, linear_embedding=lambda _: False)

@@ -75,7 +75,7 @@ def test_what_is_dropped(planted, prefix):
 
 def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
     task = Task([str(planted.corpus)], str(tmp_path / "again"), OPTIONS, [str(planted.test_set)])
-    prepare_dataset(task, workers=4, overwrite=False, show=QUIET)
+    prepare_dataset(task, workers=2, overwrite=False, show=QUIET)
     assert files(task.output) == files(prefix)
     different = {"output", "seconds", "throughput"}
     once, again = report(prefix), report(task.output)

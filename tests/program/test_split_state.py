@@ -85,7 +85,7 @@ LAYER = {  # all-gathers and reduce-scatters of a layer
 }
 
 
-@pytest.mark.parametrize("remat", LAYER)
+@pytest.mark.parametrize("remat", ["none", pytest.param("selective", marks=pytest.mark.full), "layer", "stage"])
 def test_a_split_sequence_is_gathered_and_scattered(remat):
     """In place of the all-reduces stand all-gathers and reduce-scatters that move the same bytes, and the re-gathers:
     2 a layer, or 1 where the layer is recomputed. Embedding and head have one of each. No activation is all-reduced."""

@@ -23,6 +23,9 @@ from megajax.runs.checkpoint import Checkpoints
 transfer_of = functools.cache(Transfer)
 
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
 @pytest.fixture(autouse=True)
 def conversions_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for every start of a run."""

@@ -61,7 +61,7 @@ def test_the_lock_of_a_process_that_has_ended_is_taken_at_once(tmp_path: Path, c
     took.release()
 
 
-@pytest.mark.parametrize("content", ["another machine", "nothing", "noise"])
+@pytest.mark.parametrize("content", ["another machine", "nothing", pytest.param("noise", marks=pytest.mark.full)])
 def test_an_abandoned_lock_is_taken_after_a_while(content: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """And the wait is shown."""
     file = write_lock(tmp_path)

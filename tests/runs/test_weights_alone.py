@@ -21,7 +21,7 @@ STEP = 5
 
 
 @pytest.fixture(autouse=True)
-def find_abandoned_reads() -> Iterator[None]:
+def find_abandoned_reads(quick_collections: None) -> Iterator[None]:
     """Let Python find them here, not in another test."""
     yield
     gc.collect()

@@ -162,6 +162,6 @@ def test_parts_of_a_loss_stand_beside_it(tmp_path):
     """A family with several losses: each under its name in metrics.jsonl."""
     with RunLog(tmp_path, total_steps=1) as log:
         step = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8}
-        log.record_step(1, loss=3.0, losses={"loss/a": 1.0, "loss/b": 2.0}, seconds=1.0, data_seconds=0.0, **step)
+        log.record_step(1, loss=3.0, parts={"loss/a": 1.0, "loss/b": 2.0}, seconds=1.0, data_seconds=0.0, **step)
     (record,) = read_metrics(tmp_path)
     assert (record["loss"], record["loss/a"], record["loss/b"]) == (3.0, 1.0, 2.0)

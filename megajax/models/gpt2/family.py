@@ -1,8 +1,25 @@
 """GPT-2 as a family of models."""
 
 from megajax.batch import text_form
+from megajax.models.config import ModelConfig
 from megajax.models.family import Family
-from megajax.models.gpt2.flops import step_products
+from megajax.models.flops import MatrixProduct
 from megajax.models.gpt2.model import GPT2
+from megajax.models.products import head_products, layer_products
 
-FAMILY = Family(model=GPT2, form=text_form, products=step_products, linear_embedding=True)
+
+def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    head = {"head": (model.hidden_size, model.padded_vocab_size)}
+    return [
+        *layer_products(model, sequences, query_block, causal=True),
+        *head_products(model, sequences, head),
+    ]
+
+
+FAMILY = Family(
+    model=GPT2,
+    form=text_form(),
+    products=_products,
+    reset_form=text_form(with_positions=True),
+    linear_embedding=lambda _: True,
+)

@@ -14,16 +14,17 @@ from jax import Array
 from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.config import ModelConfig
-from megajax.models.gpt2.block import LAYER_NORM_EPSILON, Block, Context
+from megajax.models.layer import EMBEDDING_SITE, Block, Context, LayerForm
 from megajax.models.stack import layer_of, stacked
-from megajax.models.transformer import LayerNorm
+from megajax.models.transformer import LayerNorm, gelu_tanh
 from megajax.models.visibility import CAUSAL, Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
-EMBEDDING_SITE = 0xFFFF_FFFF  # stands where a layer's index stands in the dropout of the layers
+LAYER_NORM_EPSILON = 1e-5
+LAYER = LayerForm("pre", LAYER_NORM_EPSILON, gelu_tanh)
 
 
 class GPT2(nnx.Module):
@@ -36,7 +37,7 @@ class GPT2(nnx.Module):
         self.table = param((config.padded_vocab_size, hidden), ("vocabulary", "embed"), normal(key / "table", std))
         self.positions = param((config.sequence_length, hidden), ("position", "embed"), normal(key / "positions", std))
         self.final_norm = LayerNorm(hidden, LAYER_NORM_EPSILON)
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, borders, backend), config.num_layers)
+        self.blocks = stacked(lambda n: Block(config, LAYER, key / "blocks" / n, borders, backend), config.num_layers)
 
     def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Array:
         """From a batch (`text_form`) to this device's columns of the logits, [B, T, V / devices of the vocabulary]."""
@@ -73,11 +74,12 @@ class GPT2(nnx.Module):
         losses_BT = cross_entropy(self.logits(x_BTD), batch["targets"], self.borders.vocabulary)
         return {"next_token": jnp.sum(losses_BT)}
 
-    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> tuple[Array, Array]:
+    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T].
 
         Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
         logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.borders.vocabulary
         hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
-        return cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
+        loss_BT = cross_entropy(logits_BTV, targets_BT, axes)
+        return {"next_token": (loss_BT, jnp.where(targets_BT == IGNORED, IGNORED, hit_BT))}

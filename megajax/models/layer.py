@@ -1,9 +1,11 @@
-"""The layer of GPT-2: LayerNorm first, then attention or MLP, then dropout and the residual addition.
+"""The layer of a transformer: attention and MLP, each with a LayerNorm, dropout and a residual addition.
 
-Letters: B batch, T tokens, D model.
+The paper's figure 7: the LayerNorm stands before each of the two, inside the residual branch ("pre", (b)), or after the
+addition ("post", (a)). Letters: B batch, T tokens, D model.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,7 @@ from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.random import Dropout, NamedKey
 
-LAYER_NORM_EPSILON = 1e-5
-
+EMBEDDING_SITE = 0xFFFF_FFFF  # of dropout: stands where the layers' own has their index
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
 
 
@@ -43,15 +44,30 @@ class Context:
         return dataclasses.replace(self, dropout=self.dropout.fold(layer))
 
 
-class Block(nnx.Module):
-    """One pre-LayerNorm transformer layer."""
+@dataclass(frozen=True)
+class LayerForm:
+    """What families differ in.
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders, self.backend = borders, backend
-        self.attention_norm = LayerNorm(config.hidden_size, LAYER_NORM_EPSILON)
+    Attributes:
+        order: "pre" or "post".
+        epsilon: of every LayerNorm.
+        activation: of the MLP.
+    """
+
+    order: str
+    epsilon: float
+    activation: Callable[[Array], Array]
+
+
+class Block(nnx.Module):
+    """One layer."""
+
+    def __init__(self, config: ModelConfig, form: LayerForm, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders, self.backend, self.order = borders, backend, form.order
+        self.attention_norm = LayerNorm(config.hidden_size, form.epsilon)
         self.attention = Attention(config, key / "attention", borders, backend)
-        self.mlp_norm = LayerNorm(config.hidden_size, LAYER_NORM_EPSILON)
-        self.mlp = MLP(config, key / "mlp", borders, backend)
+        self.mlp_norm = LayerNorm(config.hidden_size, form.epsilon)
+        self.mlp = MLP(config, form.activation, key / "mlp", borders, backend)
 
     def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> Array:
         """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's."""
@@ -66,8 +82,18 @@ class Block(nnx.Module):
     def run(self, x_BTD: Array, dropout: Dropout, attend: Attend) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
         token_T = self.borders.token_index(x_BTD)
-        y_BTD, memory = self.attention(self.attention_norm(x_BTD), attend)
-        y_BTD = checkpoint_name(y_BTD, "attention_output")
-        x_BTD = x_BTD + dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T)
-        y_BTD = self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD + dropout.fold(MLP_OUTPUT)(y_BTD, token_T), memory
+
+        def attention(x_BTD: Array) -> tuple[Array, Any]:
+            y_BTD, memory = self.attention(x_BTD, attend)
+            return dropout.fold(ATTENTION_OUTPUT)(checkpoint_name(y_BTD, "attention_output"), token_T), memory
+
+        def mlp(x_BTD: Array) -> Array:
+            return dropout.fold(MLP_OUTPUT)(self.mlp(x_BTD), token_T)
+
+        if self.order == "pre":
+            y_BTD, memory = attention(self.attention_norm(x_BTD))
+            x_BTD = x_BTD + y_BTD
+            return x_BTD + mlp(self.mlp_norm(x_BTD)), memory
+        y_BTD, memory = attention(x_BTD)
+        x_BTD = self.attention_norm(x_BTD + y_BTD)
+        return self.mlp_norm(x_BTD + mlp(x_BTD)), memory

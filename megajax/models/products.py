@@ -1,0 +1,44 @@
+"""The matrix products of a training step, layer by layer and head by head."""
+
+from collections.abc import Iterator, Mapping
+
+from megajax.models.config import ModelConfig
+from megajax.models.flops import MatrixProduct
+
+
+def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
+    """All products of the layers; attention takes the queries in blocks, each against all keys, or, causal, against
+    those up to its end."""
+    hidden, layers = model.hidden_size, model.num_layers
+    shapes = {
+        "qkv": (hidden, 3 * hidden),
+        "attention output": (hidden, hidden),
+        "MLP up": (hidden, model.mlp_size),
+        "MLP down": (model.mlp_size, hidden),
+    }
+    yield from _with_weights(model, sequences, shapes, layers)
+    heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
+    for start in range(0, length, query_block):
+        end = min(start + query_block, length)
+        block, keys = end - start, end if causal else length
+        # forward: scores; gradient of the probabilities
+        yield MatrixProduct(f"attention scores, keys up to {keys}", 2 * layers, heads, block, head_size, keys)
+        # forward: result; gradient of the queries
+        yield MatrixProduct(f"attention sums, keys up to {keys}", 2 * layers, heads, block, keys, head_size)
+        # gradients of keys and values
+        yield MatrixProduct(f"attention gradients, keys up to {keys}", 2 * layers, heads, head_size, block, keys)
+
+
+def head_products(model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:
+    """Products of every token with weights [inner, columns] after the layers, by name."""
+    return _with_weights(model, sequences, shapes, 1)
+
+
+def _with_weights(
+    model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]], count: int
+) -> Iterator[MatrixProduct]:
+    tokens = sequences * model.sequence_length
+    for name, (inner, columns) in shapes.items():
+        yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
+        yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)
+        yield MatrixProduct(f"{name}, weight gradient", count, 1, inner, tokens, columns)
