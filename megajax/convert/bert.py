@@ -38,7 +38,8 @@ _FIXED = {  # what our model is; also the defaults of both configurations, so a 
 
 def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
     order = _ORDERS[fields.get("model_type")]
-    fields.check("architectures", *([name] for name in _CLASSES[order]))
+    if fields.get("architectures") is not None:
+        fields.check("architectures", *([name] for name in _CLASSES[order]))
     fields.check_all(_FIXED)
     sizes = fields.sizes(_SIZES)
     fields.check_widths("hidden_size", "num_attention_heads", "intermediate_size", null=False)

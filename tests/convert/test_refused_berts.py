@@ -52,7 +52,7 @@ def test_settings(field: str, value: object, valid: str, tmp_path: Path) -> None
 
 def test_what_may_be_left_out(tmp_path: Path) -> None:
     """Fields that older files lack; the class of the model, which its tensors tell."""
-    write_bert(tmp_path, "pre", without=["architectures"], attention_probs_dropout_prob=0.2)
+    write_bert(tmp_path, "pre", architectures=None, attention_probs_dropout_prob=0.2)
     assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
     assert "vocab_size is null" in refusal(write_bert(tmp_path, "pre", without=["vocab_size"]))
 
