@@ -36,6 +36,7 @@ from megajax.models.flops import MatrixProduct
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
 PEERS = {"torch, eager": [], "torch, compiled": ["--compile"]}
+NEEDED = {"gpt2": ("torch",), "bert": ("torch", "transformers")}  # by a family's peer
 
 
 def work(config: Config) -> None:
@@ -124,7 +125,7 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     cores = sorted(os.sched_getaffinity(0))
     if own.device == "cpu" and own.threads > len(cores):
         raise UserError(f"--threads {own.threads}; valid: 1 to {len(cores)}, the cores of this machine")
-    needed = ["torch"] if config.model.family == "gpt2" else ["torch", "transformers"]
+    needed = NEEDED[config.model.family]
     if own.peer and not all(map(importlib.util.find_spec, needed)):
         raise UserError(f"--peer torch: {' or '.join(needed)} is not installed; pip install -e '.[peer]' brings them")
     if own.device == "gpu" and not may_use_gpus(os.environ):
