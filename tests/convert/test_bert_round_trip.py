@@ -57,6 +57,50 @@ def test_import_then_export(order: str, tmp_path: Path) -> None:
     assert again.tokenizer == tokenizer and again.config == source.config
 
 
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_where_the_weights_are(order: str, tmp_path: Path) -> None:
+    """Each under its own name and turned to [in, out], the heads in their order; of the last layer."""
+    theirs = bert_tensors(order)
+    ours = open_source(write_bert(tmp_path, order, theirs)).weights.natural(0)
+    shared, layer = ours["shared"], jax.tree.map(lambda leaf: leaf[1], ours["blocks"])
+    start, size, heads = "bert.encoder.layer.1.", 24, 4
+    for name in "query", "key", "value":
+        weight_QD, bias_Q = (theirs[f"{start}attention.self.{name}.{part}"] for part in ("weight", "bias"))
+        found = layer["attention"][name]
+        np.testing.assert_array_equal(found["weight"], weight_QD.reshape(heads, -1, size).transpose(2, 0, 1))
+        np.testing.assert_array_equal(found["bias"], bias_Q.reshape(heads, -1))
+    weight_DQ = theirs[f"{start}attention.output.dense.weight"]
+    np.testing.assert_array_equal(
+        layer["attention"]["output"]["weight"], weight_DQ.reshape(size, heads, -1).transpose(1, 2, 0)
+    )
+    for found, name in (
+        (layer["mlp"]["up"], f"{start}intermediate.dense"),
+        (layer["mlp"]["down"], f"{start}output.dense"),
+        (shared["masked"]["dense"], "cls.predictions.transform.dense"),
+        (shared["pair"]["pooler"], "bert.pooler.dense"),
+        (shared["pair"]["output"], "cls.seq_relationship"),
+    ):
+        np.testing.assert_array_equal(found["weight"], theirs[f"{name}.weight"].T, err_msg=name)
+        np.testing.assert_array_equal(found["bias"], theirs[f"{name}.bias"], err_msg=name)
+    first, second, outside = {
+        "pre": (f"{start}attention.ln", f"{start}ln", "bert.encoder.ln"),
+        "post": (f"{start}attention.output.LayerNorm", f"{start}output.LayerNorm", "bert.embeddings.LayerNorm"),
+    }[order]
+    for found, name in (
+        (layer["attention_norm"], first),
+        (layer["mlp_norm"], second),
+        (shared["norm"], outside),
+        (shared["masked"]["norm"], "cls.predictions.transform.LayerNorm"),
+    ):
+        np.testing.assert_array_equal(found["scale"], theirs[f"{name}.weight"], err_msg=name)
+        np.testing.assert_array_equal(found["bias"], theirs[f"{name}.bias"], err_msg=name)
+    for name, kind in (("table", "word"), ("positions", "position"), ("token_types", "token_type")):
+        table = theirs[f"bert.embeddings.{kind}_embeddings.weight"]
+        np.testing.assert_array_equal(shared[name][: len(table)], table, err_msg=name)
+    np.testing.assert_array_equal(shared["masked"]["bias"][:101], theirs["cls.predictions.bias"])
+    assert not shared["table"][101:].any() and not shared["masked"]["bias"][101:].any()
+
+
 def test_export_then_import(tmp_path: Path) -> None:
     """A run on (1, 2, 2): the main weights of step 7 without the vocabulary's padding; without a tokenizer."""
     config = tiny_config((1, 2, 2), family="bert", layer_order="post", num_layers=2, sequence_length=24, dropout=0.25)
