@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from megajax.batch import IGNORED
 from megajax.config import Config
 from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
 
 # glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -145,9 +147,22 @@ def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> list[list[float]]
     return seconds
 
 
-def random_tokens(config: Config, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets of a global batch, int32 [rows, T], the same for every side and process."""
+def random_arrays(config: Config, step: int) -> dict[str, np.ndarray]:
+    """Arrays of a global batch, int32, the same for every side and process: text with its next tokens, or pairs of
+    segments of seven eighths of the sequence and more, with a seventh of the tokens masked."""
     rng = np.random.default_rng((config.seed, step))
-    shape = config.train.global_batch, config.model.sequence_length + 1
-    tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
-    return tokens[:, :-1], tokens[:, 1:]
+    rows, length, vocabulary = config.train.global_batch, config.model.sequence_length, config.model.vocab_size
+    if FAMILIES[config.model.family].samples == "text":
+        tokens = rng.integers(0, vocabulary, (rows, length + 1), np.int32)
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    length_B1 = rng.integers(length * 7 // 8, length + 1, (rows, 1), np.int32)
+    ids, place_T = rng.integers(0, vocabulary, (rows, length), np.int32), np.arange(length)
+    there, masked = place_T < length_B1, rng.random((rows, length)) < 1 / 7
+    arrays = {
+        "tokens": np.where(there, np.where(masked, 4, ids), 0),
+        "token_types": there & (place_T >= length // 2),
+        "targets": np.where(there & masked, ids, IGNORED),
+        "length": length_B1[:, 0],
+        "order": rng.integers(0, 2, rows),
+    }
+    return {name: array.astype(np.int32) for name, array in arrays.items()}

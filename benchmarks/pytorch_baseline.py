@@ -1,4 +1,5 @@
-"""The training step in plain PyTorch: what ours is measured against. It needs torch and numpy, and no JAX.
+"""The training step in PyTorch: what ours is measured against. It needs torch and numpy (for BERT transformers, too),
+and no JAX.
 
     python benchmarks/pytorch_baseline.py PRESET [train.py's flags] [--device cpu|gpu] [--compile] [--threads N]
         [--steps N | --serve]
@@ -16,6 +17,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paired
 import torch
 import torch.distributed as dist
-from pytorch_gpt import GPT, IGNORED, natural_weight, split_dim
+from pytorch_gpt import GPT, split_dim
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
@@ -51,13 +53,7 @@ class Baseline:
             torch.cuda.set_device(self.device)
         self.data_group, self.tensor_group = connect(config, self.device)
         with self.device:
-            self.model = GPT(
-                config.model,
-                tensor=mesh.tensor,
-                rank=self.tensor_rank,
-                group=self.tensor_group,
-                remat=config.train.remat == "layer",
-            )
+            self.model = MODELS[config.model.family](config, self.tensor_rank, self.tensor_group)
         self._initialize()
         self.loss_sum: Any = self.model
         if self.data_group is not None:
@@ -74,25 +70,27 @@ class Baseline:
 
     def load(self, params: dict) -> None:
         """Take the weights of our natural form, whole numpy arrays, layers stacked; the optimizer's state stays."""
+        whole = self.model.natural_weights(params)
         for name, weight in self.model.named_parameters():
-            self._set(name, weight, natural_weight(params, name))
+            self._set(name, weight, whole[name])
 
-    def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """One optimizer step on the global batch, int32 [rows, T] each; the loss before it."""
+    def step(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """One optimizer step on the global batch, int32 arrays by name; the loss before it."""
         data = self.config.mesh.data
-        rows = len(tokens) // data
+        rows = self.config.train.global_batch // data
         mine = slice(self.data_rank * rows, (self.data_rank + 1) * rows)
-        per_target = data / np.count_nonzero(targets != IGNORED)  # DDP takes the mean over data: we want the sum
-        parts = [self._put(whole[mine]).split(self.config.train.microbatch) for whole in (tokens, targets)]
+        counts = self.model.num_targets(arrays)
+        per_target = torch.tensor(data / counts, dtype=torch.float32, device=self.device)  # DDP's mean is to be a sum
+        parts = [self._put(arrays[name][mine]).split(self.config.train.microbatch) for name in self.model.inputs]
         microbatches = list(zip(*parts, strict=True))
 
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.device)
-        for number, (tokens_BT, targets_BT) in enumerate(microbatches):
+        for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
             with contextlib.nullcontext() if last or data == 1 else self.loss_sum.no_sync():
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-                    part = self.loss_sum(tokens_BT, targets_BT) * per_target
+                    part = (self.loss_sum(*microbatch) * per_target).sum()
                 part.backward()
             loss += part.detach() / data
         if self.data_group is not None:
@@ -135,7 +133,7 @@ class Baseline:
             elif weight.ndim == 1:
                 torch.nn.init.ones_(weight)
             else:
-                residual = name.endswith(("output.weight", "down.weight"))
+                residual = name.endswith(self.model.residual)
                 std = model.residual_init_std if residual else model.init_std
                 dim = split_dim(name)
                 shape = [n * self.config.mesh.tensor if i == dim else n for i, n in enumerate(weight.shape)]
@@ -149,9 +147,24 @@ class Baseline:
         weight.copy_(part)
 
 
+def _gpt(config: Config, rank: int, group: dist.ProcessGroup | None) -> Any:
+    remat = config.train.remat == "layer"
+    return GPT(config.model, tensor=config.mesh.tensor, rank=rank, group=group, remat=remat)
+
+
+def _bert(config: Config, rank: int, group: dist.ProcessGroup | None) -> Any:
+    from pytorch_bert import Bert
+
+    return Bert(config.model)
+
+
+MODELS = {"gpt2": _gpt, "bert": _bert}
+SPLIT = ("gpt2",)  # families whose peer can be split over processes and recompute its layers
+
+
 def check(config: Config, device: str) -> None:
     """Refuse what the peer does not do. Raises `UserError`."""
-    mesh, number = config.mesh, max(1, config.distributed.num_processes)
+    mesh, number, family = config.mesh, max(1, config.distributed.num_processes), config.model.family
     refused = {
         f"--model.dropout {config.model.dropout}; valid: 0": config.model.dropout != 0,
         f"--mesh.pipe {mesh.pipe}; valid: 1": mesh.pipe != 1,
@@ -159,6 +172,12 @@ def check(config: Config, device: str) -> None:
         f"--precision {config.precision}; valid: fp32, bf16": config.precision not in ("fp32", "bf16"),
         f"--train.remat {config.train.remat}; valid: none, layer": config.train.remat not in ("none", "layer"),
         f"--optimizer.skip-above {config.optimizer.skip_above}; valid: 0": config.optimizer.skip_above != 0,
+        f"--mesh.data {mesh.data} x --mesh.tensor {mesh.tensor} with --model.family {family}; valid: 1 x 1": (
+            family not in SPLIT and mesh.data * mesh.tensor != 1
+        ),
+        f"--train.remat {config.train.remat} with --model.family {family}; valid: none": (
+            family not in SPLIT and config.train.remat != "none"
+        ),
         "--device gpu; valid: cpu, as torch finds no GPU": device == "gpu" and not torch.cuda.is_available(),
         f"--mesh.data {mesh.data} x --mesh.tensor {mesh.tensor} with --distributed.num-processes {number}; "
         f"valid: {mesh.data * mesh.tensor}, a process for each device": mesh.data * mesh.tensor != number,
@@ -222,7 +241,7 @@ def main() -> None:
     if own.threads:
         torch.set_num_threads(own.threads)
     baseline = Baseline(config, device=own.device, compiled=own.compile)
-    tokens, targets = paired.random_tokens(config, 0)
+    arrays = paired.random_arrays(config, 0)
     about = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if own.device == "gpu" else "cpu",
@@ -232,7 +251,7 @@ def main() -> None:
     }
 
     def step() -> float:
-        return baseline.step(tokens, targets)
+        return baseline.step(arrays)
 
     if own.serve:
         paired.serve(step, {"memory": lambda: {"peak_bytes": baseline.peak_bytes()}}, **about)
@@ -243,7 +262,7 @@ def main() -> None:
             losses.append(step())
             seconds.append(time.perf_counter() - start)
         typical = statistics.median(seconds[1:] or seconds)
-        about |= {"losses": losses, "seconds_per_step": typical, "tokens_per_second": tokens.size / typical}
+        about |= {"losses": losses, "seconds_per_step": typical, "tokens_per_second": arrays["tokens"].size / typical}
         if config.distributed.process_id <= 0:
             print(json.dumps(about | {"peak_bytes": baseline.peak_bytes()}))
     if dist.is_initialized():

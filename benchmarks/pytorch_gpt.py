@@ -176,6 +176,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model up to its loss; parameters have our names, matrices PyTorch's layout [out, in]."""
 
+    inputs = ("tokens", "targets")
+    residual = ("output.weight", "down.weight")  # end the names of the weights before the residual additions
+
     def __init__(
         self, config: ModelConfig, *, tensor: int = 1, rank: int = 0, group: Group = None, remat: bool = False
     ) -> None:
@@ -210,6 +213,15 @@ class GPT(nn.Module):
         if self.group is None:
             return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
         return _VocabularyCrossEntropy.apply(logits_NV, targets_N, self.first, self.group)
+
+    @staticmethod
+    def num_targets(arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """Of the loss in a batch."""
+        return np.array(np.count_nonzero(arrays["targets"] != IGNORED))
+
+    def natural_weights(self, params: dict) -> dict[str, Tensor]:
+        """The whole of every parameter by name, from the nested dict of our natural weights."""
+        return {name: natural_weight(params, name) for name, _ in self.named_parameters()}
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Rows of the table, [B, T, D]: every rank looks up the tokens it holds, `g` adds them up."""

@@ -4,7 +4,8 @@
         [--rounds N] [--steps N] [--json]
 
 PRESET is benchmarks/gpt-4x512.toml unless given. Every side is a process of its own; they step in turn, A B A B, and
-`ratio` is the median over the rounds of the peer's time by ours. The peer is the faster of PyTorch eager and compiled.
+`ratio` is the median over the rounds of the peer's time by ours. The peer is the faster of PyTorch eager and compiled:
+our own GPT-2 in PyTorch, or the BERT of transformers.
 `matmul_share` is the time that the step's own matrix products take, each measured alone in the same run and causal
 attention's only where a block of queries sees keys, by the time of the step. Model FLOP/s count as the paper does.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_tokens, serve
+from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_arrays, serve
 
 from megajax.config import Config
 from megajax.ending import run
@@ -35,6 +36,7 @@ from megajax.models.flops import MatrixProduct
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
 PEERS = {"torch, eager": [], "torch, compiled": ["--compile"]}
+NEEDED = {"gpt2": ("torch",), "bert": ("torch", "transformers")}  # by a family's peer
 
 
 def work(config: Config) -> None:
@@ -50,9 +52,8 @@ def work(config: Config) -> None:
     from megajax.program.train_step import train_step
 
     program = Program.on(config)
-    tokens, targets = random_tokens(config, 0)
     rows = program.local_rows
-    arrays = random_batch(config, 0) | {"tokens": tokens, "targets": targets}
+    arrays = random_batch(config, 0) | random_arrays(config, 0)
     batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
     state = program.layout.init()
     compiled = train_step(program).lower(state, batch).compile()
@@ -124,8 +125,9 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     cores = sorted(os.sched_getaffinity(0))
     if own.device == "cpu" and own.threads > len(cores):
         raise UserError(f"--threads {own.threads}; valid: 1 to {len(cores)}, the cores of this machine")
-    if own.peer and not importlib.util.find_spec("torch"):
-        raise UserError("--peer torch: PyTorch is not installed; pip install -e '.[peer]' brings it")
+    needed = NEEDED[config.model.family]
+    if own.peer and not all(map(importlib.util.find_spec, needed)):
+        raise UserError(f"--peer torch: {' or '.join(needed)} is not installed; pip install -e '.[peer]' brings them")
     if own.device == "gpu" and not may_use_gpus(os.environ):
         raise UserError(
             "--device gpu: JAX's CUDA packages are not installed or JAX_PLATFORMS rules them out; valid: cpu"

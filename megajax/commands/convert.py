@@ -1,4 +1,4 @@
-"""`megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`: GPT-2 in Hugging Face's format."""
+"""`megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`: models in Hugging Face's format."""
 
 import argparse
 import dataclasses
@@ -15,13 +15,13 @@ from megajax.paths import check_path
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2 in Hugging Face's format.
+    """Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.
 
     Raises:
         UserError: the model, the run directory or a flag cannot be used.
     """
     parser = Parser(
-        "Make a run directory at step 0 from a GPT-2 in Hugging Face's format.",
+        "Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_argument("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
@@ -41,12 +41,15 @@ def import_hf(argv: Sequence[str]) -> None:
     model = source.config.model
     if not args.json:
         if source.added_tokens:
-            print(f"left out of the tokenizer, as ours has only one special token: {', '.join(source.added_tokens)}")
+            left_out = ", ".join(source.added_tokens)
+            print(f"left out of the tokenizer, as ours has {source.exchange.special_tokens}: {left_out}")
+        if source.weights.fresh:
+            print(f"not in the safetensors, so drawn anew: {' and '.join(source.weights.fresh)}")
         if source.tokenizer is None:
             print("no tokenizer there: to train on text, add --tokenizer.path")
     _finish(
         args,
-        {"run_dir": str(run_dir), "step": 0, **_describe(source.config)},
+        {"run_dir": str(run_dir), "step": 0, "fresh": list(source.weights.fresh), **_describe(source.config)},
         f"imported {args.path} into {run_dir}: {model.num_layers} layers of {model.hidden_size}, vocabulary "
         f"{model.vocab_size}; train on with: python train.py {run_dir / 'config.toml'} --data.path TEXT",
     )

@@ -1,1 +1,1 @@
-"""GPT-2 from and to Hugging Face's format."""
+"""Models from and to Hugging Face's format: `exchange.py` says what a family needs, `families.py` lists them."""

@@ -1,17 +1,16 @@
 """A run's checkpoint as a folder that `transformers` loads."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
 
 from megajax import reading
 from megajax.config import Config
+from megajax.convert.families import EXCHANGES
 from megajax.convert.importing import check_new
-from megajax.convert.settings import to_settings
 from megajax.convert.tensor_files import WEIGHTS
-from megajax.convert.tokenizer_files import write_tokenizer
+from megajax.convert.tokenizer_files import write_objects
 from megajax.convert.weights import to_tensors
 from megajax.data.corpus import kept_tokenizer
 from megajax.data.files import folder_atomically
@@ -23,8 +22,6 @@ from megajax.program.program import Program
 from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, restore_params
 
-EXPORTED = ("gpt2",)  # families that Hugging Face's format is written of
-
 
 def export_config(run_dir: Path) -> Config:
     """The configuration of a run on one device, in the precision of its main weights.
@@ -34,9 +31,9 @@ def export_config(run_dir: Path) -> Config:
     """
     check_run(run_dir, "RUN")
     config = kept_config(run_dir, {})
-    if config.model.family not in EXPORTED:
+    if config.model.family not in EXCHANGES:
         raise UserError(
-            f"RUN {run_dir} holds a model of the family {config.model.family}; valid: {', '.join(EXPORTED)}"
+            f"RUN {run_dir} holds a model of the family {config.model.family}; valid: {', '.join(EXCHANGES)}"
         )
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
@@ -60,17 +57,17 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
     check_new(folder, "PATH")
     own = run_dir / "data" / "tokenizer"
     tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
+    exchange = EXCHANGES[config.model.family]
+    settings = exchange.settings(config.model, tokenizer)
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
     check_memory(program, training=False)
     params, number = restore_params(program, run_dir, step)
-    tensors = to_tensors(jax.device_get(program.layout.natural_weights(params)), config.model)
-    settings = to_settings(config.model, tokenizer.end_of_text if tokenizer else None)
+    natural = jax.device_get(program.layout.natural_weights(params))
+    tensors = to_tensors(exchange.places(config.model), natural, config.model)
     with folder_atomically(folder.absolute()) as new:
-        named = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-        save_file(named, new / WEIGHTS, metadata={"format": "pt"})
-        for name, content in zip(("config.json", "generation_config.json"), settings, strict=True):
-            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        write_objects(new, settings)
         (new / WEIGHTS).chmod((new / "config.json").stat().st_mode)  # safetensors lets nobody else read it
         if tokenizer:
-            write_tokenizer(tokenizer, config.model.sequence_length, new)
+            exchange.write_tokenizer(tokenizer, config.model.sequence_length, new)
     return number, tokenizer

@@ -6,7 +6,8 @@ from pathlib import Path
 from megajax.errors import UserError
 
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "tokenizer*.json"]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_FILES = ["config.json", *_WEIGHTS, "vocab.json", "merges.txt", "vocab.txt", "tokenizer*.json"]
 
 
 def local_folder(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""A GPT-2 in Hugging Face's format as a run directory that stands at step 0."""
+"""A model in Hugging Face's format as a run directory that stands at step 0."""
 
 import dataclasses
 import os
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from megajax.backend import CPU
 from megajax.config import Config, to_toml
-from megajax.convert.settings import read_settings
-from megajax.convert.tensor_files import TensorFiles
-from megajax.convert.tokenizer_files import read_tokenizer
-from megajax.convert.weights import from_tensors, tensor_shapes
+from megajax.convert.exchange import Exchange
+from megajax.convert.families import exchange_of
+from megajax.convert.settings import RECIPE, Fields
+from megajax.convert.stored_weights import StoredWeights
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
@@ -23,6 +22,7 @@ from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.borders import F_AND_G
 from megajax.paths import check_place
+from megajax.presets import resolve
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
@@ -34,13 +34,13 @@ class Source:
 
     Attributes:
         config: of a run that trains on, its run directory not set.
-        prefix: what the names of the tensors begin with.
+        exchange: of its family.
         added_tokens: tokens that were added to the tokenizer and that ours does not know.
     """
 
     config: Config
-    tensors: TensorFiles
-    prefix: str
+    exchange: Exchange
+    weights: StoredWeights
     tokenizer: Tokenizer | None
     added_tokens: list[str]
 
@@ -49,35 +49,20 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     """The model in `folder`; `overrides` by key replace what its `config.json` says.
 
     Raises:
-        UserError: it is not a GPT-2, its files are damaged or do not fit each other, or hold weights as a pickle.
+        UserError: it is of no family of ours, its files are damaged or do not fit each other, or hold weights as a
+            pickle.
     """
-    config = read_settings(folder, overrides or {})
-    tensors = TensorFiles(folder)
-    prefix = "transformer." if any(name.startswith("transformer.") for name in tensors.shapes) else ""
-    if config.model.num_layers > max(len(tensors.shapes), _LAYERS):  # each has several
-        raise UserError(
-            f"{folder / 'config.json'}: n_layer is {config.model.num_layers}, but there are {len(tensors.shapes)} "
-            "tensors in all; valid: the number of layers in the safetensors"
-        )
-    shapes = {prefix + name: shape for name, shape in tensor_shapes(config.model).items()}
-    tensors.check(shapes)
-    layers = range(config.model.num_layers)
-    masks = {f"{prefix}h.{layer}.attn.{name}" for layer in layers for name in ("bias", "masked_bias")}
-    tensors.check_no_others(shapes.keys() | masks | {"lm_head.weight"})
-    if "lm_head.weight" in tensors.shapes:
-        table = f"{prefix}wte.weight"
-        if not np.array_equal(tensors.read("lm_head.weight"), tensors.read(table)):
-            raise UserError(f"{folder}: lm_head.weight differs from {table}; valid: the same, the head is tied")
-    tokenizer, added = read_tokenizer(folder)
+    fields, overrides = Fields(folder), overrides or {}
+    exchange = exchange_of(fields)
+    config = resolve(RECIPE | exchange.read_settings(fields, overrides), overrides)
+    weights = StoredWeights(folder, config.model, exchange)
+    tokenizer, added = exchange.read_tokenizer(folder)
     if tokenizer and tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids, vocab_size in config.json is "
             f"{config.model.vocab_size}; valid: no more ids than that"
         )
-    return Source(config, tensors, prefix, tokenizer, added)
-
-
-_LAYERS = 1000  # are soon looked for one by one
+    return Source(config, exchange, weights, tokenizer, added)
 
 
 def check_new(folder: Path, name: str) -> None:
@@ -98,7 +83,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
     """
     check_new(run_dir, "RUN")
     config = dataclasses.replace(source.config, run_dir=str(run_dir))
-    weights = from_tensors(lambda name: source.tensors.read(source.prefix + name), config.model)
+    weights = source.weights.natural(config.seed)
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
         mark(new)

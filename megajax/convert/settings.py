@@ -1,36 +1,16 @@
-"""`config.json` of Hugging Face's GPT-2 as the configuration of a run, and back."""
+"""`config.json` of a model in Hugging Face's format, read field by field; what trains it further."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megajax import reading
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.models.gpt2.model import LAYER_NORM_EPSILON
 from megajax.options import options
-from megajax.presets import resolve
 
-_SIZES = {  # theirs -> ours
-    "n_layer": "model.num_layers",
-    "n_embd": "model.hidden_size",
-    "n_head": "model.num_heads",
-    "n_positions": "model.sequence_length",
-    "vocab_size": "model.vocab_size",
-}
-_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FIXED = {  # what our model is; also the defaults of GPT2Config, so a field may be missing
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": LAYER_NORM_EPSILON,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "tie_word_embeddings": True,
-    "add_cross_attention": False,
-}
-_RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
+RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
     "train.steps": 1000,
     "train.global_batch": 8,
     "train.microbatch": 1,
@@ -43,75 +23,109 @@ _RECIPE = {  # for training further: a low learning rate does not undo what the 
 }
 
 
-def read_settings(folder: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run that trains the model of `folder/config.json` further.
+class Fields:
+    """The fields of `folder/config.json`.
 
-    Args:
-        folder: of the model.
-        overrides: values by key that replace those of the model and of the recipe.
+    Attributes:
+        file: its path.
 
     Raises:
-        UserError: it is not the GPT-2 that our model is.
+        UserError: there is none, or it is no JSON object.
     """
-    file = folder / "config.json"
-    if not reading.is_file(file):
-        raise UserError(f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote")
-    fields = reading.read_json(file)
-    if not isinstance(fields, dict):
-        raise UserError(f"{file}: not a JSON object; valid: the configuration of a GPT-2")
-    _check(file, "model_type", fields.get("model_type"), "gpt2")
-    for name, value in _FIXED.items():
-        _check(file, name, fields.get(name, value), value)
-    sizes = {}
-    for name, key in _SIZES.items():
-        sizes[key] = size = fields.get(name)
-        option = options(Config)[key]
-        if type(size) is not int or option.problem(size):
-            raise UserError(f"{file}: {name} is {json.dumps(size)}; valid: {option.valid}")
-    hidden, heads = fields["n_embd"], fields["n_head"]
-    if hidden % heads:
-        raise UserError(f"{file}: n_embd {hidden} is not divisible by n_head {heads}; valid: a multiple of it")
-    inner = fields.get("n_inner")
-    if inner not in (None, 4 * hidden):
-        raise UserError(f"{file}: n_inner is {json.dumps(inner)}; valid: null, or {4 * hidden} (4 x n_embd)")
-    dropout = {} if "model.dropout" in overrides else {"model.dropout": _dropout(file, fields)}
-    std = fields.get("initializer_range", 0.02)
-    init_std = {"model.init_std": std} if type(std) is float and std > 0 else {}  # weights that exist do not need it
-    return resolve(_RECIPE | sizes | dropout | init_std, overrides)
 
+    def __init__(self, folder: Path):
+        self.file = folder / "config.json"
+        if not reading.is_file(self.file):
+            raise UserError(
+                f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote"
+            )
+        self._fields = reading.read_json(self.file)
+        if not isinstance(self._fields, dict):
+            raise UserError(f"{self.file}: not a JSON object; valid: the configuration of a model")
 
-def _dropout(file: Path, fields: Mapping[str, Any]) -> float:
-    rates = [fields.get(name, 0.1) for name in _DROPOUT]
-    for name, rate in zip(_DROPOUT, rates, strict=True):
-        if type(rate) not in (int, float) or not 0 <= rate < 1:
-            raise UserError(f"{file}: {name} is {json.dumps(rate)}; valid: 0 or more and less than 1")
-    if len(set(rates)) > 1:
-        told = ", ".join(f"{name} {rate}" for name, rate in zip(_DROPOUT, rates, strict=True))
-        raise UserError(f"{file}: {told}; valid: all the same, or --model.dropout X")
-    return rates[0]
+    def get(self, name: str, missing: Any = None) -> Any:
+        """The value of a field, or `missing`."""
+        return self._fields.get(name, missing)
 
+    def check(self, name: str, *valid: object, missing: object = ...) -> None:
+        """Check that a field has one of the values that are valid; one that is missing has the first, or `missing`.
 
-def _check(file: Path, name: str, value: object, valid: object) -> None:
-    if value != valid:
-        raise UserError(f"{file}: {name} is {json.dumps(value)}; valid: {json.dumps(valid)}")
+        Raises:
+            UserError: it has another.
+        """
+        value = self.get(name, valid[0] if missing is ... else missing)
+        if value not in valid:
+            raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
+    def check_all(self, valid: Mapping[str, object]) -> None:
+        """Check several fields, each against its only valid value, which it also has where it is missing.
 
-def to_settings(model: ModelConfig, end_of_text: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of `config.json` and `generation_config.json`.
+        Raises:
+            UserError: one has another.
+        """
+        for name, value in valid.items():
+            self.check(name, value)
 
-    Args:
-        model: whose they are.
-        end_of_text: the id in its tokenizer, if it has one.
-    """
-    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    sizes = {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_heads,
-        "n_positions": model.sequence_length,
-        "vocab_size": model.vocab_size,
-        "n_inner": None,
-    }
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", **sizes, **_FIXED}
-    config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std, "use_cache": True}
-    return config | special, {"_from_model_config": True, **special}
+    def sizes(self, names: Mapping[str, str]) -> dict[str, int]:
+        """Numbers by our keys.
+
+        Args:
+            names: theirs -> ours.
+
+        Raises:
+            UserError: one is missing, or none that is valid.
+        """
+        found = {}
+        for name, key in names.items():
+            found[key] = size = self.get(name)
+            option = options(Config)[key]
+            if type(size) is not int or option.problem(size):
+                raise self.refusal(name, size, option.valid)
+        return found
+
+    def check_widths(self, hidden: str, heads: str, inner: str, *, null: bool) -> None:
+        """Check the widths in the fields of these names: the heads divide the first, the MLP's is four times it.
+
+        Args:
+            hidden: name of the width, which has been read by `sizes`, as has `heads`.
+            heads: name of the number of heads.
+            inner: name of the MLP's width.
+            null: whether the MLP's width may be missing.
+
+        Raises:
+            UserError: they do not fit.
+        """
+        size, number, width = self.get(hidden), self.get(heads), self.get(inner)
+        if size % number:
+            raise UserError(
+                f"{self.file}: {hidden} {size} is not divisible by {heads} {number}; valid: a multiple of it"
+            )
+        if width not in ((None, 4 * size) if null else (4 * size,)):
+            raise self.refusal(inner, width, f"{'null, or ' if null else ''}{4 * size} (4 x {hidden})")
+
+    def dropout(self, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, float]:
+        """Our one rate of dropout by key, from theirs; nothing if the user has given it.
+
+        Raises:
+            UserError: they differ, or one is not valid.
+        """
+        if "model.dropout" in given:
+            return {}
+        rates = [self.get(name, 0.1) for name in names]
+        for name, rate in zip(names, rates, strict=True):
+            if type(rate) not in (int, float) or not 0 <= rate < 1:
+                raise self.refusal(name, rate, "0 or more and less than 1")
+        if len(set(rates)) > 1:
+            told = ", ".join(f"{name} {rate}" for name, rate in zip(names, rates, strict=True))
+            raise UserError(f"{self.file}: {told}; valid: all the same, or --model.dropout X")
+        return {"model.dropout": rates[0]}
+
+    def init_std(self) -> dict[str, float]:
+        """Ours by key, if theirs can be: weights that exist do not need it."""
+        std = self.get("initializer_range", 0.02)
+        option = options(Config)["model.init_std"]
+        return {"model.init_std": std} if type(std) is float and not option.problem(std) else {}
+
+    def refusal(self, name: str, value: object, valid: str) -> UserError:
+        """That a field's value is not valid."""
+        return UserError(f"{self.file}: {name} is {json.dumps(value)}; valid: {valid}")

@@ -59,15 +59,16 @@ class TensorFiles:
             self._files[name], self._paths[name] = file, path
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16.
+    def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
+        """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16. `kind` is the model
+        that has them all, for error messages.
 
         Raises:
             UserError: they are not.
         """
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
-            raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of a GPT-2")
+            raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of {kind}")
         for name, shape in shapes.items():
             path = self._paths[name]
             if self.shapes[name] != shape:
@@ -78,15 +79,15 @@ class TensorFiles:
             if dtype not in _DTYPES:
                 raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(_DTYPES)}")
 
-    def check_no_others(self, names: set[str]) -> None:
-        """Check that there are no tensors of other names.
+    def check_no_others(self, names: set[str], architecture: str) -> None:
+        """Check that there are no tensors of other names than those of this class of transformers.
 
         Raises:
             UserError: there are.
         """
         others = sorted(self.shapes.keys() - names)
         if others:
-            raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a GPT2LMHeadModel has")
+            raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a {architecture} has")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor in fp32.

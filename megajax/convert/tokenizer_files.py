@@ -1,90 +1,51 @@
-"""The tokenizer of a folder in Hugging Face's format: `tokenizer.json`, or `vocab.json` and `merges.txt`."""
+"""What the readers of tokenizers in Hugging Face's format have in common."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax import reading
-from megajax.data.bpe import BytePairTokenizer, check_vocabulary
-from megajax.data.tokenizer import END_OF_TEXT, FILE_BYTES, Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
+from megajax.data.tokenizer import FILE_BYTES
 from megajax.errors import UserError
 
-_SINGLE = "tokenizer.json"
-_PLAIN = {  # the valid values of a byte-level tokenizer like GPT-2's; None: the field may be missing
-    "normalizer": (None,),
-    "pre_tokenizer.type": ("ByteLevel",),
-    "pre_tokenizer.add_prefix_space": (False,),
-    "pre_tokenizer.use_regex": (True, None),
-    "model.type": ("BPE", None),
-    "model.dropout": (None, 0.0),
-    "model.continuing_subword_prefix": (None, ""),
-    "model.end_of_word_suffix": (None, ""),
-    "model.byte_fallback": (False, None),
-    "model.ignore_merges": (False, None),
-}
+SINGLE = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 
 
-def read_tokenizer(folder: Path) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a folder, and its added tokens that ours leaves out; None and no tokens where there is none.
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
-        UserError: it is damaged, or not a byte-level BPE as GPT-2's.
+        UserError: there is none.
     """
-    _check_no_prefix_space(folder / "tokenizer_config.json")
-    if reading.is_file(folder / _SINGLE):
-        return _read_single(folder / _SINGLE)
-    if is_tokenizer_folder(folder):
-        return load_tokenizer(folder), []
-    for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
-        if reading.is_file(folder / name):
-            raise UserError(f"{folder}: {name} without {other}; valid: both, {_SINGLE}, or no tokenizer")
-    return None, []
-
-
-def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
-    """Write all files by which `transformers` finds a tokenizer; `length` is that of the model's sequences."""
-    tokenizer.save(folder)
-    (folder / _SINGLE).write_text(tokenizer.to_json(), encoding="utf-8")
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    settings: dict[str, Any] = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
-    if not isinstance(tokenizer, BytePairTokenizer):
-        special = {"eos_token": "[SEP]", "unk_token": "[UNK]"}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings |= {"model_max_length": length, **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_single(file: Path) -> tuple[Tokenizer, list[str]]:
-    content = _read_object(file)
-    for key, valid in _PLAIN.items():
-        section, _, name = key.rpartition(".")
-        part = (content.get(section) or {}) if section else content
-        value = part.get(name) if isinstance(part, dict) else part
-        if not any(value == known and type(value) is type(known) for known in valid):
-            raise UserError(f"{file}: {key} is {json.dumps(value)[:80]}; valid: {json.dumps(valid[0])}, as GPT-2's")
-    try:
-        added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
-        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in content["model"]["merges"]]
-        vocabulary = dict(content["model"]["vocab"])
-        known = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges)
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{file}: not a tokenizer of the library tokenizers; valid: what its save wrote") from None
-    if not known:
-        raise UserError(f"{file}: merges of unknown tokens; valid: pairs of tokens that form a third of the vocabulary")
-    if END_OF_TEXT in added:
-        vocabulary[END_OF_TEXT] = added.pop(END_OF_TEXT)
-    return BytePairTokenizer(check_vocabulary(vocabulary, file), merges), sorted(added)
-
-
-def _check_no_prefix_space(file: Path) -> None:
-    if reading.is_file(file) and _read_object(file).get("add_prefix_space"):
-        raise UserError(f"{file}: add_prefix_space is true; valid: false, as GPT-2's")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
     content = reading.read_json(file, FILE_BYTES)
     if not isinstance(content, dict):
         raise UserError(f"{file}: not a JSON object; valid: what the library tokenizers wrote")
     return content
+
+
+def check_plain(file: Path, content: Mapping[str, Any], plain: Mapping[str, tuple[object, ...]], owner: str) -> None:
+    """Check a tokenizer's fields, `section.name` or `name`, against their valid values; None: it may be missing.
+
+    Args:
+        file: that they are from.
+        content: of the file.
+        plain: valid values by field.
+        owner: whose they are, for error messages, as in "GPT-2's".
+
+    Raises:
+        UserError: one has another value.
+    """
+    for key, valid in plain.items():
+        section, _, name = key.rpartition(".")
+        part = (content.get(section) or {}) if section else content
+        value = part.get(name) if isinstance(part, dict) else part
+        if not any(value == known and type(value) is type(known) for known in valid):
+            raise UserError(f"{file}: {key} is {json.dumps(value)[:80]}; valid: {json.dumps(valid[0])}, as {owner}")
+
+
+def write_objects(folder: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write JSON files by name."""
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

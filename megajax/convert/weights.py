@@ -1,10 +1,11 @@
-"""Our weights as the tensors of Hugging Face's GPT-2, and back.
+"""Our weights as the tensors of Hugging Face's format, and back, by a table of where each of them is.
 
-Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded, the head is tied. Letters:
-V vocabulary, T positions, D model, Q query, key and value of all heads, F feed-forward, L layers.
+Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Letters: V vocabulary, T
+positions, S segments (token types), C classes, D model, Q query, key and value of all heads, F feed-forward, L layers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,97 +19,140 @@ from megajax.parallel.borders import F_AND_G
 
 Tensor = npt.NDArray[np.float32]
 
-# Ours -> theirs, without the prefix `transformer.`, and their dims.
-_SHARED = {
-    "table": ("wte.weight", "VD"),
-    "positions": ("wpe.weight", "TD"),
-    "final_norm/scale": ("ln_f.weight", "D"),
-    "final_norm/bias": ("ln_f.bias", "D"),
-}
-_BLOCKS = {  # theirs below `h.LAYER.`
-    "attention_norm/scale": ("ln_1.weight", "D"),
-    "attention_norm/bias": ("ln_1.bias", "D"),
-    "attention/query/weight": ("attn.c_attn.weight", "DQ"),
-    "attention/query/bias": ("attn.c_attn.bias", "Q"),
-    "attention/key/weight": ("attn.c_attn.weight", "DQ"),
-    "attention/key/bias": ("attn.c_attn.bias", "Q"),
-    "attention/value/weight": ("attn.c_attn.weight", "DQ"),
-    "attention/value/bias": ("attn.c_attn.bias", "Q"),
-    "attention/output/weight": ("attn.c_proj.weight", "DD"),
-    "attention/output/bias": ("attn.c_proj.bias", "D"),
-    "mlp_norm/scale": ("ln_2.weight", "D"),
-    "mlp_norm/bias": ("ln_2.bias", "D"),
-    "mlp/up/weight": ("mlp.c_fc.weight", "DF"),
-    "mlp/up/bias": ("mlp.c_fc.bias", "F"),
-    "mlp/down/weight": ("mlp.c_proj.weight", "FD"),
-    "mlp/down/bias": ("mlp.c_proj.bias", "D"),
-}
-_THIRDS = ("attention/query", "attention/key", "attention/value")  # of the last dim of one of their tensors
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our weights is.
+
+    Attributes:
+        name: of their tensor; a layer's has `{layer}` in it.
+        dims: theirs, in letters.
+        third: which third of the last dim; None: all of it.
+        turned: theirs is [out, in], as a `Linear` of PyTorch has it, ours [in, out].
+    """
+
+    name: str
+    dims: str
+    third: int | None = None
+    turned: bool = False
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the model in Hugging Face's form, by name without the prefix `transformer.`."""
-    hidden = config.hidden_size
-    sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": hidden, "Q": 3 * hidden, "F": config.mlp_size}
-    names = dict(_SHARED.values())
-    for layer in range(config.num_layers):
-        names |= {f"h.{layer}.{name}": dims for name, dims in _BLOCKS.values()}
-    return {name: tuple(sizes[dim] for dim in dims) for name, dims in names.items()}
+def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
+    """Weight and bias of a `Linear` of PyTorch; `dims` [out, in]."""
+    return {
+        f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True),
+        f"{ours}/bias": Place(f"{theirs}.bias", dims[0]),
+    }
 
 
-def from_tensors(read: Callable[[str], Tensor], config: ModelConfig) -> dict[str, Any]:
+def norm(ours: str, theirs: str) -> dict[str, Place]:
+    """Scale and bias of a LayerNorm."""
+    return {f"{ours}/scale": Place(f"{theirs}.weight", "D"), f"{ours}/bias": Place(f"{theirs}.bias", "D")}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where all weights of a model are, by our names.
+
+    Attributes:
+        shared: those of the ends.
+        blocks: those of every layer.
+        copies: names of further tensors that may be there, and of those whose copies they are.
+        unused: names of those that may be there and are not read; a layer's have `{layer}` in them.
+        spelling: names of the tensors that are there -> name -> what the tensor is called there.
+        fresh: those that may be missing and then are drawn anew: the beginnings of our names, and what they are in
+            messages.
+    """
+
+    shared: Mapping[str, Place]
+    blocks: Mapping[str, Place]
+    copies: Mapping[str, str]
+    unused: Collection[str]
+    spelling: Callable[[Collection[str]], Callable[[str], str]]
+    fresh: Mapping[str, str] = field(default_factory=dict)
+
+    def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the model by name, without copies and what is not read."""
+        hidden = config.hidden_size
+        sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": hidden, "Q": 3 * hidden}
+        sizes |= {"F": config.mlp_size, "S": 2, "C": 2}
+        dims = {place.name: place.dims for place in self.shared.values()}
+        for layer in range(config.num_layers):
+            dims |= {place.name.format(layer=layer): place.dims for place in self.blocks.values()}
+        return {name: tuple(sizes[dim] for dim in letters) for name, letters in dims.items()}
+
+    def names_unused(self, config: ModelConfig) -> set[str]:
+        """Names of the tensors that may be there and are not read."""
+        return {name.format(layer=layer) for name in self.unused for layer in range(config.num_layers)}
+
+    def may_be_fresh(self) -> dict[str, dict[str, str]]:
+        """By what they are in messages: our weights that may be missing, and the tensors that they are in."""
+        return {
+            told: {ours: place.name for ours, place in self.shared.items() if ours.startswith(beginning)}
+            for beginning, told in self.fresh.items()
+        }
+
+
+def from_tensors(
+    places: Places, read: Callable[[str], Tensor], config: ModelConfig, fresh: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Our weights in natural form, layers stacked `[L, …]`, the padded rows of the vocabulary zero.
 
     Args:
-        read: the tensor of a name in `tensor_shapes(config)`.
+        places: of the model.
+        read: the tensor of a name in `places.shapes(config)`.
+        config: the model.
+        fresh: by our names, weights that are not read.
     """
 
     def weight(path: Any, ours: jax.ShapeDtypeStruct) -> Tensor:
-        part, name = _name(path)
+        part, name = named(path)
         whole = np.zeros(ours.shape, np.float32)
         if part == "blocks":
+            place = places.blocks[name]
             for layer in range(config.num_layers):
-                tensor = read(f"h.{layer}.{_BLOCKS[name][0]}")
-                own = tensor if (third := _third(name)) is None else np.split(tensor, 3, axis=-1)[third]
-                whole[layer] = own.reshape(ours.shape[1:])
+                whole[layer] = _ours(place, read(place.name.format(layer=layer))).reshape(ours.shape[1:])
+        elif fresh and name in fresh:
+            whole[...] = fresh[name]
         else:
-            tensor = read(_SHARED[name][0])
-            whole[: len(tensor)] = tensor
+            own = _ours(places.shared[name], read(places.shared[name].name))
+            whole[: len(own)] = own
         return whole
 
     return jax.tree_util.tree_map_with_path(weight, CutModel(config, F_AND_G, CPU).shapes)
 
 
-def to_tensors(weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of Hugging Face's GPT-2, by name without the prefix `transformer.`, of natural weights."""
-    tensors: dict[str, Tensor] = {}
-    shapes = tensor_shapes(config)
+def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors by name, in the order of `places.shapes(config)`, of natural weights."""
+    shapes = places.shapes(config)
+    tensors = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        part, name = _name(path)
+        part, name = named(path)
         whole = np.asarray(leaf, np.float32)
-        if part == "blocks" and (third := _third(name)) is not None:
+        if part == "blocks":
+            place = places.blocks[name]
             for layer in range(config.num_layers):
-                theirs = f"h.{layer}.{_BLOCKS[name][0]}"
-                joint = tensors.setdefault(theirs, np.empty(shapes[theirs], np.float32))
-                width = joint.shape[-1] // 3
-                joint[..., third * width : (third + 1) * width] = whole[layer].reshape(*joint.shape[:-1], width)
-        elif part == "blocks":
-            tensors |= {f"h.{layer}.{_BLOCKS[name][0]}": whole[layer] for layer in range(config.num_layers)}
+                _fill(place, tensors[place.name.format(layer=layer)], whole[layer])
         else:
-            tensors[_SHARED[name][0]] = whole
-    return {
-        name: np.ascontiguousarray(tensors[name][: shape[0]] if name == "wte.weight" else tensors[name]).reshape(shape)
-        for name, shape in shapes.items()
-    }
+            place = places.shared[name]
+            rows = shapes[place.name][0]
+            _fill(place, tensors[place.name], whole if place.turned else whole[:rows])
+    return tensors
 
 
-def _third(name: str) -> int | None:
-    """Which third of their tensor one of our weights of a layer is; None: all of it."""
-    place = name.rpartition("/")[0]
-    return _THIRDS.index(place) if place in _THIRDS else None
-
-
-def _name(path: Any) -> tuple[str, str]:
-    """`shared` or `blocks`, and the weight's name below it."""
+def named(path: Any) -> tuple[str, str]:
+    """`shared` or `blocks`, and the weight's name below it, of a path in the tree of weights."""
     part, *keys = (str(key.key) for key in path)
     return part, "/".join(keys)
+
+
+def _ours(place: Place, tensor: Tensor) -> Tensor:
+    """What a tensor holds of our weight, the dims in our order but without those of heads."""
+    own = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
+    return own.T if place.turned else own
+
+
+def _fill(place: Place, tensor: Tensor, weight: Tensor) -> None:
+    """Put our weight, of one layer and without padding, into the tensor."""
+    own = _ours(place, tensor)  # a view
+    own[...] = weight.reshape(own.shape)

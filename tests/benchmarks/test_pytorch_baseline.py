@@ -19,6 +19,7 @@ from megajax.batch import IGNORED
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.errors import UserError
 from megajax.optim.config import OptimizerConfig
+from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
 
 pytestmark = pytest.mark.peer
@@ -27,7 +28,7 @@ Baseline = importlib.import_module("pytorch_baseline").Baseline  # needs torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 8
-CLIP = 1.0  # some steps of these tests are above it, others below
+CLIP, BERT_CLIP = 1.0, 2.2  # some steps of these tests are above it, others below
 
 # One process of several: for each preset and its HOST:PORT, steps on the batches of a file. Prints losses as JSON.
 PROCESS = """
@@ -44,7 +45,7 @@ batches, losses = np.load(batches), []
 for preset, coordinator in zip(runs[::2], runs[1::2]):
     flags = f"--distributed.coordinator {coordinator} --distributed.num-processes 2 --distributed.process-id {process}"
     baseline = Baseline(parse([preset, *flags.split()], ""))
-    losses.append([baseline.step(*batch) for batch in zip(batches["tokens"], batches["targets"])])
+    losses.append([baseline.step({"tokens": x, "targets": y}) for x, y in zip(batches["tokens"], batches["targets"])])
     torch.distributed.destroy_process_group()
 print(json.dumps(losses))
 """
@@ -59,16 +60,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def learning_config(*mesh: int) -> Config:
+def learning_config(*mesh: int, clip: float = CLIP, **model) -> Config:
     """A model that learns visibly within `STEPS`, its gradients clipped in some steps."""
-    config = tiny_config(mesh or (1, 1, 1), microbatch=2, dropout=0.0, init_std=0.1)
+    config = tiny_config(mesh or (1, 1, 1), microbatch=2, dropout=0.0, init_std=0.1, **model)
     optimizer = OptimizerConfig(
         learning_rate=2e-2,
         min_learning_rate=1e-3,
         warmup_steps=2,
         decay_steps=STEPS - 1,
         weight_decay=0.1,
-        clip_norm=CLIP,
+        clip_norm=clip,
     )
     return dataclasses.replace(config, optimizer=optimizer)
 
@@ -83,12 +84,24 @@ def make_batches(config: Config) -> dict[str, np.ndarray]:
 
 
 def losses(baseline: Baseline, batches: dict[str, np.ndarray]) -> list[float]:
-    return [baseline.step(*batch) for batch in zip(batches["tokens"], batches["targets"], strict=True)]
+    return [baseline.step({name: array[step] for name, array in batches.items()}) for step in range(STEPS)]
 
 
-def test_losses_and_final_weights_are_ours():
-    config = learning_config()
-    program, batches, baseline = tiny_program(config), make_batches(config), Baseline(config)
+def make_pairs(config: Config) -> dict[str, np.ndarray]:
+    """Batches of pairs, [STEPS, rows, …], over few tokens."""
+    few = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=20))
+    batches = [random_batch(few, step) for step in range(STEPS)]
+    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@pytest.mark.parametrize("order", ["", "pre", "post"], ids=["gpt2", "bert, pre", "bert, post"])
+def test_losses_and_final_weights_are_ours(order: str):
+    if order:
+        pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+    clip = BERT_CLIP if order else CLIP
+    config = learning_config(clip=clip, **{"family": "bert", "layer_order": order} if order else {})
+    batches = make_pairs(config) if order else make_batches(config)
+    program, baseline = tiny_program(config), Baseline(config)
     state = program.layout.init()
     baseline.load(jax.device_get(program.layout.to_natural(state)).params)
     expected, norms = [], []
@@ -98,7 +111,7 @@ def test_losses_and_final_weights_are_ours():
         expected.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     assert expected[-1] < 0.8 * expected[0]
-    assert min(norms) < CLIP < max(norms)
+    assert min(norms) < clip < max(norms)
     assert losses(baseline, batches) == pytest.approx(expected, rel=1e-5)
 
     final = Baseline(config)
@@ -171,6 +184,8 @@ def test_the_command_runs_steps_and_refuses_what_it_lacks(tmp_path: Path):
         ("--model.dropout 0.1", {"dropout": 0.1}),
         ("--mesh.pipe 2", {"mesh": (1, 2, 1)}),
         ("--mesh.data 2", {"mesh": (2, 1, 1)}),
+        ("--mesh.tensor 2 with --model.family bert", {"mesh": (1, 1, 2), "family": "bert"}),
+        ("--train.remat layer with --model.family bert", {"remat": "layer", "family": "bert"}),
         ("--sequence-parallel", {"sequence_parallel": True}),
         ("--precision fp16", {"precision": "fp16"}),
         ("--train.remat selective", {"remat": "selective"}),

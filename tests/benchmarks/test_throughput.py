@@ -19,8 +19,9 @@ def run(*flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.full
-def test_our_side_alone():
-    done = run("--threads", "1", "--rounds", "2", "--steps", "1", "--json")
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_our_side_alone(family: str):
+    done = run("--model.family", family, "--threads", "1", "--rounds", "2", "--steps", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["tokens_per_second"] == pytest.approx(4 * 64 / report["seconds_per_step"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hugging_face import SETTINGS, random_tensors, write_model
+from hugging_face_bert import bert_tensors, write_bert
 from processes import Commands, Finished, checkpoint_steps, validation
 from safetensors.numpy import load_file
 
@@ -46,3 +47,16 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
         np.testing.assert_allclose(tensor, tensors[name.removeprefix("transformer.")], rtol=0, atol=1e-9, err_msg=name)
     ids = json.loads((tmp_path / "back" / "vocab.json").read_text())
     assert ids == json.loads((model / "vocab.json").read_text())
+
+
+def test_a_bert_without_the_order_head(commands: Commands, tmp_path: Path) -> None:
+    """What is drawn anew is said; the export is of the class with both heads."""
+    left_out = ("bert.pooler", "cls.seq_relationship")
+    tensors = {name: tensor for name, tensor in bert_tensors("post").items() if not name.startswith(left_out)}
+    write_bert(tmp_path / "hf", "post", tensors, architectures=["BertForMaskedLM"])
+    told = convert(commands, "import-hf", tmp_path / "hf", tmp_path / "run").out
+    assert "not in the safetensors, so drawn anew: the pooler and the order head\n" in told
+    convert(commands, "export-hf", tmp_path / "run", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
+    again = json.loads(convert(commands, "import-hf", tmp_path / "back", tmp_path / "again", "--json").out)
+    assert again["fresh"] == [] and again["parameters"] == sum(x.size for x in bert_tensors("post").values())

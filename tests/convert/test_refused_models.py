@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hugging_face import random_tensors, write_model
+from tiny import tiny_config
 
 from megajax.cli import main
+from megajax.config import to_toml
+from megajax.convert.exporting import export_config
 from megajax.convert.importing import open_source
 from megajax.convert.tensor_files import WEIGHTS
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
+from megajax.models.registry import FAMILIES, Entry
 
 
 def refusal(folder: Path, **overrides) -> str:
@@ -138,6 +142,13 @@ def test_tokenizers(tmp_path: Path) -> None:
     ):
         single.write_text(json.dumps(content | part))
         assert words in refusal(tmp_path)
+
+
+def test_a_family_that_is_not_exchanged(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
+    (tmp_path / "config.toml").write_text(to_toml(tiny_config(family="tiny")))
+    with pytest.raises(UserError, match="holds a model of the family tiny; valid: gpt2, bert"):
+        export_config(tmp_path)
 
 
 def command(*arguments: object) -> str:

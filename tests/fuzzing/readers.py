@@ -7,6 +7,7 @@ import functools
 import gzip
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from hugging_face import random_tensors, write_model
+from hugging_face_bert import bert_tensors, write_bert
 from mutations import mutated
 from tiny import tiny_config
 
@@ -234,6 +236,31 @@ def _write_hugging_face_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
+def _write_bert(folder: Path) -> None:
+    tokenizer = _tokenizer("wordpiece")
+    rows = {"bert.embeddings.word_embeddings.weight": (120, 24), "cls.predictions.bias": (120,)}
+    tensors = bert_tensors("post") | {name: np.zeros(shape, np.float32) for name, shape in rows.items()}
+    write_bert(folder, "post", tensors, vocab_size=120)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "strip_accents": null}')
+
+
+def _write_bert_vocabulary(folder: Path) -> None:
+    _write_bert(folder)
+    (folder / "tokenizer.json").unlink()
+    _tokenizer("wordpiece").save(folder)
+
+
+def _use_bert(folder: Path) -> None:
+    source = open_source(folder)
+    source.weights.read("cls.predictions.bias")
+    if source.tokenizer:
+        source.tokenizer.decode(source.tokenizer.encode(TEXTS[3] + " other words é"))
+        with tempfile.TemporaryDirectory() as own:
+            source.tokenizer.save(own)
+            assert load_tokenizer(own) == source.tokenizer
+
+
 def _write_work(folder: Path) -> None:
     work = WorkFolder(folder, "x")
     starts = work.save_texts(0, TEXTS)
@@ -307,6 +334,8 @@ READERS = [
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
+    Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
+    Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
     Reader("prompts", _write_prompts, lambda folder: read_prompts([], str(folder / "p")), ("p",)),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
 ]

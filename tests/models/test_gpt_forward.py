@@ -1,20 +1,18 @@
 """The model's numbers, on one device and split over eight, against GPT-2 written plainly in numpy from the weights.
 
-Letters: B batch, T and S tokens, D model, H heads, K head size, F feed-forward, V vocabulary, L layers.
+Letters: B batch, T and S tokens, D model, F feed-forward, V vocabulary.
 """
 
 import dataclasses
 from functools import cache
 
-import jax
 import numpy as np
 import pytest
+from plain import EMBEDDING, Plain, cross_entropy, place, random_weights
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config
-from megajax.mesh import shardings
-from megajax.parallel.random import RandomBits
 from megajax.program.program import Program
 from megajax.program.scoring import next_logits, scores
 from megajax.program.synthetic import random_batch
@@ -22,73 +20,32 @@ from megajax.program.train_step import loss_and_gradients
 
 STEP = 3
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
-EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # what the masks are drawn for
 
 
-@jax.jit
-def hash_of(*coordinates) -> jax.Array:
-    state = RandomBits.from_seed(coordinates[0])
-    for index in coordinates[1:-1]:
-        state = state.fold(index)
-    return state.last(coordinates[-1])
+class NumpyGPT2(Plain):
+    """GPT-2."""
 
+    epsilon = 1e-5
 
-class NumpyGPT2:
-    """GPT-2 with dropout in float64, unsplit and unblocked."""
-
-    def __init__(self, config: Config, weights: dict, rate: float):
-        self.config, self.rate = config, rate
-        self.weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
-
-    def dropped(self, x: np.ndarray, *site: int) -> np.ndarray:
-        """`x` [B, …] times the mask of (seed, step, sample, *site, its other coordinates)."""
-        if self.rate == 0:
-            return x
-        sample, *others = np.meshgrid(*(np.arange(n, dtype=np.int32) for n in x.shape), indexing="ij", sparse=True)
-        bits = hash_of(np.uint32(self.config.seed), STEP, sample, *(np.uint32(index) for index in site), *others)
-        return x * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)
-
-    def norm(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:
-        normal_BTD = (x_BTD - x_BTD.mean(-1, keepdims=True)) / np.sqrt(x_BTD.var(-1, keepdims=True) + 1e-5)
-        return normal_BTD * weights["scale"] + weights["bias"]
-
-    def attention(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
-        q_BTHK, k_BSHK, v_BSHK = (
-            np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part]["bias"]
-            for part in ("query", "key", "value")
-        )
-        scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(q_BTHK.shape[-1])
-        scores_BHTS = np.where(np.tri(x_BTD.shape[1], dtype=bool), scores_BHTS, -np.inf)
-        exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))
-        probability_BHTS = self.dropped(exp_BHTS / exp_BHTS.sum(-1, keepdims=True), layer, ATTENTION_WEIGHTS)
-        y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
-        return np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"]["bias"]
-
-    def mlp(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:
-        x_BTF = x_BTD @ weights["up"]["weight"] + weights["up"]["bias"]
-        x_BTF = x_BTF / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x_BTF + 0.044715 * x_BTF**3)))
-        return x_BTF @ weights["down"]["weight"] + weights["down"]["bias"]
+    @staticmethod
+    def activation(x_BTF: np.ndarray) -> np.ndarray:
+        return x_BTF / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x_BTF + 0.044715 * x_BTF**3)))
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
         shared = self.weights["shared"]
-        x_BTD = shared["table"][tokens_BT] + shared["positions"][: tokens_BT.shape[1]]
-        x_BTD = self.dropped(x_BTD, EMBEDDING)
+        x_BTD = self.dropped(shared["table"][tokens_BT] + shared["positions"][: tokens_BT.shape[1]], EMBEDDING)
+        causal_1TS = np.tri(tokens_BT.shape[1], dtype=bool)[None]
         for layer in range(self.config.model.num_layers):
-            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], self.weights["blocks"])
-            y_BTD = self.attention(block["attention"], self.norm(block["attention_norm"], x_BTD), layer)
-            x_BTD = x_BTD + self.dropped(y_BTD, layer, ATTENTION_OUTPUT)
-            y_BTD = self.mlp(block["mlp"], self.norm(block["mlp_norm"], x_BTD))
-            x_BTD = x_BTD + self.dropped(y_BTD, layer, MLP_OUTPUT)
+            block = self.block(layer)
+            normal_BTD = self.norm(block["attention_norm"], x_BTD)
+            x_BTD = x_BTD + self.attention(block["attention"], normal_BTD, causal_1TS, layer)
+            x_BTD = x_BTD + self.mlp(block["mlp"], self.norm(block["mlp_norm"], x_BTD), layer)
         return self.norm(shared["final_norm"], x_BTD) @ shared["table"][: self.config.model.vocab_size].T
 
     def loss(self, batch: dict) -> float:
         """Mean over the targets that are not ignored."""
-        logits_BTV = self.logits(batch["tokens"])
-        targets_BT = batch["targets"]
-        highest_BT1 = logits_BTV.max(-1, keepdims=True)
-        normalizer_BT = (highest_BT1 + np.log(np.exp(logits_BTV - highest_BT1).sum(-1, keepdims=True)))[..., 0]
-        picked_BT = np.take_along_axis(logits_BTV, np.maximum(targets_BT, 0)[..., None], -1)[..., 0]
-        return (normalizer_BT - picked_BT)[targets_BT != IGNORED].mean()
+        losses_BT = cross_entropy(self.logits(batch["tokens"]), batch["targets"])
+        return losses_BT[batch["targets"] != IGNORED].mean()
 
 
 def make_config(mesh: tuple[int, int, int], rate: float) -> Config:
@@ -96,25 +53,10 @@ def make_config(mesh: tuple[int, int, int], rate: float) -> Config:
     return dataclasses.replace(config, seed=5)
 
 
-def random_weights(program: Program) -> dict:
-    """Weights in natural form, all of them random and large enough that every one matters."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda shape: rng.normal(0, 0.4, shape.shape).astype(np.float32), program.layout.natural_shapes.params
-    )
-
-
-def place(program: Program, weights: dict) -> dict:
-    """The weights in their shards."""
-    layout = program.layout
-    staged = {"shared": weights["shared"], "blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
-    return jax.device_put(staged, shardings(layout.mesh, layout.specs.params))
-
-
 @cache
 def expected_loss(rate: float) -> float:
     config = make_config((1, 1, 1), rate)
-    return NumpyGPT2(config, random_weights(tiny_program(config)), rate).loss(random_batch(config, STEP))
+    return NumpyGPT2(config, random_weights(tiny_program(config)), rate, STEP).loss(random_batch(config, STEP))
 
 
 def losses(program: Program, steps: tuple[int, ...]) -> list[float]:
@@ -164,7 +106,7 @@ def test_next_logits_are_numpy_s_and_causal(split_program):
         batch = split_program.put_batch({"tokens": tokens, "targets": tokens}, split_program.local_rows)
         return np.asarray(next_logits(split_program)(params, batch, np.int32(7)))
 
-    expected_BV = NumpyGPT2(config, weights, 0.0).logits(tokens)[:, 7]
+    expected_BV = NumpyGPT2(config, weights, 0.0, STEP).logits(tokens)[:, 7]
     np.testing.assert_allclose(logits(tokens)[:, : config.model.vocab_size], expected_BV, rtol=1e-4, atol=1e-4)
     assert (logits(tokens)[:, config.model.vocab_size :] < -1e38).all()
     later, here = tokens.copy(), tokens.copy()

@@ -1,0 +1,135 @@
+"""BERT: `MegatronBertForPreTraining` of transformers where a layer's LayerNorms come first, `BertForPreTraining` where
+they follow the additions, and both without the order head. The output product is tied."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from megajax.convert.exchange import Exchange
+from megajax.convert.settings import Fields
+from megajax.convert.weights import Place, Places, linear, norm
+from megajax.convert.wordpiece_files import read_wordpiece, special_ids, write_wordpiece
+from megajax.data.tokenizer import Tokenizer
+from megajax.models.bert.model import LAYER_NORM_EPSILON, TOKEN_TYPES
+from megajax.models.config import ModelConfig
+
+_ORDERS = {"megatron-bert": "pre", "bert": "post"}  # their `model_type` -> our layer order
+_CLASSES = {  # the first of an order has both heads
+    "pre": ("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
+    "post": ("BertForPreTraining", "BertForMaskedLM"),
+}
+_SIZES = {  # theirs -> ours
+    "num_hidden_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "num_attention_heads": "model.num_heads",
+    "max_position_embeddings": "model.sequence_length",
+    "vocab_size": "model.vocab_size",
+}
+_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_FIXED = {  # what our model is; also the defaults of both configurations, so a field may be missing
+    "hidden_act": "gelu",
+    "layer_norm_eps": LAYER_NORM_EPSILON,
+    "type_vocab_size": TOKEN_TYPES,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    order = _ORDERS[fields.get("model_type")]
+    if fields.get("architectures") is not None:
+        fields.check("architectures", *([name] for name in _CLASSES[order]))
+    fields.check_all(_FIXED)
+    sizes = fields.sizes(_SIZES)
+    fields.check_widths("hidden_size", "num_attention_heads", "intermediate_size", null=False)
+    model = {"model.family": "bert", "model.layer_order": order}
+    return model | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
+
+
+def _settings(model: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+    kind = next(name for name, order in _ORDERS.items() if order == model.layer_order)
+    sizes = {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "max_position_embeddings": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "intermediate_size": model.mlp_size,
+    }
+    config = {"architectures": [_architecture(model)], "model_type": kind, "dtype": "float32", **sizes, **_FIXED}
+    config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std}
+    padding = special_ids(tokenizer).get("[PAD]") if tokenizer else None
+    return {"config.json": config | {"pad_token_id": padding}}
+
+
+def _architecture(model: ModelConfig) -> str:
+    return _CLASSES[model.layer_order][0]
+
+
+_LAYER = "bert.encoder.layer.{layer}."
+_HEAD = "cls.predictions."
+
+_SHARED = {
+    "table": Place("bert.embeddings.word_embeddings.weight", "VD"),
+    "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
+    "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
+    **linear("masked/dense", f"{_HEAD}transform.dense", "DD"),
+    **norm("masked/norm", f"{_HEAD}transform.LayerNorm"),
+    "masked/bias": Place(f"{_HEAD}bias", "V"),
+    **linear("pair/pooler", "bert.pooler.dense", "DD"),
+    **linear("pair/output", "cls.seq_relationship", "CD"),
+}
+_BLOCKS = {
+    **linear("attention/query", f"{_LAYER}attention.self.query", "DD"),
+    **linear("attention/key", f"{_LAYER}attention.self.key", "DD"),
+    **linear("attention/value", f"{_LAYER}attention.self.value", "DD"),
+    **linear("attention/output", f"{_LAYER}attention.output.dense", "DD"),
+    **linear("mlp/up", f"{_LAYER}intermediate.dense", "FD"),
+    **linear("mlp/down", f"{_LAYER}output.dense", "DF"),
+}
+_NORMS = {  # of an order: the one outside the layers, that of the attention, that of the MLP
+    "pre": ("bert.encoder.ln", f"{_LAYER}attention.ln", f"{_LAYER}ln"),
+    "post": ("bert.embeddings.LayerNorm", f"{_LAYER}attention.output.LayerNorm", f"{_LAYER}output.LayerNorm"),
+}
+
+
+def _spelling(there: Collection[str]) -> Callable[[str], str]:
+    """By the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, where only those are
+    there."""
+
+    def spelled(name: str) -> str:
+        older = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        return older if name not in there and older in there else name
+
+    return spelled
+
+
+def places(model: ModelConfig) -> Places:
+    """Where the weights of a model are."""
+    outside, attention, mlp = _NORMS[model.layer_order]
+    return Places(
+        shared=_SHARED | norm("norm", outside),
+        blocks=_BLOCKS | norm("attention_norm", attention) | norm("mlp_norm", mlp),
+        copies={
+            f"{_HEAD}decoder.weight": "bert.embeddings.word_embeddings.weight",
+            f"{_HEAD}decoder.bias": f"{_HEAD}bias",
+        },
+        unused=("bert.embeddings.position_ids",),
+        fresh={"pair/pooler": "the pooler", "pair/output": "the order head"},
+        spelling=_spelling,
+    )
+
+
+EXCHANGE = Exchange(
+    model_types=tuple(_ORDERS),
+    kind="a BERT with a head of masked tokens",
+    special_tokens="BERT's five special tokens",
+    layers="num_hidden_layers",
+    read_settings=_read_settings,
+    settings=_settings,
+    architecture=_architecture,
+    places=places,
+    read_tokenizer=read_wordpiece,
+    write_tokenizer=write_wordpiece,
+)

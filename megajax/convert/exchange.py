@@ -1,0 +1,43 @@
+"""What a family says of its models in Hugging Face's format. To add one, write a module with such an `Exchange`, and
+enter it in `families.py`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megajax.convert.settings import Fields
+from megajax.convert.weights import Places
+from megajax.data.tokenizer import Tokenizer
+from megajax.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One family's settings, weights and tokenizer.
+
+    Attributes:
+        model_types: its values of `model_type` in config.json.
+        kind: one of its models in messages, as in "a GPT-2".
+        special_tokens: that its tokenizer knows, in messages.
+        layers: what config.json calls the number of layers.
+        read_settings: (config.json, values by key that the user gave) -> values by key of a run's preset; raises
+            `UserError` where the model is not ours.
+        settings: (model, tokenizer) -> contents of the JSON files by name, config.json among them.
+        architecture: model -> the class of transformers that loads it.
+        places: model -> where its weights are.
+        read_tokenizer: folder -> its tokenizer, and its added tokens that ours leaves out; None and no tokens where
+            there is none; raises `UserError` where it is damaged or of another kind.
+        write_tokenizer: (tokenizer, tokens in a sequence, folder): all files by which transformers finds it.
+    """
+
+    model_types: tuple[str, ...]
+    kind: str
+    special_tokens: str
+    layers: str
+    read_settings: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[ModelConfig, Tokenizer | None], dict[str, dict[str, Any]]]
+    architecture: Callable[[ModelConfig], str]
+    places: Callable[[ModelConfig], Places]
+    read_tokenizer: Callable[[Path], tuple[Tokenizer | None, list[str]]]
+    write_tokenizer: Callable[[Tokenizer, int, Path], None]

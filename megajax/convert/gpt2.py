@@ -1,0 +1,105 @@
+"""GPT-2: `GPT2LMHeadModel` of transformers. The head is tied; older files begin names without a prefix, or hold the
+causal mask."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from megajax.convert.byte_pair_files import read_byte_pair, write_byte_pair
+from megajax.convert.exchange import Exchange
+from megajax.convert.settings import Fields
+from megajax.convert.weights import Place, Places, norm
+from megajax.data.tokenizer import Tokenizer
+from megajax.models.config import ModelConfig
+from megajax.models.gpt2.model import LAYER_NORM_EPSILON
+
+_SIZES = {  # theirs -> ours
+    "n_layer": "model.num_layers",
+    "n_embd": "model.hidden_size",
+    "n_head": "model.num_heads",
+    "n_positions": "model.sequence_length",
+    "vocab_size": "model.vocab_size",
+}
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_FIXED = {  # what our model is; also the defaults of GPT2Config, so a field may be missing
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": LAYER_NORM_EPSILON,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+
+
+def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields.check_all(_FIXED)
+    sizes = fields.sizes(_SIZES)
+    fields.check_widths("n_embd", "n_head", "n_inner", null=True)
+    return {"model.family": "gpt2"} | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
+
+
+def _settings(model: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text if tokenizer else None)
+    sizes = {
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_heads,
+        "n_positions": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "n_inner": None,
+    }
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", **sizes, **_FIXED}
+    config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std, "use_cache": True}
+    return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
+
+
+_PREFIX = "transformer."
+_LAYER = _PREFIX + "h.{layer}."
+
+
+def _spelling(there: Collection[str]) -> Callable[[str], str]:
+    """Without the prefix where no name has it, as GPT2Model saves them."""
+    if any(name.startswith(_PREFIX) for name in there):
+        return str
+    return lambda name: name.removeprefix(_PREFIX)
+
+
+def _product(ours: str, theirs: str, dims: str, third: int | None = None) -> dict[str, Place]:
+    """Weight and bias of a `Conv1D`, whose weight is [in, out] as ours."""
+    weight, bias = Place(f"{_LAYER}{theirs}.weight", dims, third), Place(f"{_LAYER}{theirs}.bias", dims[-1], third)
+    return {f"{ours}/weight": weight, f"{ours}/bias": bias}
+
+
+PLACES = Places(
+    shared={
+        "table": Place(f"{_PREFIX}wte.weight", "VD"),
+        "positions": Place(f"{_PREFIX}wpe.weight", "TD"),
+        **norm("final_norm", f"{_PREFIX}ln_f"),
+    },
+    blocks={
+        **norm("attention_norm", f"{_LAYER}ln_1"),
+        **_product("attention/query", "attn.c_attn", "DQ", 0),
+        **_product("attention/key", "attn.c_attn", "DQ", 1),
+        **_product("attention/value", "attn.c_attn", "DQ", 2),
+        **_product("attention/output", "attn.c_proj", "DD"),
+        **norm("mlp_norm", f"{_LAYER}ln_2"),
+        **_product("mlp/up", "mlp.c_fc", "DF"),
+        **_product("mlp/down", "mlp.c_proj", "FD"),
+    },
+    copies={"lm_head.weight": f"{_PREFIX}wte.weight"},
+    unused=(f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias"),
+    spelling=_spelling,
+)
+
+EXCHANGE = Exchange(
+    model_types=("gpt2",),
+    kind="a GPT-2",
+    special_tokens="only one special token",
+    layers="n_layer",
+    read_settings=_read_settings,
+    settings=_settings,
+    architecture=lambda _: "GPT2LMHeadModel",
+    places=lambda _: PLACES,
+    read_tokenizer=read_byte_pair,
+    write_tokenizer=write_byte_pair,
+)

@@ -1,0 +1,122 @@
+"""Small BERTs in Hugging Face's format: written by hand, or by transformers; and both heads' logits of ours."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.stages import Wrapped
+from safetensors.numpy import save_file
+
+from megajax.mesh import BATCH_SPEC
+from megajax.models.config import ModelConfig
+from megajax.parallel.collectives import DATA, complete
+from megajax.pipeline.ends import Microbatch
+from megajax.program.bind import forward_pipeline
+from megajax.program.program import Program, vocabulary_axes
+
+TYPES = {"pre": "megatron-bert", "post": "bert"}
+CLASSES = {"pre": "MegatronBertForPreTraining", "post": "BertForPreTraining"}
+SETTINGS = {
+    "vocab_size": 101,
+    "max_position_embeddings": 24,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def bert_tensors(order: str, settings: dict[str, Any] = SETTINGS) -> dict[str, np.ndarray]:
+    """Every tensor of a model."""
+    size, inner, rng = settings["hidden_size"], settings["intermediate_size"], np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "bert.embeddings.word_embeddings.weight": (settings["vocab_size"], size),
+        "bert.embeddings.position_embeddings.weight": (settings["max_position_embeddings"], size),
+        "bert.embeddings.token_type_embeddings.weight": (2, size),
+        "cls.predictions.bias": (settings["vocab_size"],),
+    }
+    linear = {"bert.pooler.dense": (size, size), "cls.seq_relationship": (2, size)}
+    linear |= {"cls.predictions.transform.dense": (size, size)}
+    norms = ["cls.predictions.transform.LayerNorm"]
+    norms.append("bert.encoder.ln" if order == "pre" else "bert.embeddings.LayerNorm")
+    for layer in range(settings["num_hidden_layers"]):
+        start = f"bert.encoder.layer.{layer}."
+        for name in "self.query", "self.key", "self.value", "output.dense":
+            linear[f"{start}attention.{name}"] = (size, size)
+        linear |= {f"{start}intermediate.dense": (inner, size), f"{start}output.dense": (size, inner)}
+        own = ("attention.ln", "ln") if order == "pre" else ("attention.output.LayerNorm", "output.LayerNorm")
+        norms += [start + name for name in own]
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+    return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_bert(
+    folder: Path,
+    order: str = "post",
+    tensors: dict[str, np.ndarray] | None = None,
+    *,
+    without: Iterable[str] = (),
+    **settings: Any,
+) -> Path:
+    """A folder with config.json and model.safetensors; `settings` are fields of config.json, `without` names some that
+    it lacks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"model_type": TYPES[order], "architectures": [CLASSES[order]]} | SETTINGS | settings
+    (folder / "config.json").write_text(json.dumps({n: value for n, value in fields.items() if n not in without}))
+    save_file(bert_tensors(order) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def peer_bert(model: ModelConfig, kind: str = "") -> Any:
+    """A BERT of `transformers`, of this class or with both heads, whose random weights all matter."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {"pre": transformers.MegatronBertConfig, "post": transformers.BertConfig}[model.layer_order](
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.sequence_length,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        intermediate_size=model.mlp_size,
+        initializer_range=0.2,
+        attn_implementation="eager",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    peer = getattr(transformers, kind or CLASSES[model.layer_order])(settings)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return peer
+
+
+def both_logits(program: Program) -> Wrapped:
+    """(params, batch) -> the masked tokens' logits [B, T, V], padded columns included, and the order's [B, C]."""
+    axes = vocabulary_axes(program.config)
+
+    def run(program: Program, params: Any, batch: Any) -> tuple[Array, Array]:
+        pipeline = forward_pipeline(program, params, batch)
+
+        def finish(x_BTD: Array, _: Microbatch) -> tuple[Array, Array]:
+            ends = program.unsharded_model.ends(pipeline.ends.weights())
+            x_BTD = ends.finished(x_BTD)
+            return ends.masked(x_BTD, ends.table[...]), ends.pair(x_BTD)
+
+        found = pipeline.forward(program.forward_schedule, finish)
+        specs = PartitionSpec(None, DATA, None, axes), PartitionSpec(None, DATA)
+        masked, order = (complete(logits, spec) for logits, spec in zip(found, specs, strict=True))
+        return masked.reshape(-1, *masked.shape[2:]), order.reshape(-1, 2)
+
+    out = PartitionSpec(DATA, None, axes), PartitionSpec(DATA)
+    return program.compiled(run, (program.layout.specs.params, BATCH_SPEC), out)
