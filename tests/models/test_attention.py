@@ -128,10 +128,14 @@ def test_documents_are_kept_apart(rate, length):
 
 
 def test_documents_are_kept_apart_on_gpus():
-    """The form for GPUs; where cuDNN's attention would not keep them apart it is not asked."""
+    """The form for GPUs."""
+    assert_dense(1, 0.3, QUERY_BLOCK + 1, GPU, documents=True)
 
-    def asks_cudnn(positions_BT) -> bool:
-        visible = CAUSAL if positions_BT is None else Visibility.of_documents(positions_BT)
+
+def test_what_cudnn_is_asked_for():
+    """Causality and padding; where it would not keep documents apart or knows no window it is not asked."""
+
+    def asks_cudnn(visible) -> bool:
         x_BTHK = jax.ShapeDtypeStruct((BATCH, 16, HEADS, 8), jnp.bfloat16)
         try:
             return FUSED_FORWARD in str(
@@ -140,8 +144,9 @@ def test_documents_are_kept_apart_on_gpus():
         except RuntimeError as error:
             return "cuDNN is not detected" in str(error)
 
-    assert_dense(1, 0.3, QUERY_BLOCK + 1, GPU, documents=True)
-    assert asks_cudnn(None) and not asks_cudnn(np.zeros((BATCH, 16), np.int32))
+    assert asks_cudnn(CAUSAL) and asks_cudnn(Visibility.of_padded(jnp.full(BATCH, 9, jnp.int32)))
+    assert not asks_cudnn(Visibility.of_documents(np.zeros((BATCH, 16), np.int32)))
+    assert not asks_cudnn(Visibility(window=3))
 
 
 def test_large_scores_do_not_overflow():
