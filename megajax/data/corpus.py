@@ -12,6 +12,7 @@ from megajax.data.encoding import encode_documents
 from megajax.data.files import folder_atomically, put_back
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.library import WORDS
+from megajax.data.masking import WordPieces
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.report import (
     TOKENIZER_FILES,
@@ -239,6 +240,8 @@ def _tokenize(
     if tokenizer is None:
         tokenizer = train_tokenizer(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size, kind)
     trained = time.perf_counter()
+    if sentences:
+        WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
     with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
         for sequences in encode_documents(documents, tokenizer, sentences=sentences):
             writer.add_document(*sequences)

@@ -51,7 +51,7 @@ class WordPieces:
         """
         valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
-            raise UserError(f"{name} is missing, and words are masked as a whole; {valid}, by --tokenizer.path")
+            raise UserError(f"{name} is missing, and words are masked as a whole; {valid}")
         vocabulary = tokenizer.vocabulary
         if missing := [token for token in _SPECIAL if token not in vocabulary]:
             raise UserError(f"{name} has no {' and no '.join(missing)}; {valid}")

@@ -105,7 +105,7 @@ class TrainPairs:
     ) -> None:
         from grain import MapDataset
 
-        _check_length(sequence_length)
+        check_length(sequence_length)
         self.sequence_length, self._key = sequence_length, key_of(_TRAIN, seed)
         self._documents, self._vocabulary = documents, vocabulary
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class EvaluationPairs:
         sequence_length: int,
         vocabulary: WordPieces,
     ) -> None:
-        _check_length(sequence_length)
+        check_length(sequence_length)
         if numbers is None:
             numbers = np.arange(documents.num_documents)
         self.sequence_length, self.form = sequence_length, pairs_form()
@@ -178,7 +178,12 @@ class EvaluationPairs:
         return _sample(self._documents, self._chunks, number, self.sequence_length, self._vocabulary, bits)
 
 
-def _check_length(sequence_length: int) -> None:
+def check_length(sequence_length: int) -> None:
+    """Check that a sequence has room for a pair.
+
+    Raises:
+        UserError: it has not.
+    """
     shortest = _SPECIAL + _SHORTEST
     if sequence_length < shortest:
         raise UserError(

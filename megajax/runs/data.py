@@ -51,6 +51,7 @@ def make_run_data(config: Config, folder: Path) -> None:
     """
     data, vocab_size = config.data, config.model.vocab_size
     family, kind = FAMILIES[config.model.family], _kind(config)
+    kind.check(config)
     make = partial(make_corpus, sentences=kind.sentences, kind=family.tokenizer)
 
     def split(corpus: Corpus) -> object:
@@ -140,11 +141,13 @@ class _Kind:
 
     Attributes:
         sentences: documents are cut in sentences.
+        check: raises `UserError` for a configuration that no corpus has samples for.
         split: samples of the training and of the validation split; the number is the overlap of `EvaluationSamples`.
         all: samples of all documents, to evaluate on; the tokenizer is that of the tokens.
     """
 
     sentences: bool
+    check: Callable[[Config], None]
     split: Callable[[Config, Corpus, int], tuple[EpochSamples, CorpusSamples]]
     all: Callable[[Config, SequenceDocuments, Tokenizer | None, int], CorpusSamples]
 
@@ -165,6 +168,10 @@ def _all_text(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | 
     return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
 
 
+def _check_pairs(config: Config) -> None:
+    pairs.check_length(config.model.sequence_length)
+
+
 def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
     return pairs.train_and_validation(
         corpus.tokens,
@@ -182,12 +189,12 @@ def _all_pairs(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer |
 
 
 def _pieces(tokens: SequenceDocuments, tokenizer: Tokenizer | None) -> WordPieces:
-    return WordPieces.of(tokenizer, f"the tokenizer of {tokens.name}")
+    return WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
 
 
 _KINDS = {
-    "text": _Kind(sentences=False, split=_split_text, all=_all_text),
-    "pairs": _Kind(sentences=True, split=_split_pairs, all=_all_pairs),
+    "text": _Kind(sentences=False, check=lambda config: None, split=_split_text, all=_all_text),
+    "pairs": _Kind(sentences=True, check=_check_pairs, split=_split_pairs, all=_all_pairs),
 }
 """What `Entry.samples` of the registry names."""
 

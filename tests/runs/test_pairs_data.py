@@ -95,7 +95,7 @@ def test_prepared_datasets(tmp_path):
         make_run_data(
             config_of(path=prepared(tmp_path / "gpt", bytes_, True), vocab_size=280, length=16), tmp_path / "b"
         )
-    with pytest.raises(UserError, match=r"the tokenizer of .* is missing, .* by --tokenizer\.path"):
+    with pytest.raises(UserError, match=r"--tokenizer\.path: the tokenizer of .* is missing, and words"):
         make_run_data(config_of(path=prepared(tmp_path / "none", pieces, True, save=False)), tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
