@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+_MOST_BLOCKS = 32
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -13,7 +15,7 @@ class Backend:
     Attributes:
         unroll_layers: `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan.
         fused_attention: attention without dropout in half precision is cuDNN's.
-        query_block: our own attention takes the queries in blocks of at most this many (`block_of`).
+        query_block: our own attention takes the queries in blocks of this many (`block_of`).
         scores_bytes: and so many heads at once that a block's scores take at most this; None: all heads.
         transposed_copies: the input of a weight gradient's product is transposed by a copy, not by the product.
     """
@@ -26,8 +28,8 @@ class Backend:
 
     def block_of(self, length: int) -> int:
         """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within
-        128 and `query_block`."""
-        return min(self.query_block, max(128, length // 2))
+        128 and `query_block`, but so many that there are at most 32 blocks, each of which is compiled."""
+        return max(min(self.query_block, max(128, length // 2)), -(-length // _MOST_BLOCKS))
 
 
 # Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.

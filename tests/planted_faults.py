@@ -75,7 +75,7 @@ FAULTS = {
     ),
     "the data order is off by one": Fault("step * global_batch + row]", "step * global_batch + row + 1]", "tests/data"),
     "a checkpoint's digest is not compared": Fault(
-        "if sums.get(name) != actual[name]", "if sums.get(name) is None", "tests/runs tests/commands/test_damage.py"
+        "if sums.get(name) != actual[name]", "if sums.get(name) is None", "tests/runs/test_checkpoint.py"
     ),
     "a resumed run skips a batch": Fault(
         "start_step=self.first", "start_step=self.first + (self.first > 0)", "tests/commands/test_resume.py"

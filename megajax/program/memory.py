@@ -54,8 +54,8 @@ def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
 
 def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     """Check, before anything is allocated, that the devices of this process can hold what certainly has to be held:
-    weights, optimizer state when training, and what one layer hands to the next. More is needed, so what passes may
-    still not fit.
+    weights, optimizer state when training, of one microbatch the logits, the scores of a block of attention and what
+    each layer, or without training one layer, hands to the next. More is needed, so what passes may still not fit.
 
     Args:
         program: what is to be run.
@@ -69,17 +69,33 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     parts = kept_bytes(layout)
     if not training:
         parts = {"weights": parts["weights"]}
-    tokens = rows * config.model.sequence_length // (config.mesh.tensor if config.sequence_parallel else 1)
-    parts["activations"] = tokens * config.model.hidden_size * jnp.dtype(layout.compute_dtype).itemsize
+    parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     there = _device_bytes(devices)
     if sum(parts.values()) > there:
         model, needed = config.model, ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size > 2**26)
         raise UserError(
             f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, --model.vocab-size "
-            f"{model.vocab_size} and --train.microbatch {config.train.microbatch} need {_gib(sum(parts.values()))} on "
-            f"each of {len(devices)} devices ({needed}), which have {_gib(there)}; valid: less, or more devices"
+            f"{model.vocab_size}, --model.sequence-length {model.sequence_length} and --train.microbatch "
+            f"{config.train.microbatch} need {_gib(sum(parts.values()))} on each of {len(devices)} devices ({needed}), "
+            f"which have {_gib(there)}; valid: less, or more devices"
         )
+
+
+def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[str, int]:
+    """Bytes on one device of `rows` rows that are computed at once, by part."""
+    config, model, backend = program.config, program.config.model, program.backend
+    width = jnp.dtype(program.layout.compute_dtype).itemsize
+    tokens, block = rows * model.sequence_length, min(backend.block_of(model.sequence_length), model.sequence_length)
+    layers = -(-model.num_layers // config.mesh.pipe) if every_layer else 1
+    scores = block * model.sequence_length * max(4, width) if rows and not backend.fused_attention else 0  # of a head
+    split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
+    here = tokens // (config.mesh.tensor if config.sequence_parallel else 1)
+    return {
+        "activations": layers * here * model.hidden_size * width,
+        "scores of attention": scores,
+        "logits": tokens * model.padded_vocab_size // split * max(4, width),
+    }
 
 
 def _device_bytes(devices: list[jax.Device]) -> float:

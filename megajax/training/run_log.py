@@ -3,14 +3,15 @@
 import json
 import math
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, TextIO
+from typing import Any, Self, SupportsFloat
 
 from rich.console import Console
 
 from megajax.data.files import write_atomically
-from megajax.errors import UserError
+from megajax.errors import RunError, UserError
 from megajax.runs.metrics import read_metrics
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress
@@ -57,13 +58,13 @@ class RunLog:
                 self._progress.close()
                 raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a folder that can be written") from None
 
-    def _reopen(self, finished_steps: int) -> TextIO:
+    def _reopen(self, finished_steps: int) -> FileIO:
         path = self._run_dir / "metrics.jsonl"
         records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
         for record in records:
             self._remember(record)
         write_atomically(path, "".join(map(_line, records)))
-        return path.open("a", encoding="utf-8", newline="")
+        return path.open("ab", buffering=0)
 
     def _open_events(self, finished_steps: int) -> Any:
         from tensorboardX import SummaryWriter
@@ -142,7 +143,10 @@ class RunLog:
         points = len(self._training), len(self._validation)
         if self._write and any(points) and points != self._drawn:
             self._drawn = points
-            plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
+            try:
+                plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
+            except OSError as error:
+                self._progress.print(f"{self._run_dir / 'loss.png'} could not be drawn: {error.strerror}")
 
     def close(self) -> None:
         """Write out everything, draw loss.png and stop the progress bar."""
@@ -167,8 +171,13 @@ class RunLog:
                 points.append((record["step"], math.nan if value is None else float(value)))
 
     def _record(self, record: dict[str, Any]) -> None:
-        self._file.write(_line(record))
-        self._file.flush()
+        line = _line(record).encode()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            file, problem = self._run_dir / "metrics.jsonl", (error.strerror or str(error)).lower()
+            raise RunError(f"{file} cannot be written: {problem}; the same command goes on") from None
         self._remember(record)
         for name, value in record.items():
             if name not in ("step", "tokens", "seconds", "data_seconds") and math.isfinite(value):

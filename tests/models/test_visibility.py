@@ -94,4 +94,4 @@ def test_a_window_leaves_keys_out():
     """Of a long sequence a block of queries takes no more keys than its window reaches."""
     assert Visibility(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
     assert Visibility(window=9).key_range(256, 384, 1000) == (248, 392)
-    assert CPU.block_of(1000) == 256
+    assert CPU.block_of(1000) == 256 and CPU.block_of(32 * 256) == 256 and CPU.block_of(100_000) == 3125

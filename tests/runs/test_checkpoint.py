@@ -282,8 +282,10 @@ def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tm
 
 
 def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: Path, tmp_path: Path) -> None:
-    """Arrays that can be read but are not those that were written: those of step 10 under the name 20."""
+    """Arrays that can be read but are not those that were written: those of step 10 under the name 20, in one
+    without digests of files, as checkpoints of before are."""
     run = shutil.copytree(written, tmp_path / "run")
+    (run / "checkpoints" / "20" / DIGESTS).unlink()
     shutil.rmtree(run / "checkpoints" / "20" / "state")
     shutil.copytree(run / "checkpoints" / "10" / "state", run / "checkpoints" / "20" / "state")
     checkpoints = Checkpoints(run, small)
