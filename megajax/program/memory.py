@@ -94,7 +94,7 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     return {
         "activations": layers * here * model.hidden_size * width,
         "scores of attention": scores,
-        "logits": tokens * model.padded_vocab_size // split * max(4, width),
+        "logits": tokens * model.padded_vocab_size // split * width,
     }
 
 

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_to_the_byte(mesh, zero, monkeypatch) -> No
     weights, main, moments = kept_bytes(program.layout).values()
     devices = math.prod(mesh)
     activations = 3 * 16 * 24 * 2 * 4 // mesh[1]  # rows, tokens, width, bytes, layers
-    scores, logits = 16 * 16 * 4, 3 * 16 * 128 * 4 // mesh[2]
+    scores, logits = 16 * 16 * 4, 3 * 16 * 128 * 2 // mesh[2]
     for needed, options in (
         (weights + main + moments + activations + scores + logits, {"training": True, "rows": 3}),
         (weights, {"training": False}),
