@@ -15,10 +15,9 @@ import jax
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
 from megajax.data.loader import train_batches
-from megajax.data.samples import Samples
 from megajax.ending import Stopped, keep_traces_in, stop_signals
 from megajax.errors import RunError, UserError
-from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
+from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, start
 from megajax.processes import Poll, is_first_process, on_first_process
 from megajax.program.memory import check_memory
@@ -33,6 +32,7 @@ from megajax.runs.retention import Retention
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
 from megajax.training.summary import parts_of, sample, validation_text, written
+from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 from megajax.validation import validate
 
@@ -119,8 +119,7 @@ class _Run:
         self.step = self.first  # under way
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
-        self.validation: dict[str, Perplexity] | None = None
-        self.has_scored = False  # so that what scores is compiled
+        self.validator = Validator(program, data, self.watchdog)
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
@@ -253,8 +252,12 @@ class _Run:
 
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
-        if loss is None and not (self.stop_signal and self.validation is None):  # who stops doesn't wait for a compiler
-            loss = total_loss(self._evaluate(1))  # of the weights after the step, which nobody has seen yet
+        if loss is None and not (
+            self.stop_signal and self.validator.last is None
+        ):  # who stops doesn't wait for a compiler
+            loss = total_loss(
+                self.validator.evaluate(step, self.state.params, 1)
+            )  # of the weights after the step, which nobody has seen yet
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._saves(step):
@@ -279,45 +282,24 @@ class _Run:
 
     def _validate(self, step: int) -> float | None:
         """The validation loss after a step, logged; None if a signal came meanwhile."""
-        batches = self.config.train.eval_batches
         try:
-            validation = self._evaluate(batches, between=self._look_for_a_signal)
-            named = {
-                name: total_loss(self._evaluate(batches, samples, self._look_for_a_signal))
-                for name, samples in self.data.validation_sets.items()
-            }
+            parts, named = self.validator.validate(step, self.state.params, self._look_for_a_signal)
         except _SignalSeen:
             return None
-        self.validation = validation
-        loss = total_loss(validation)
-        self.log.record_validation(step, loss, named, parts_of(validation))
+        loss = total_loss(parts)
+        self.log.record_validation(step, loss, named, parts_of(parts))
         return loss
-
-    def _evaluate(
-        self, batches: int, samples: Samples | None = None, between: Callable[[], None] = lambda: None
-    ) -> dict[str, Perplexity]:
-        """Every loss by name of the validation split, or of other samples."""
-        doing = COMPUTING if self.has_scored else COMPILING
-
-        def before_batch() -> None:
-            self.watchdog.at(self.step, doing)
-            between()
-
-        samples = samples or self.data.validation
-        found = perplexities(self.program, self.state.params, samples, batches=batches, between=before_batch)
-        self.has_scored = True
-        return found
 
     def _summary(self) -> None:
         steps = self.config.train.steps
-        if self.validation is None:
-            self.validation = self._evaluate(self.config.train.eval_batches)
+        batches = self.config.train.eval_batches
+        validation = self.validator.last or self.validator.evaluate(steps, self.state.params, batches)
         if self.first >= steps:
             _say(
                 f"nothing to train: {self.run_dir} has {self.first} steps already and --train.steps is {steps}; "
                 "for a new run pass another --run-dir, to go on more steps"
             )
-        _say(f"{validation_text(self.validation)} after {max(self.first, steps)} steps")
+        _say(f"{validation_text(validation)} after {max(self.first, steps)} steps")
         if self.seconds:
             _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
         text = sample(self.program, self.state.params, self.data.tokenizer)

@@ -1,0 +1,69 @@
+"""Validations while a run trains: of what its corpora hold back, and of the named sets."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megajax.data.samples import Samples
+from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
+from megajax.program.program import Program
+from megajax.runs.data import RunData
+from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
+
+
+def _nothing() -> None:
+    pass
+
+
+class Validator:
+    """What a start of a run evaluates its weights with.
+
+    Attributes:
+        last: every loss by name over the validation split, of the newest validation; None before the first.
+    """
+
+    def __init__(self, program: Program, data: RunData, watchdog: Watchdog):
+        self._program, self._data, self._watchdog = program, data, watchdog
+        self._doing = COMPILING
+        self.last: dict[str, Perplexity] | None = None
+
+    def validate(
+        self, step: int, params: Any, between: Callable[[], None] = _nothing
+    ) -> tuple[dict[str, Perplexity], dict[str, float]]:
+        """Evaluate the weights after a step on all sets.
+
+        Args:
+            step: it.
+            params: the weights.
+            between: called before every batch; what it raises ends the validation, and `last` stays.
+
+        Returns:
+            Every loss by name over the validation split, and the loss of each named set.
+        """
+        batches = self._program.config.train.eval_batches
+        split = self.evaluate(step, params, batches, between=between)
+        named = {
+            name: total_loss(self.evaluate(step, params, batches, samples, between))
+            for name, samples in self._data.validation_sets.items()
+        }
+        self.last = split
+        return split, named
+
+    def evaluate(
+        self,
+        step: int,
+        params: Any,
+        batches: int,
+        samples: Samples | None = None,
+        between: Callable[[], None] = _nothing,
+    ) -> dict[str, Perplexity]:
+        """Every loss by name over the first `batches` batches (0: all) of some samples, of the validation split if
+        None."""
+
+        def before_batch() -> None:
+            self._watchdog.at(step, self._doing)
+            between()
+
+        samples = samples or self._data.validation
+        found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
+        self._doing = COMPUTING  # what scores is compiled from now on
+        return found
