@@ -11,6 +11,7 @@ from tiny import tiny_config, tiny_program
 from megajax.backend import CPU
 from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, shard_over_data
 from megajax.models.family import CutModel
+from megajax.models.registry import FAMILIES
 from megajax.parallel.borders import F_AND_G
 from megajax.parallel.collectives import spec_axes
 
@@ -90,10 +91,13 @@ def test_one_mesh_axis_splits_one_dim_only():
 
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the staged layers' leading dims, are those of the table."""
-    model = CutModel(tiny_config().model, F_AND_G, CPU)
-    specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
-    assert {name for spec in specs.values() for name in spec} | {"chunks", "stages"} == set(RULES)
-    assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}
+    names = {"chunks", "stages"}
+    for family in FAMILIES:
+        model = CutModel(tiny_config(family=family).model, F_AND_G, CPU)
+        specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
+        names |= {name for spec in specs.values() for name in spec}
+        assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}
+    assert names == set(RULES)
 
 
 def test_weights_are_split_as_in_the_paper():
