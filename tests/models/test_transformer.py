@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.models.transformer import LayerNorm
+from megajax.models.transformer import LayerNorm, gelu
 
 SIZE = 96
 
@@ -57,3 +57,19 @@ def test_the_gradient_is_that_of_the_formula(weights):
     actual = jax.vjp(lambda x, scale, bias: layer_norm(scale, bias)(x), x_BTD, *weights)[1](grad_BTD)
     for gradient, expected in zip(actual, jax.vjp(formula, x_BTD, *weights)[1](grad_BTD), strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gelu_is_that_of_jax(dtype):
+    """Value and derivative, which are written out, over all that is not 0 or linear."""
+    x_BTF = jnp.linspace(-6, 6, 1001, dtype=dtype)[None, None]
+
+    def slope(function):
+        return jax.grad(lambda x: jnp.sum(function(x).astype(jnp.float32)))(x_BTF)
+
+    def theirs(x):
+        return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(dtype)
+
+    rounding = {"float32": 1e-6, "bfloat16": 8e-3}[dtype]
+    for ours, expected in ((gelu(x_BTF), theirs(x_BTF)), (slope(gelu), slope(theirs))):
+        np.testing.assert_allclose(ours.astype(np.float32), expected.astype(np.float32), rtol=rounding, atol=rounding)
