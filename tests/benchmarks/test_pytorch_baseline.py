@@ -117,8 +117,10 @@ def test_losses_and_final_weights_are_ours(order: str):
     final = Baseline(config)
     final.load(jax.device_get(program.layout.to_natural(state)).params)
     weights = dict(baseline.model.named_parameters())
+    by_rounding = STEPS * config.optimizer.learning_rate  # a key's bias changes nothing: Adam moves it all the same
     for name, weight in final.model.named_parameters():
-        np.testing.assert_allclose(weights[name].detach(), weight.detach(), rtol=0, atol=2e-3, err_msg=name)
+        most = by_rounding if name.endswith("key.bias") else 2e-3
+        np.testing.assert_allclose(weights[name].detach(), weight.detach(), rtol=0, atol=most, err_msg=name)
 
 
 def test_recomputed_layers_change_nothing():
