@@ -44,7 +44,7 @@ def main() -> None:
     """Train what is not there yet, then draw and print all."""
     parser = argparse.ArgumentParser(description="Figure 7 of the paper in small.")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args, flags = parser.parse_known_args()
     args.output.mkdir(parents=True, exist_ok=True)
