@@ -53,8 +53,9 @@ class BatchForm:
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """How many targets every loss and every measure has in a batch, a scalar each."""
-        found = {name: (batch[name] != IGNORED).sum() for name in {*self.targets.values(), *self.measures.values()}}
-        return {loss: found[name] for loss, name in (self.targets | self.measures).items()}
+        arrays = self.targets | self.measures
+        found = {name: (batch[name] != IGNORED).sum() for name in dict.fromkeys(arrays.values())}
+        return {loss: found[name] for loss, name in arrays.items()}
 
 
 def text_form(*, with_positions: bool = False) -> BatchForm:
