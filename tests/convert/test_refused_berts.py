@@ -7,19 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hugging_face_bert import bert_tensors, write_bert
+from refusals import assert_setting_refused, refusal
 from tiny import tiny_config
 
 from megajax.convert.bert import EXCHANGE
 from megajax.convert.importing import open_source
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-
-
-def refusal(folder: Path, **overrides) -> str:
-    with pytest.raises(UserError) as error:
-        open_source(folder, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +40,7 @@ def refusal(folder: Path, **overrides) -> str:
     ],
 )
 def test_settings(field: str, value: object, valid: str, tmp_path: Path) -> None:
-    line = refusal(write_bert(tmp_path, **{field: value}))
-    assert "config.json" in line and field in line and re.search(f"valid: .*{valid}", line), line
+    assert_setting_refused(write_bert(tmp_path, **{field: value}), field, valid)
 
 
 def test_what_may_be_left_out(tmp_path: Path) -> None:
