@@ -16,12 +16,13 @@ from megajax.processes import is_first_process, numbers_of_first_process, of_fir
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, natural_bytes
 from megajax.runs import step_folders
+from megajax.runs.failures import in_one_line
 from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import read_metrics
 from megajax.runs.mismatch import check_fits
 from megajax.runs.retention import Retention
 from megajax.runs.stored import FORMAT_NAME, DamagedCheckpoint, Reader, weights_of
-from megajax.runs.writing import Write, in_one_line
+from megajax.runs.writing import Write
 
 _OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
 

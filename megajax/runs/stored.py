@@ -19,8 +19,8 @@ from megajax.processes import all_agree, is_first_process, of_first_process, sum
 from megajax.program.state import TrainState
 from megajax.runs.checksums import part_sums
 from megajax.runs.digests import problem_of, read_json
+from megajax.runs.failures import forget_abandoned, in_one_line
 from megajax.runs.formats import check_known, upgraded, written_as
-from megajax.runs.writing import forget_abandoned, in_one_line
 
 FORMAT_NAME = "format"  # among the arrays' checksums; a checkpoint without it is of format 1
 

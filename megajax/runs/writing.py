@@ -7,11 +7,7 @@ together (`Write.wait`).
 """
 
 import asyncio
-import gc
-import logging
 import os
-import re
-import sys
 import threading
 import time
 import warnings
@@ -27,10 +23,7 @@ from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.checksums import part_sums
 from megajax.runs.digests import read_json, write_digests, write_json
-
-# Orbax reports every file it touches, what it raises, and every other write that it abandons when one fails.
-for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
 
 _PATIENCE = 30.0  # seconds that an end without `wait` waits for other processes
 _POLL = 0.05  # seconds
@@ -60,7 +53,7 @@ class Write:
         self._others: bool | None = None  # whether the other processes have written their parts, once that is known
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
-        _expect_abandoned()
+        expect_abandoned()
         self._thread.start()
 
     @property
@@ -198,39 +191,3 @@ _METADATA = {
     "performance_metrics": {},
     "custom_metadata": {},
 }
-
-
-def forget_abandoned() -> None:
-    """Remove what Orbax left of reads or writes beside one that failed: later, anywhere, it would print tracebacks."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = hook
-
-
-def _expect_abandoned() -> None:
-    """Let writes that Orbax abandons end unheard: TensorStore tells their ends to an event loop that is gone."""
-    before = sys.unraisablehook
-    if getattr(before, "expects_abandoned", False):
-        return
-
-    def hook(unraisable: Any) -> None:
-        if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
-            before(unraisable)
-
-    hook.expects_abandoned = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
-
-
-def in_one_line(error: Exception) -> str:
-    """What an exception of the system, Orbax or TensorStore says."""
-    text = " ".join(str(error).split()).partition(" See full")[0]
-    if code := _SYSTEM.search(text):  # TensorStore's words around it are many
-        return os.strerror(int(code[1] or code[2])).lower()
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror.lower()}: {error.filename}" if error.filename else error.strerror.lower()
-    return (text or type(error).__name__)[:200]
-
-
-_SYSTEM = re.compile(r"os_error_code='(\d{1,4})'|OS error (\d{1,4})")

@@ -1,0 +1,55 @@
+"""What Orbax and TensorStore say, and leave behind, when a read or a write of theirs fails."""
+
+import gc
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+# Orbax reports every file it touches, what it raises, and every other write that it abandons when one fails.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+
+
+def forget_abandoned() -> None:
+    """Remove what Orbax left of reads or writes beside one that failed: later, anywhere, it would print tracebacks.
+
+    What TensorStore still works at lives on until it is done; from now on its end is unheard, too."""
+    expect_abandoned()
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+
+
+def expect_abandoned() -> None:
+    """Let reads and writes that Orbax abandons end unheard: TensorStore tells their ends to an event loop that is gone,
+    and a read that is given up raises."""
+    before = sys.unraisablehook
+    if getattr(before, "expects_abandoned", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        closed = isinstance(error, RuntimeError) and "Event loop is closed" in str(error)
+        given_up = isinstance(error, Exception) and isinstance(error.__cause__, GeneratorExit)
+        if not closed and not given_up:
+            before(unraisable)
+
+    hook.expects_abandoned = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+
+
+def in_one_line(error: Exception) -> str:
+    """What an exception of the system, Orbax or TensorStore says."""
+    text = " ".join(str(error).split()).partition(" See full")[0]
+    if code := _SYSTEM.search(text):  # TensorStore's words around it are many
+        return os.strerror(int(code[1] or code[2])).lower()
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror.lower()}: {error.filename}" if error.filename else error.strerror.lower()
+    return (text or type(error).__name__)[:200]
+
+
+_SYSTEM = re.compile(r"os_error_code='(\d{1,4})'|OS error (\d{1,4})")
