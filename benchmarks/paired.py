@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.batch import IGNORED
+from megajax.batch import pairs_form
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
@@ -157,12 +157,14 @@ def random_arrays(config: Config, step: int) -> dict[str, np.ndarray]:
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     length_B1 = rng.integers(length * 7 // 8, length + 1, (rows, 1), np.int32)
     ids, place_T = rng.integers(0, vocabulary, (rows, length), np.int32), np.arange(length)
-    there, masked = place_T < length_B1, rng.random((rows, length)) < 1 / 7
-    arrays = {
-        "tokens": np.where(there, np.where(masked, 4, ids), 0),
-        "token_types": there & (place_T >= length // 2),
-        "targets": np.where(there & masked, ids, IGNORED),
+    arrays = pairs_form().padding(rows, tokens=length) | {
+        "tokens": np.where(place_T < length_B1, ids, 0),
+        "token_types": (place_T < length_B1) & (place_T >= length // 2),
         "length": length_B1[:, 0],
         "order": rng.integers(0, 2, rows),
     }
+    for row, count in enumerate(length_B1[:, 0] // 7):
+        places = np.sort(rng.choice(int(length_B1[row, 0]), count, replace=False))
+        arrays["places"][row, :count], arrays["targets"][row, :count] = places, ids[row, places]
+        arrays["tokens"][row, places] = 4
     return {name: array.astype(np.int32) for name, array in arrays.items()}

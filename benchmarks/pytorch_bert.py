@@ -1,7 +1,7 @@
 """BERT of `transformers`, the same function of the same weights as `megajax.models.bert`, on one device:
 `MegatronBertForPreTraining` for the layer order "pre", `BertForPreTraining` for "post".
 
-Letters: B batch, T tokens, V vocabulary, C classes.
+Letters: B batch, T tokens, M masked tokens, V vocabulary, C classes.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ _CLASSES = {
 class Bert(nn.Module):
     """The model up to its losses."""
 
-    inputs = ("tokens", "token_types", "targets", "length", "order")
+    inputs = ("tokens", "token_types", "places", "targets", "length", "order")
     residual = ("output.dense.weight",)  # end the names of the weights before the residual additions
 
     def __init__(self, config: ModelConfig):
@@ -46,15 +46,23 @@ class Bert(nn.Module):
         self.config, self.padded = config, config.padded_vocab_size - config.vocab_size
 
     def forward(
-        self, tokens_BT: Tensor, types_BT: Tensor, targets_BT: Tensor, length_B: Tensor, order_B: Tensor
+        self,
+        tokens_BT: Tensor,
+        types_BT: Tensor,
+        places_BM: Tensor,
+        targets_BM: Tensor,
+        length_B: Tensor,
+        order_B: Tensor,
     ) -> Tensor:
-        """Sums of the cross-entropy over the masked tokens, and over the samples of two segments, in fp32; [2]."""
+        """Sums of the cross-entropy over the masked tokens, and over the samples of two segments, in fp32; [2].
+        transformers computes the logits of all tokens."""
         there_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < length_B[:, None]
         found = self.model(input_ids=tokens_BT, token_type_ids=types_BT, attention_mask=there_BT.long())
         logits_BTV = found.prediction_logits
         if self.padded:
             logits_BTV = logits_BTV[..., : self.config.vocab_size]
-        masked = _loss_sum(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        row_B1 = torch.arange(len(logits_BTV), device=logits_BTV.device)[:, None]
+        masked = _loss_sum(logits_BTV[row_B1, places_BM].flatten(0, 1), targets_BM.flatten())
         return torch.stack([masked, _loss_sum(found.seq_relationship_logits, order_B)])
 
     @staticmethod

@@ -4,7 +4,8 @@ A batch is a dict of arrays, int32 [rows, *dims]. Whoever makes, loads, places o
 model of other arrays is another `BatchForm`, and nothing else.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ class Entry:
     """One array of a batch.
 
     Attributes:
-        dims: names of its dims after the rows; their sizes come from elsewhere.
+        dims: names of its dims after the rows, `tokens` or one of the form's `sizes`.
         padding: what stands where there is nothing: after the end of a text, and in rows without a sample.
     """
 
@@ -36,19 +37,22 @@ class BatchForm:
         entries: every array by name.
         targets: for every loss by name the array whose entries other than `IGNORED` it predicts.
         measures: the same for every mean that is watched, not trained.
+        sizes: of every dim but `tokens` by name, how it follows from the sequence length.
     """
 
     entries: Mapping[str, Entry]
     targets: dict[str, str]
     measures: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, Callable[[int], int]] = field(default_factory=dict)
 
-    def shapes(self, rows: int, **sizes: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every array of so many rows, from the sizes of the dims by name."""
+    def shapes(self, rows: int, *, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shape of every array of so many rows of so many tokens."""
+        sizes = {"tokens": tokens} | {dim: size(tokens) for dim, size in self.sizes.items()}
         return {name: (rows, *(sizes[dim] for dim in entry.dims)) for name, entry in self.entries.items()}
 
-    def padding(self, rows: int, **sizes: int) -> dict[str, npt.NDArray[np.int32]]:
+    def padding(self, rows: int, *, tokens: int) -> dict[str, npt.NDArray[np.int32]]:
         """A batch in which there is nothing."""
-        shapes = self.shapes(rows, **sizes)
+        shapes = self.shapes(rows, tokens=tokens)
         return {name: np.full(shapes[name], entry.padding, np.int32) for name, entry in self.entries.items()}
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,22 +73,32 @@ def text_form(*, with_positions: bool = False) -> BatchForm:
     return BatchForm(entries, targets={"next_token": "targets"})
 
 
-def pairs_form() -> BatchForm:
-    """Two segments of text, `[CLS] A [SEP] B [SEP]`, or one, with masked tokens.
+def most_masked(sequence_length: int) -> int:
+    """How many tokens of a sequence can be chosen at most: the 15% that are on average, some more for words of many
+    pieces, and as many as make it a multiple of 8."""
+    return min(sequence_length, 8 * math.ceil((0.15 * sequence_length + 16) / 8))
 
-    `tokens` [T] and `token_types` [T], 0 up to the first `[SEP]` and 1 after it; `targets` [T], what stood where tokens
-    were chosen; of every row `length`, its tokens without padding, and `order`: 0 where the segments follow each other
-    as in the text, 1 where they were swapped, `IGNORED` where there is one only.
+
+def pairs_form() -> BatchForm:
+    """Two segments of text, `[CLS] A [SEP] B [SEP]`, or one, with masked tokens, of which there are up to M
+    (`most_masked`).
+
+    `tokens` [T] and `token_types` [T], 0 up to the first `[SEP]` and 1 after it; `places` [M], where tokens were
+    chosen, ascending, and `targets` [M], what stood there; of every row `length`, its tokens without padding, and
+    `order`: 0 where the segments follow each other as in the text, 1 where they were swapped, `IGNORED` where there is
+    one only.
     """
-    tokens, of_row = ("tokens",), ()
+    tokens, masked, of_row = ("tokens",), ("masked",), ()
     return BatchForm(
         {
             "tokens": Entry(tokens),
             "token_types": Entry(tokens),
-            "targets": Entry(tokens, IGNORED),
+            "places": Entry(masked),
+            "targets": Entry(masked, IGNORED),
             "length": Entry(of_row),
             "order": Entry(of_row, IGNORED),
         },
         targets={"masked_lm": "targets", "sentence_order": "order"},
         measures={"accuracy/sentence_order": "order"},
+        sizes={"masked": most_masked},
     )

@@ -1,7 +1,7 @@
 """From a user's text to a tokenized corpus in the run directory."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,15 @@ from megajax.data.report import (
 )
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import (
+    Kind,
+    is_tokenizer_folder,
+    load_tokenizer,
+    train_tokenizer,
+    training_part,
+)
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
-
-TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on; of a larger corpus documents at even distances
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ def _tokenize(
 ) -> None:
     started = time.perf_counter()
     if tokenizer is None:
-        tokenizer = train_tokenizer(evenly(documents, TRAINING_BYTES / max(documents.size, 1)), vocab_size, kind)
+        tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
     trained = time.perf_counter()
     if sentences:
         WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
@@ -270,13 +274,6 @@ def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
         return {}
     counts = count_sentences(tokens)
     return {"sentences": counts.sentences, "single_sentence_documents": counts.single}
-
-
-def evenly(documents: Iterable[str], share: float) -> Iterator[str]:
-    """A share of the documents at even distances; all of them if it is 1 or more."""
-    for number, text in enumerate(documents):
-        if share >= 1 or int((number + 1) * share) > int(number * share):
-            yield text
 
 
 def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:

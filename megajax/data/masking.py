@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
+from megajax.batch import most_masked
 from megajax.data.bits import Bits
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
@@ -19,6 +19,7 @@ SHARE = 0.15  # of a sample's tokens, special ones included, that are chosen
 _LENGTHS = (1,) * 6 + (2,) * 3 + (3,) * 2  # in words, in proportion to 1 / n: 6/11, 3/11, 2/11
 _TRIES = 20  # for a place for so many words
 _LOW, _HALF, _TEN = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(10)
+_NOWHERE = np.empty(0, np.int32)
 _SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 
@@ -69,11 +70,13 @@ class Masked(NamedTuple):
 
     Attributes:
         tokens: as the model sees them, int32 [N].
-        targets: what stood at the chosen places, `IGNORED` elsewhere, int32 [N].
+        places: of the chosen ones, ascending, int32; at most `most_masked(N)`.
+        targets: what stood there, int32.
         spans: first token, the token after the last, and number of words of what was chosen at a time.
     """
 
     tokens: npt.NDArray[np.int32]
+    places: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     spans: list[tuple[int, int, int]]
 
@@ -93,18 +96,16 @@ def masked(
     """
     begins = _words(tokens_N, special_N, vocabulary.continues)
     taken = bytearray(special_N[begins].tobytes())
-    spans = _choose([*begins.tolist(), len(tokens_N)], taken, SHARE * len(tokens_N), bits)
-    chosen_N = np.zeros(len(tokens_N), bool)
-    for begin, end, _ in spans:
-        chosen_N[begin:end] = True
-    before = tokens_N[chosen_N]
-    raw = bits.raw(len(before))
+    borders = [*begins.tolist(), len(tokens_N)]
+    spans = _choose(borders, taken, SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
+    places = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end, _ in spans] or [_NOWHERE])
+    targets = tokens_N[places]
+    raw = bits.raw(len(targets))
     tenth, high = (raw & _LOW) % _TEN, raw >> _HALF
     random = vocabulary.replacements[(high * np.uint64(len(vocabulary.replacements))) >> _HALF]
-    tokens, targets = tokens_N.copy(), np.full(len(tokens_N), IGNORED, np.int32)
-    tokens[chosen_N] = np.where(tenth < 8, vocabulary.mask, np.where(tenth < 9, random, before))
-    targets[chosen_N] = before
-    return Masked(tokens, targets, spans)
+    tokens = tokens_N.copy()
+    tokens[places] = np.where(tenth < 8, vocabulary.mask, np.where(tenth < 9, random, targets))
+    return Masked(tokens, places, targets, spans)
 
 
 def _words(
@@ -120,21 +121,23 @@ def _words(
     return np.flatnonzero(begins_N)
 
 
-def _choose(borders: list[int], taken: bytearray, budget: float, bits: Bits) -> list[tuple[int, int, int]]:
+def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits: Bits) -> list[tuple[int, int, int]]:
     """Runs of words that have no word in common.
 
     Their number of words is drawn first, then a place where so many words in a row are free; only where there is none
     are they fewer. The last run, which has more tokens than the budget still allows, is taken with the probability that
-    makes the expected number of tokens the budget; the first one always, of fewer words if need be.
+    makes the expected number of tokens the budget; the first one always, of fewer words if need be. What would make
+    them too many is not taken.
 
     Args:
         borders: the first token of every word, and the token after the last one, [W + 1].
         taken: 1 for the words that cannot be chosen, [W]; those chosen are added.
         budget: tokens expected, but at least one.
+        most: tokens that may be chosen.
         bits: what is drawn.
     """
     spans: list[tuple[int, int, int]] = []
-    left = max(1.0, budget)
+    left, room = max(1.0, budget), most
     while left > 1e-6:
         count = _LENGTHS[bits.below(len(_LENGTHS))]
         while (first := _place(taken, count, bits)) < 0 and count > 1:
@@ -147,9 +150,11 @@ def _choose(borders: list[int], taken: bytearray, budget: float, bits: Bits) -> 
         end = borders[first + count]
         if spans and end - begin > left and not bits.happens(left / (end - begin)):
             break
-        spans.append((begin, end, count))
         taken[first : first + count] = b"\1" * count
-        left -= end - begin
+        if end - begin > room:
+            continue
+        spans.append((begin, end, count))
+        left, room = left - (end - begin), room - (end - begin)
     return sorted(spans)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, pairs_form
+from megajax.batch import IGNORED, most_masked, pairs_form
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
@@ -228,10 +228,12 @@ def _sample(
     result = masked(tokens_N, special_N, vocabulary, bits)
     types_T = np.zeros(sequence_length, np.int32)
     types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
+    most = most_masked(sequence_length)
     return {
         "tokens": _filled(result.tokens, sequence_length, vocabulary.pad),
         "token_types": types_T,
-        "targets": _filled(result.targets, sequence_length, IGNORED),
+        "places": _filled(result.places, most, 0),
+        "targets": _filled(result.targets, most, IGNORED),
         "length": np.array(len(tokens_N), np.int32),
         "order": np.array(order, np.int32),
     }

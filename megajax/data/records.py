@@ -6,7 +6,6 @@ Reading records is separate from taking their texts out of them (`text_of`), so 
 import codecs
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, NoReturn
@@ -14,13 +13,13 @@ from typing import IO, Any, Literal, NamedTuple, NoReturn
 from megajax import reading
 from megajax.data import compressed
 from megajax.data.library import DOCSTRINGS, SKIPPED_FOLDERS, WORDS, library_folder, prose
+from megajax.data.pieces import check_length, joined, pieces, separated
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
 
-_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _BLOCK_BYTES = 1 << 20
 _ROWS = 256  # of a Parquet file in memory at once
 _ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once may stand in all of them
@@ -162,12 +161,12 @@ class TextFiles:
                 blocks = _decoded(content, file, self._flag)
                 texts: Iterable[str]
                 if not cut:
-                    texts = [_joined(blocks)]
+                    texts = [joined(blocks)]
                 elif _contains(file, END_OF_TEXT.encode()):
-                    texts = _separated(blocks, END_OF_TEXT)
+                    texts = separated(blocks, END_OF_TEXT)
                 else:
                     size = self.sizes[index] if content is raw else DOCUMENT_CHARACTERS * 16
-                    texts = _pieces(blocks, target=min(DOCUMENT_CHARACTERS, size // 16 + 1))
+                    texts = pieces(blocks, target=min(DOCUMENT_CHARACTERS, size // 16 + 1))
                 for number, text in enumerate(texts, start=1):
                     yield Record(index, number, "text", text), raw.tell()
 
@@ -248,7 +247,7 @@ def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
                 done += len(batch)
                 for value in batch.column(0):
                     text = value.as_py() or ""
-                    _check_length([text])
+                    check_length([text])
                     yield text, file.stat().st_size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:
         raise compressed.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
@@ -283,60 +282,3 @@ def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
         if not block:
             return
         offset += len(block)
-
-
-def _separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
-    parts: list[str] = []  # of a text that has not ended
-    tail = ""  # its end, in which the separator may have begun
-    for block in blocks:
-        first, *others = (tail + block).split(separator)
-        for text in others:
-            yield _joined([*parts, first]).strip("\r\n")
-            parts, first = [], text
-        parts.append(first[: -len(separator)])
-        tail = first[-len(separator) :]
-        _check_length(parts)
-    yield _joined([*parts, tail]).strip("\r\n")
-
-
-def _joined(blocks: Iterable[str]) -> str:
-    """One document of several blocks."""
-    parts: list[str] = []
-    for block in blocks:
-        parts.append(block)
-        _check_length(parts)
-    return "".join(parts)
-
-
-def _check_length(parts: Sequence[str]) -> None:
-    """Raises `TooLong` where parts are more than one document may be."""
-    if sum(map(len, parts)) > reading.LINE_BYTES:
-        raise reading.TooLong(f"more than {reading.LINE_BYTES >> 20} MiB as one text; valid: at most that")
-
-
-def _pieces(blocks: Iterable[str], target: int) -> Iterator[str]:
-    """A text in pieces of about `target` characters, at most four times as many."""
-    longest = 4 * target
-    pending, start = "", 0
-    for block in blocks:
-        pending, start = pending[start:] + block, 0
-        while len(pending) - start >= longest:
-            end = _end_of_piece(pending, start + target, start + longest)
-            yield pending[start:end]
-            start = end
-    while start < len(pending):
-        end = _end_of_piece(pending, start + target, start + longest)
-        yield pending[start:end]
-        start = end
-
-
-def _end_of_piece(text: str, earliest: int, latest: int) -> int:
-    """Where to cut, from `earliest` to `latest`: after blank lines, without those after a line, else after a word."""
-    blank_lines = _BLANK_LINES.search(text, earliest, latest)
-    if blank_lines:
-        return blank_lines.end()
-    for separator in "\n", " ":
-        found = text.find(separator, earliest, latest)
-        if found >= 0:
-            return found + 1
-    return latest

@@ -1,6 +1,6 @@
 """The tokenizers there are: byte-level BPE and WordPiece, learned from documents or read from a folder."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from megajax.errors import UserError
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
 Kind = Literal["bpe", "wordpiece"]
 WORDPIECE_FILES = (("vocab.txt",),)
+TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
 
 
 def train_tokenizer(
@@ -34,6 +35,14 @@ def train_tokenizer(
     """
     learn = BytePairTokenizer.learn if kind == "bpe" else WordPieceTokenizer.learn
     return learn(documents, vocab_size, flag)
+
+
+def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
+    """What a tokenizer is trained on of documents of so many bytes: all, or, of more, some at even distances."""
+    share = TRAINING_BYTES / max(size, 1)
+    for number, text in enumerate(documents):
+        if share >= 1 or int((number + 1) * share) > int(number * share):
+            yield text
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:

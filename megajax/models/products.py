@@ -16,7 +16,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         "MLP up": (hidden, model.mlp_size),
         "MLP down": (model.mlp_size, hidden),
     }
-    yield from _with_weights(model, sequences, shapes, layers)
+    yield from _with_weights(sequences * model.sequence_length, shapes, layers)
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
     for start in range(0, length, query_block):
         end = min(start + query_block, length)
@@ -29,15 +29,12 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         yield MatrixProduct(f"attention gradients, keys up to {keys}", 2 * layers, heads, head_size, block, keys)
 
 
-def head_products(model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:
-    """Products of every token with weights [inner, columns] after the layers, by name."""
-    return _with_weights(model, sequences, shapes, 1)
+def head_products(tokens: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:
+    """Products of so many tokens with weights [inner, columns] after the layers, by name."""
+    return _with_weights(tokens, shapes, 1)
 
 
-def _with_weights(
-    model: ModelConfig, sequences: int, shapes: Mapping[str, tuple[int, int]], count: int
-) -> Iterator[MatrixProduct]:
-    tokens = sequences * model.sequence_length
+def _with_weights(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int) -> Iterator[MatrixProduct]:
     for name, (inner, columns) in shapes.items():
         yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
         yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)

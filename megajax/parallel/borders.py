@@ -6,14 +6,14 @@ LayerNorm, dropout and the residual path work on a device's own tokens, and the 
 all-gather and reduce-scatter, which together move the bytes of the one all-reduce they replace.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, gather_shards, own_shard, scatter_sum
+from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, gather_shards, own_shard, scatter_sum, vary
 
 TOKENS = 1  # the dim of x_BTD that sequence parallelism shards
 
@@ -27,15 +27,19 @@ class Borders:
         sequence_parallel: activations between the regions are sharded along the sequence, over `tensor`.
         regather: what sequence parallelism gathered for a matrix product is not kept for the backward pass, but
             gathered again. Without need where the layer as a whole is recomputed.
+        chosen: activations between the regions are those of chosen tokens (`of_chosen`).
     """
 
     vocabulary: Axes = TENSOR
     sequence_parallel: bool = False
     regather: bool = True
+    chosen: bool = False
 
     def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
         """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient is
         reduce-scattered."""
+        if self.chosen:  # counts as varying where a weight has touched it, and the gradient is summed behind that
+            return vary(x_BTD, (axes,) if isinstance(axes, str) else axes)
         if not self.sequence_parallel:
             return f(x_BTD, axes)
         return self._over_others(f, gather_shards(x_BTD, TOKENS, TENSOR), axes)
@@ -60,12 +64,33 @@ class Borders:
         """Of an array with an entry for every token along `dim`, the entries of this device's tokens."""
         return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
 
+    def at_places(self, x_BTD: Array, places_BM: Array) -> Array:
+        """An activation between the regions at these places of the sequence, on every device of a tensor group,
+        [B, M, D]; with sequence parallelism each looks up those that it has, and `g` adds them up."""
+        if not self.sequence_parallel:
+            return _rows_at(x_BTD, places_BM)
+        size = x_BTD.shape[TOKENS]
+        own_BM = places_BM - axis_index(TENSOR) * size
+        here_BM = (own_BM >= 0) & (own_BM < size)
+        found_BMD = _rows_at(x_BTD, jnp.clip(own_BM, 0, size - 1))
+        return g(jnp.where(here_BM[..., None], found_BMD, jnp.zeros((), x_BTD.dtype)), TENSOR)
+
+    @property
+    def of_chosen(self) -> "Borders":
+        """Those of what follows `at_places`, which is not sharded along the sequence. With sequence parallelism the
+        weights between the regions count as varying over `tensor` all the same."""
+        return replace(self, sequence_parallel=False, chosen=True) if self.sequence_parallel else self
+
     def of_first_token(self, values: Any) -> Any:
         """Numbers that each device computed of the first token it has, as they are of the sequence's first token."""
         if not self.sequence_parallel:
             return values
         here = axis_index(TENSOR) == 0
         return g(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values), TENSOR)
+
+
+def _rows_at(x_BTD: Array, places_BM: Array) -> Array:
+    return jnp.take_along_axis(x_BTD, places_BM[..., None], axis=1, mode="clip")
 
 
 F_AND_G = Borders()  # the paper's

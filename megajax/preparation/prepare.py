@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from megajax import reading
-from megajax.data.corpus import TRAINING_BYTES, evenly
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedWriter, dataset_files
 from megajax.data.prepared import tokenizer_folder
@@ -15,7 +14,7 @@ from megajax.data.records import Record, TextFiles, valid_paths
 from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.options import check
 from megajax.preparation import duplicates
@@ -194,7 +193,7 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
             show.begin(f"training the tokenizer ({given})")
             size = sum(int(work.load("clean", shard, "starts")[0][-1]) for shard in range(num_shards))
             texts: Iterator[str] = (text for shard in range(num_shards) for text in work.texts(shard) if text)
-            texts = evenly(texts, TRAINING_BYTES / max(size, 1))
+            texts = training_part(texts, size)
             tokenizer = train_tokenizer(texts, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
         else:
             tokenizer = load_tokenizer(given, flag="--tokenizer")

@@ -91,10 +91,12 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     scores = block * model.sequence_length * max(4, width) if rows and not backend.fused_attention else 0  # of a head
     split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
     here = tokens // (config.mesh.tensor if config.sequence_parallel else 1)
+    shapes = program.form.shapes(rows, tokens=model.sequence_length)
+    predicted = max(math.prod(shapes[name]) for name in program.form.targets.values())
     return {
         "activations": layers * here * model.hidden_size * width,
         "scores of attention": scores,
-        "logits": tokens * model.padded_vocab_size // split * width,
+        "logits": predicted * model.padded_vocab_size // split * width,
     }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
+from megajax.batch import IGNORED, pairs_form
 from megajax.config import Config
 from megajax.data.gpt import document_positions
 from megajax.program.program import batch_form
@@ -34,20 +34,23 @@ def _text(config: Config, rng: np.random.Generator) -> Batch:
 
 def _pairs(config: Config, rng: np.random.Generator) -> Batch:
     """Rows of half the sequence and more, a quarter of them of one segment; up to three tenths of the tokens are
-    masked, unevenly over rows."""
+    masked, unevenly over rows, as far as a row has places for them."""
     rows, length = config.train.global_batch, config.model.sequence_length
     ids = rng.integers(0, config.model.vocab_size, (rows, length), np.int32)
     length_B = rng.integers(-(-length // 2), length + 1, rows, np.int32)
     first_B = np.where(rng.random(rows) < 1 / 4, length_B, rng.integers(1, length_B + 1, dtype=np.int32))
     place_T = np.arange(length)
     there = place_T < length_B[:, None]
-    masked = there & (rng.random((rows, length)) < np.linspace(0.0, 0.3, rows)[:, None])
-    shown = np.where(masked, rng.integers(0, config.model.vocab_size, (rows, length), np.int32), ids)
     order = np.where(first_B < length_B, rng.integers(0, 2, rows, np.int32), np.int32(IGNORED))
-    return {
-        "tokens": np.where(there, shown, np.int32(0)),
+    batch = pairs_form().padding(rows, tokens=length) | {
+        "tokens": np.where(there, ids, np.int32(0)),
         "token_types": (there & (place_T >= first_B[:, None])).astype(np.int32),
-        "targets": np.where(masked, ids, np.int32(IGNORED)),
         "length": length_B,
         "order": order.astype(np.int32),
     }
+    for row, share in enumerate(np.linspace(0.0, 0.3, rows)):
+        count = min(int(share * length_B[row]), batch["places"].shape[1])
+        places = np.sort(rng.choice(int(length_B[row]), count, replace=False))
+        batch["places"][row, :count], batch["targets"][row, :count] = places, ids[row, places]
+        batch["tokens"][row, places] = rng.integers(0, config.model.vocab_size, count, np.int32)
+    return batch

@@ -31,6 +31,7 @@ from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.training.describe import describe
 from megajax.training.run_log import RunLog
+from megajax.training.skips import SkippedSteps
 from megajax.training.summary import parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
@@ -103,8 +104,7 @@ class _Run:
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
         self.state = self._restore()
         self.first = self.checkpoints.saved or 0
-        self.skipped = self.first - int(self.state.step)  # steps without an update, in all and since the last with one
-        self.skipped_in_row = 0
+        self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.log = RunLog(
             run_dir,
             total_steps=config.train.steps,
@@ -216,34 +216,23 @@ class _Run:
         metrics = {name: float(value) for name, value in pending.metrics.items()}
         self.stop_signal, over = pending.asked()
         self.minutes_over = bool(over)
-        was_skipped = bool(metrics.pop("skipped"))
         parts = {name: metrics.pop(name) for name in list(metrics) if "/" in name}
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
         tokens = self.config.train.global_batch * self.config.model.sequence_length
-        self.skipped += was_skipped
-        self.skipped_in_row = self.skipped_in_row + 1 if was_skipped else 0
+        reason = self.skipped.count(pending.step, metrics)
+        del metrics["skipped"]
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        self.log.record_step(pending.step, **metrics, parts=parts, skipped_steps=self.skipped, tokens=tokens, **times)
-        if was_skipped:
-            self._report_skip(pending.step, metrics)
-
-    def _report_skip(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a step that every device left out; more than `max_skipped` in a row end the run."""
-        reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
-        most = self.config.optimizer.max_skipped
-        if self.skipped_in_row > most:
-            self._stop(
-                f"{reason}: {self.skipped_in_row} steps in a row could not be used (--optimizer.max-skipped {most})"
-            )
-        if self.config.precision == "fp16":
-            reason += f" with loss scale {metrics['loss_scale']:g}"
-        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            reason += f", far above the recent ones (--optimizer.skip-above {self.config.optimizer.skip_above:g})"
-        self.log.print(f"{reason}: skipped")
+        self.log.record_step(
+            pending.step, **metrics, parts=parts, skipped_steps=self.skipped.total, tokens=tokens, **times
+        )
+        if self.skipped.too_many:
+            self._stop(reason)
+        if reason:
+            self.log.print(f"{reason}: skipped")
 
     def _stop(self, reason: str) -> NoReturn:
         with contextlib.suppress(RunError):  # of a write that failed: the reason comes first

@@ -57,7 +57,9 @@ def peer_logits(peer: Any, batch: dict[str, np.ndarray]) -> tuple[Any, Any]:
 def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients by name: the mean over the masked tokens plus the mean over the rows of two segments."""
     total = 0.0
-    for logits, name in zip(peer_logits(peer, batch), ("targets", "order"), strict=True):
+    masked_BTV, order_BC = peer_logits(peer, batch)
+    masked_BMV = masked_BTV[torch.arange(len(masked_BTV))[:, None], torch.tensor(batch["places"], dtype=torch.long)]
+    for logits, name in ((masked_BMV, "targets"), (order_BC, "order")):
         targets = torch.tensor(batch[name].ravel(), dtype=torch.long)
         rows = logits.reshape(-1, logits.shape[-1])
         total = total + torch.nn.functional.cross_entropy(rows, targets, ignore_index=IGNORED)

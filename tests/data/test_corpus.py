@@ -237,7 +237,7 @@ def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypat
         return train_tokenizer(used, vocab_size, kind)
 
     monkeypatch.setattr("megajax.data.corpus.train_tokenizer", record)
-    monkeypatch.setattr("megajax.data.corpus.TRAINING_BYTES", TextDocuments(source).size // 4)
+    monkeypatch.setattr("megajax.data.tokenizers.TRAINING_BYTES", TextDocuments(source).size // 4)
     assert texts_of(make_corpus(source, "", 300, tmp_path / "run")) == TEXTS
     numbers = [TEXTS.index(text) for text in used]
     assert set(np.diff(numbers)) <= {4, 5}  # about a quarter, at even distances

@@ -1,11 +1,13 @@
 """Masking of single samples, by its properties; its statistics are in test_pairs.py."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.batch import IGNORED
+from megajax.batch import most_masked
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.masking import WordPieces, masked
 from megajax.data.tokenizers import train_tokenizer
@@ -36,11 +38,14 @@ def test_any_sample(segments, key):
     special_N = np.isin(tokens_N, SPECIAL)
     found = masked(tokens_N, special_N, PIECES, Bits(key_of(key)))
     again = masked(tokens_N, special_N, PIECES, Bits(key_of(key)))
-    assert (found.tokens == again.tokens).all() and (found.targets == again.targets).all()
-    assert found.tokens.dtype == found.targets.dtype == np.int32
-    chosen_N = found.targets != IGNORED
-    assert chosen_N.any() and not (chosen_N & special_N).any()
-    assert (found.targets[chosen_N] == tokens_N[chosen_N]).all()
+    for one, other in zip(found[:3], again[:3], strict=True):
+        assert (one == other).all() and one.dtype == np.int32
+    assert (np.diff(found.places) > 0).all()
+    chosen_N = np.isin(np.arange(len(ids)), found.places)
+    begins = [place for place in range(len(ids)) if special_N[place] or special_N[place - 1] or ids[place] < 45]
+    sizes = [end - begin for begin, end in itertools.pairwise(begins) if not special_N[begin]]
+    assert chosen_N.any() == (min(sizes) <= most_masked(len(ids))) and not (chosen_N & special_N).any()
+    assert (found.targets == tokens_N[chosen_N]).all()
     assert (found.tokens[~chosen_N] == tokens_N[~chosen_N]).all()
     assert not np.isin(found.tokens[chosen_N], [0, 1, 2, 3]).any()
     inner = ~special_N[1:] & ~special_N[:-1] & PIECES.continues[tokens_N[1:]]
@@ -51,8 +56,8 @@ def test_any_sample(segments, key):
         starts = [begin, *(place for place in range(begin + 1, end) if not PIECES.continues[ids[place]])]
         assert len(starts) == count <= 3 and not special_N[begin:end].any()
     assert (covered == chosen_N).all()
-    largest = max(end - begin for begin, end, _ in found.spans)
-    assert chosen_N.sum() <= max(1, 0.15 * len(ids)) + largest
+    largest = max((end - begin for begin, end, _ in found.spans), default=0)
+    assert chosen_N.sum() <= min(max(1, 0.15 * len(ids)) + largest, most_masked(len(ids)))
 
 
 @pytest.mark.parametrize("length", [4, 13, 27, 125, 510])
@@ -64,7 +69,7 @@ def test_the_expected_number_is_the_budget(length):
         ids = np.where(rng.random(length - 2) < 0.3, 60, 6)
         tokens_N = np.array([2, *ids, 3], np.int32)
         found = masked(tokens_N, np.isin(tokens_N, SPECIAL), PIECES, Bits(key_of(1), number))
-        counts.append((found.targets != IGNORED).sum())
+        counts.append(len(found.targets))
     error = np.std(counts) / 2000**0.5
     expected = 0.15 * length
     if expected >= 4:
@@ -78,7 +83,7 @@ def test_every_word_is_as_likely():
     tokens_N = np.array([2, *range(5, 45), 3], np.int32)
     times = np.zeros(42)
     for number in range(4000):
-        times += masked(tokens_N, np.isin(tokens_N, SPECIAL), PIECES, Bits(key_of(2), number)).targets != IGNORED
+        times[masked(tokens_N, np.isin(tokens_N, SPECIAL), PIECES, Bits(key_of(2), number)).places] += 1
     share = times[3:-3] / 4000
     assert share == pytest.approx(share.mean(), abs=0.025)
 

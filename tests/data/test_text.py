@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.records import DOCUMENT_CHARACTERS, _decoded, _pieces
+from megajax.data.pieces import pieces
+from megajax.data.records import DOCUMENT_CHARACTERS, _decoded
 from megajax.data.text import TextDocuments
 from megajax.errors import UserError
 
@@ -42,10 +43,10 @@ def test_pieces_depend_on_the_text_only_and_are_bounded(text, sizes, target):
     for size in sizes:
         blocks.append(rest[:size])
         rest = rest[size:]
-    pieces = list(_pieces([*blocks, rest], target))
-    assert pieces == list(_pieces([text], target))
-    assert "".join(pieces) == text
-    assert all(0 < len(piece) <= 4 * target for piece in pieces)
+    found = list(pieces([*blocks, rest], target))
+    assert found == list(pieces([text], target))
+    assert "".join(found) == text
+    assert all(0 < len(piece) <= 4 * target for piece in found)
 
 
 def test_cutting_can_be_turned_off(tmp_path):

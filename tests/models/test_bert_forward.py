@@ -60,8 +60,11 @@ class NumpyBert(Plain):
     def scores(self, batch: dict) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """For both losses by name: of every target its cross-entropy, and whether it is found."""
         found = {}
-        for name, logits, targets in zip(
-            ("masked_lm", "sentence_order"), self.logits(batch), (batch["targets"], batch["order"]), strict=True
+        masked_BTV, order_BC = self.logits(batch)
+        masked_BMV = np.take_along_axis(masked_BTV, batch["places"][..., None], 1)
+        for name, logits, targets in (
+            ("masked_lm", masked_BMV, batch["targets"]),
+            ("sentence_order", order_BC, batch["order"]),
         ):
             hit = np.where(targets == IGNORED, IGNORED, logits.argmax(-1) == targets)
             found[name] = cross_entropy(logits, targets), hit

@@ -1,6 +1,6 @@
 """BERT as a family of models."""
 
-from megajax.batch import pairs_form
+from megajax.batch import most_masked, pairs_form
 from megajax.models.bert.model import Bert
 from megajax.models.config import ModelConfig
 from megajax.models.family import Family
@@ -10,11 +10,11 @@ from megajax.models.products import head_products, layer_products
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
     """All products of a step; those of the order head, of one token a sequence, are left out."""
-    size = model.hidden_size
+    size, masked = model.hidden_size, most_masked(model.sequence_length)
     heads = {"head": (size, model.padded_vocab_size), "head, dense layer": (size, size)}
     return [
         *layer_products(model, sequences, query_block, causal=False),
-        *head_products(model, sequences, heads),
+        *head_products(sequences * masked, heads),
     ]
 
 

@@ -27,17 +27,17 @@ class MaskedHead(nnx.Module):
     Dense layer and LayerNorm are duplicated on the devices of a tensor group, as the LayerNorms of the layers are.
     """
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
-        self.vocab_size, self.borders, self.backend = config.vocab_size, borders, backend
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, backend: Backend):
+        self.vocab_size, self.backend = config.vocab_size, backend
         size = config.hidden_size
         self.dense = Linear(normal(key / "dense", config.init_std), size, size, backend)
         self.norm = LayerNorm(size, epsilon)
         self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
 
-    def __call__(self, x_BTD: Array, table_VD: Array) -> Array:
-        """This device's columns of the logits."""
+    def __call__(self, x_BTD: Array, table_VD: Array, borders: Borders) -> Array:
+        """This device's columns of the logits of tokens between these borders."""
         x_BTD = self.norm(gelu(self.dense(x_BTD)))
-        return output_logits(x_BTD, table_VD, self.vocab_size, self.borders, self.backend, self.bias[...])
+        return output_logits(x_BTD, table_VD, self.vocab_size, borders, self.backend, self.bias[...])
 
 
 class OrderHead(nnx.Module):

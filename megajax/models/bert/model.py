@@ -3,7 +3,7 @@ tokens and one for the order of two segments.
 
 `model.layer_order` is the paper's figure 7: "pre" (b) has a LayerNorm before attention and MLP and a final one, none on
 the embedding; "post" (a), the original, has one after each residual addition and on the embedding. Letters: B batch,
-T tokens, D model, V vocabulary.
+T tokens, M masked tokens, D model, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Bert(nnx.Module):
         self.order = config.layer_order
         form = LayerForm(self.order, LAYER_NORM_EPSILON, gelu)
         self.blocks = stacked(lambda n: Block(config, form, key / "blocks" / n, borders, backend), self.num_layers)
-        self.masked = MaskedHead(config, LAYER_NORM_EPSILON, key / "masked", borders, backend)
+        self.masked = MaskedHead(config, LAYER_NORM_EPSILON, key / "masked", backend)
         self.pair = OrderHead(config, key / "pair", backend)
 
     def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
@@ -57,7 +57,7 @@ class Bert(nnx.Module):
         for n in range(self.num_layers):
             x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
         x_BTD = self.finished(x_BTD)
-        return self.masked(x_BTD, self.table[...]), self.pair(x_BTD)
+        return self.masked(x_BTD, self.table[...], self.borders), self.pair(x_BTD)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """What every layer gets of a batch: its dropout, and what its tokens see, all but padding."""
@@ -78,22 +78,30 @@ class Bert(nnx.Module):
         """What the heads get, from the last layer's output."""
         return self.norm(x_BTD) if self.order == "pre" else x_BTD
 
+    def masked_logits(self, x_BTD: Array, places_BM: Array) -> Array:
+        """This device's columns of the logits of the tokens at these places, [B, M, V / devices of the vocabulary]:
+        nothing is predicted elsewhere."""
+        chosen_BMD = self.borders.at_places(x_BTD, places_BM)
+        return self.masked(chosen_BMD, self.table[...], self.borders.of_chosen)
+
     def losses(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found."""
         x_BTD = self.finished(x_BTD)
-        masked_BT = cross_entropy(self.masked(x_BTD, self.table[...]), batch["targets"], self.borders.vocabulary)
+        logits_BMV = self.masked_logits(x_BTD, batch["places"])
+        masked_BM = cross_entropy(logits_BMV, batch["targets"], self.borders.vocabulary)
         order_B, hit_B = classified(self.pair(x_BTD), batch["order"])
         found = jnp.sum(jnp.maximum(hit_B, 0)).astype(order_B.dtype)
         order, found = self.borders.of_first_token((jnp.sum(order_B), found))
-        return {"masked_lm": jnp.sum(masked_BT), "sentence_order": order, "accuracy/sentence_order": found}
+        return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """For both losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or 0,
-        int32; [B, T] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
+        int32; [B, M] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
         x_BTD = self.finished(x_BTD)
-        logits_BTV, targets_BT, axes = self.masked(x_BTD, self.table[...]), batch["targets"], self.borders.vocabulary
-        hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
-        masked = cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
+        logits_BMV, targets_BM = self.masked_logits(x_BTD, batch["places"]), batch["targets"]
+        axes = self.borders.vocabulary
+        hit_BM = (greedy_ids(logits_BMV, axes) == targets_BM).astype(jnp.int32)
+        masked = cross_entropy(logits_BMV, targets_BM, axes), jnp.where(targets_BM == IGNORED, IGNORED, hit_BM)
         return {"masked_lm": masked, "sentence_order": classified(self.pair(x_BTD), batch["order"])}

@@ -12,7 +12,7 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
     head = {"head": (model.hidden_size, model.padded_vocab_size)}
     return [
         *layer_products(model, sequences, query_block, causal=True),
-        *head_products(model, sequences, head),
+        *head_products(sequences * model.sequence_length, head),
     ]
 
 
