@@ -63,7 +63,7 @@ def main() -> None:
     entropy = unigram_entropy(corpus)
     results = {
         "unigram_entropy": entropy,
-        "runs": [dataclasses.asdict(case) | {"validation": curves[case]} for case in cases],
+        "runs": [dataclasses.asdict(case) | {"validation": in_json(curves[case])} for case in cases],
     }
     (args.output / "results.json").write_text(json.dumps(results))
     draw(args.output / "layer-order.png", curves, entropy)
@@ -91,6 +91,11 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     lines = [line for line in read_metrics(folder) if "validation_loss" in line]
     losses = [(line["step"], line["validation_masked_lm_loss"]) for line in lines]
     return [(step, math.inf if loss is None else loss) for step, loss in losses]
+
+
+def in_json(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """Steps and losses, null where a loss is not finite."""
+    return [(step, loss if math.isfinite(loss) else None) for step, loss in curve]
 
 
 def unigram_entropy(corpus: Path) -> float:
