@@ -109,9 +109,7 @@ def both_logits(program: Program) -> Wrapped:
         pipeline = forward_pipeline(program, params, batch)
 
         def finish(x_BTD: Array, _: Microbatch) -> tuple[Array, Array]:
-            ends = program.unsharded_model.ends(pipeline.ends.weights())
-            x_BTD = ends.finished(x_BTD)
-            return ends.masked(x_BTD, ends.table[...]), ends.pair(x_BTD)
+            return program.unsharded_model.ends(pipeline.ends.weights()).logits(x_BTD)
 
         found = pipeline.forward(program.forward_schedule, finish)
         specs = PartitionSpec(None, DATA, None, axes), PartitionSpec(None, DATA)

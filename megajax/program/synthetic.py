@@ -49,7 +49,7 @@ def _pairs(config: Config, rng: np.random.Generator) -> Batch:
         "order": order.astype(np.int32),
     }
     for row, share in enumerate(np.linspace(0.0, 0.3, rows)):
-        count = min(int(share * length_B[row]), batch["places"].shape[1])
+        count = min(int(rng.binomial(length_B[row], share)), batch["places"].shape[1])
         places = np.sort(rng.choice(int(length_B[row]), count, replace=False))
         batch["places"][row, :count], batch["targets"][row, :count] = places, ids[row, places]
         batch["tokens"][row, places] = rng.integers(0, config.model.vocab_size, count, np.int32)

@@ -88,9 +88,9 @@ def losses(baseline: Baseline, batches: dict[str, np.ndarray]) -> list[float]:
 
 
 def make_pairs(config: Config) -> dict[str, np.ndarray]:
-    """Batches of pairs, [STEPS, rows, …], over few tokens."""
+    """Two batches of pairs in turn, [STEPS, rows, …], over few tokens."""
     few = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=20))
-    batches = [random_batch(few, step) for step in range(STEPS)]
+    batches = [random_batch(few, step % 2) for step in range(STEPS)]
     return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
 
 

@@ -56,8 +56,7 @@ class Bert(nnx.Module):
         x_BTD = self.embed(batch, context)
         for n in range(self.num_layers):
             x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
-        x_BTD = self.finished(x_BTD)
-        return self.masked(x_BTD, self.table[...], self.borders), self.pair(x_BTD)
+        return self.logits(x_BTD)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """What every layer gets of a batch: its dropout, and what its tokens see, all but padding."""
@@ -77,6 +76,11 @@ class Bert(nnx.Module):
     def finished(self, x_BTD: Array) -> Array:
         """What the heads get, from the last layer's output."""
         return self.norm(x_BTD) if self.order == "pre" else x_BTD
+
+    def logits(self, x_BTD: Array) -> tuple[Array, Array]:
+        """Those of both heads, from the last layer's output."""
+        x_BTD = self.finished(x_BTD)
+        return self.masked(x_BTD, self.table[...], self.borders), self.pair(x_BTD)
 
     def masked_logits(self, x_BTD: Array, places_BM: Array) -> Array:
         """This device's columns of the logits of the tokens at these places, [B, M, V / devices of the vocabulary]:
