@@ -29,6 +29,7 @@ from megajax.ending import run
 from megajax.errors import RunError, UserError
 from megajax.presets import load_preset
 from megajax.runs.digests import problem_of
+from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40
@@ -80,13 +81,20 @@ class Command:
         }
         self.said: collections.Counter[tuple[int, str]] = collections.Counter()
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, preexec: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        """Start it; `preexec` is called in the new process first."""
         return subprocess.Popen(
-            self._line, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self._line,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec,
         )
 
-    def end(self, process: subprocess.Popen[str], disk: Path) -> int:
-        """Its exit code; what it said is noted.
+    def end(self, process: subprocess.Popen[str], disk: Path) -> tuple[int, str]:
+        """Its exit code, and the line on standard error if there is one; what it said is noted.
 
         Raises:
             RunError: another exit code than 0, 1 and 2, or more than a line.
@@ -99,13 +107,14 @@ class Command:
         for line in lines or [f"(went on: {survived[0]})" if survived else "(went on)"]:
             plain = re.sub(r"\d+ MB free", "N MB free", line.replace(str(disk), "DISK"))
             self.said[process.returncode, re.sub(r"step \d+|error-[\d-]+|\d+-\d+", "N", plain)] += 1
-        return process.returncode
+        return process.returncode, "".join(lines)
 
     def again(self, disk: Path) -> None:
         """It must succeed, with space."""
         free(disk)
-        if code := self.end(self.start(), disk):
-            raise RunError(f"with space again it ends with {code}: {self.said}")
+        code, line = self.end(self.start(), disk)
+        if code:
+            raise RunError(f"undisturbed it ends with {code}: {line}")
 
 
 def check_run(folder: Path) -> None:
@@ -130,8 +139,8 @@ def check_run(folder: Path) -> None:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+    """Steps and losses that are recorded in a run directory."""
+    return [(record["step"], record["loss"]) for record in read_metrics(folder) if "loss" in record]
 
 
 def train(train: Command, disk: Path, expected: list, moments: int, rng: random.Random) -> None:
@@ -165,7 +174,7 @@ def convert(command: Command, disk: Path, target: Path, expected: dict[str, byte
     """Start with little space; after a failure nothing has the final name."""
     for left in SPACE:
         fill(disk, left)
-        code = command.end(command.start(), disk)
+        code, _ = command.end(command.start(), disk)
         there = look(target)
         if code and there:
             raise RunError(f"it ended with {code}, and {sorted(there)} are there")
@@ -208,7 +217,7 @@ def main() -> None:
 
         def commands(place: Path) -> dict[str, Command]:
             made, whole = place / "made", folder / "whole"
-            prepare = ("-m", "megajax", "prepare", corpus, "--vocab-size", 300, "--workers", 1)
+            prepare = ("-m", "megajax", "prepare", corpus, "--vocab-size", 300, "--workers", 1, "--json")
             return {
                 "train": Command(cache, "train.py", preset, "--run-dir", place / "run"),
                 "prepare": Command(cache, *prepare, "--output", made / "set"),
