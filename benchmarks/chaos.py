@@ -124,6 +124,8 @@ class Chaos:
             self.said[code, re.sub(r"\(.*\)|\d[\d.:-]*", "N", last)[:150]] += 1
             if (code != -signal.SIGKILL and len(error.splitlines()) > 2) or "Traceback" in error:
                 self.noise.append(error)
+                with (self.folder.parent / "noise.txt").open("a") as file:
+                    file.write(f"exit code {code}:\n{error}\n")
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def steps(self) -> list[dict[str, float]]:
