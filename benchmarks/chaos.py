@@ -221,6 +221,10 @@ def main() -> None:
     for process in (last := chaos.start(USUAL)):
         process.wait()
     chaos.end(last)
+    for error in chaos.noise[:3]:
+        print(error, file=sys.stderr)
+    if any(process.returncode for process in last):
+        raise RunError(f"the last start, which nobody disturbed, ended with {[each.returncode for each in last]}")
     found = chaos.steps()
     if [record["step"] for record in found] != list(range(1, options.steps + 1)):
         raise RunError(f"steps are missing or twice in {chaos.folder / 'metrics.jsonl'}")
@@ -242,8 +246,6 @@ def main() -> None:
     print(json.dumps(result))
     for (code, line), count in sorted(chaos.said.items()):
         print(f"{count} with exit code {code}: {line}")
-    for error in chaos.noise[:3]:
-        print(error, file=sys.stderr)
     if equal < same or worst > 1e-4:
         raise RunError("the losses are not those of the undisturbed run")
 
