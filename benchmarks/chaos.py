@@ -1,15 +1,18 @@
 """Nothing is lost: a run on (2, 2, 2) in two processes is killed and stopped again and again, and ends as if it had not
 been. `python benchmarks/chaos.py [--steps 200] [--kills 20] [--stops 10] [--seed 0] [--folder FOLDER]`.
 
-SIGKILL goes to one process or both, SIGTERM likewise, at random moments: while it starts, compiles, trains, validates
-and saves. The last third of the starts are on other meshes and numbers of processes. At the end: every step is recorded
-once, the losses are those of an undisturbed run, bit for bit up to the first start on another mesh.
+SIGKILL goes to one process or both, SIGTERM likewise, at random moments: a third of them within the seconds that a
+start takes, the others after a random number of new steps, so while it trains, validates or saves. The last third of
+the starts are on other meshes and numbers of processes. At the end: every step is recorded once, the losses are those
+of an undisturbed run, bit for bit up to the first start on another mesh.
 """
 
 import argparse
+import collections
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +28,7 @@ from megajax.errors import RunError
 ROOT = Path(__file__).parents[1]
 USUAL = 2, 4, (2, 2, 2)  # processes, devices of each, mesh
 OTHERS = [(1, 8, (2, 2, 2)), (1, 1, (1, 1, 1)), (2, 1, (1, 2, 1)), (1, 4, (4, 1, 1)), (2, 2, (1, 2, 2))]
+LONGEST = 600.0  # seconds that new steps are waited for
 PATIENCE = 40.0  # seconds after which what still waits for a process that never came is killed (JAX waits for 300)
 
 PRESET = """\
@@ -62,7 +66,7 @@ class Chaos:
     """A run and what happened to it.
 
     Attributes:
-        codes: exit codes of all processes that were not killed.
+        said: how often a process ended with an exit code and a last line.
         noise: standard errors of more than the lines that are meant to be there.
         slowest: seconds from a disturbance to the end of the last process.
         waiting: disturbances after which a process had to be killed, because it waited longer than `PATIENCE`.
@@ -71,7 +75,7 @@ class Chaos:
 
     folder: Path
     preset: Path
-    codes: dict[int, int] = field(default_factory=dict)
+    said: collections.Counter[tuple[int, str]] = field(default_factory=collections.Counter)
     noise: list[str] = field(default_factory=list)
     slowest: float = 0.0
     waiting: int = 0
@@ -115,37 +119,64 @@ class Chaos:
                 for each in processes:
                     each.kill()
                 error = process.communicate()[1]
-            code = process.returncode
-            self.codes[code] = self.codes.get(code, 0) + 1
+            code, last = process.returncode, (error.splitlines() or [""])[-1]
+            last = last.replace(str(self.folder), "RUN") if code != -signal.SIGKILL else ""
+            self.said[code, re.sub(r"\(.*\)|\d[\d.:-]*", "N", last)[:150]] += 1
             if (code != -signal.SIGKILL and len(error.splitlines()) > 2) or "Traceback" in error:
                 self.noise.append(error)
+                with (self.folder.parent / "noise.txt").open("a") as file:
+                    file.write(f"exit code {code}:\n{error}\n")
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def steps(self) -> list[dict[str, float]]:
         """The training lines of metrics.jsonl."""
         file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last may be under way
         return [record for record in map(json.loads, lines) if "loss" in record]
 
+    def step(self) -> int:
+        """The newest step that is recorded; 0 without one."""
+        return max((int(record["step"]) for record in self.steps()), default=0)
 
-def disturb(chaos: Chaos, rng: random.Random, number: int, same_mesh: bool, usual_seconds: float) -> bool:
-    """One start, and one signal at a random moment of it; returns whether it came before the run's end."""
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return max(
+            (int(entry.name) for entry in self.folder.glob("checkpoints/*") if entry.name.isdecimal()), default=0
+        )
+
+    def file(self) -> int | None:
+        """The number of metrics.jsonl, which every start writes anew when it begins to train."""
+        file = self.folder / "metrics.jsonl"
+        return file.stat().st_ino if file.exists() else None
+
+
+def disturb(chaos: Chaos, rng: random.Random, number: int, same_mesh: bool, seconds: float, steps: int) -> str:
+    """One start, and one signal at a random moment of it: within so many seconds of its start, or of so many new steps.
+
+    Returns:
+        in words, what kind of start and when; empty if the run ended before the signal.
+    """
     kind = USUAL if same_mesh else rng.choice(OTHERS)
     if not same_mesh and chaos.other_mesh is None:
-        chaos.other_mesh = max(
-            (int(name) for name in os.listdir(chaos.folder / "checkpoints") if name.isdecimal()), default=0
-        )
+        chaos.other_mesh = chaos.saved()
+    saved, before = chaos.saved(), chaos.file()
     processes = chaos.start(kind)
-    moment = time.monotonic() + rng.uniform(0, usual_seconds)
-    while time.monotonic() < moment and any(process.poll() is None for process in processes):
-        time.sleep(0.005)
+    began = time.monotonic()
+    wanted = rng.randint(1, steps) if rng.random() < 2 / 3 else None
+    moment = began + (LONGEST if wanted else rng.uniform(0, seconds))
+    while time.monotonic() < moment and all(process.poll() is None for process in processes):
+        time.sleep(0.02)
+        if wanted and chaos.file() not in (None, before) and chaos.step() >= saved + wanted:
+            moment, wanted = time.monotonic() + rng.uniform(0, 0.5), None
     alive = [process for process in processes if process.poll() is None]
-    if alive:
-        targets = alive if rng.random() < 0.5 else [rng.choice(alive)]
-        for process in targets:
-            process.send_signal(number)
+    targets = alive if rng.random() < 0.5 else [rng.choice(alive)] if alive else []
+    for process in targets:
+        process.send_signal(number)
+    after = time.monotonic() - began
     chaos.end(processes)
-    return bool(alive)
+    codes = ", ".join(str(process.returncode) for process in processes)
+    told = f"{signal.Signals(number).name} to {len(targets)} of {len(processes)} on {kind[2]} after {after:.1f} s"
+    return f"{told}: exit codes {codes}" if alive else ""
 
 
 def main() -> None:
@@ -162,6 +193,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(exist_ok=True, parents=True)
     rng = random.Random(options.seed)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 7))) for _ in range(60)]
     corpus, preset = folder / "corpus.txt", folder / "preset.toml"
@@ -181,12 +213,18 @@ def main() -> None:
     rng.shuffle(signals)
     began, delivered = time.monotonic(), 0
     for place, number in enumerate(signals):
-        delivered += disturb(chaos, rng, number, place < 2 * len(signals) / 3, 3 * idle)
-        reached = chaos.steps()[-1]["step"] if chaos.steps() else 0
-        print(f"{place + 1}: {signal.Signals(number).name}, step {reached}", flush=True)
+        steps = 2 * options.steps // len(signals) + 8  # a kill costs up to 7
+        told = disturb(chaos, rng, number, place < 2 * len(signals) / 3, idle, steps)
+        delivered += bool(told)
+        reached = f"step {chaos.step()}, saved {chaos.saved()}"
+        print(f"{place + 1}: {told or 'ended before its signal'}; {reached}", flush=True)
     for process in (last := chaos.start(USUAL)):
         process.wait()
     chaos.end(last)
+    for error in chaos.noise[:3]:
+        print(error, file=sys.stderr)
+    if any(process.returncode for process in last):
+        raise RunError(f"the last start, which nobody disturbed, ended with {[each.returncode for each in last]}")
     found = chaos.steps()
     if [record["step"] for record in found] != list(range(1, options.steps + 1)):
         raise RunError(f"steps are missing or twice in {chaos.folder / 'metrics.jsonl'}")
@@ -200,15 +238,14 @@ def main() -> None:
         "steps": len(found),
         "bit_for_bit": f"{equal} of {same}",
         "largest_relative_difference": worst,
-        "exit_codes": {str(code): count for code, count in sorted(chaos.codes.items())},
         "tracebacks_or_noise": len(chaos.noise),
         "still_waiting": chaos.waiting,
         "slowest_end_s": round(chaos.slowest, 1),
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    for error in chaos.noise[:3]:
-        print(error, file=sys.stderr)
+    for (code, line), count in sorted(chaos.said.items()):
+        print(f"{count} with exit code {code}: {line}")
     if equal < same or worst > 1e-4:
         raise RunError("the losses are not those of the undisturbed run")
 

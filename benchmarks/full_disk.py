@@ -1,5 +1,6 @@
 """A disk that is full, really: what each command says, and that nothing is lost. `python benchmarks/full_disk.py
-[--moments 20] [--seed 0]` as root, on Linux: it mounts a file system of 16 MB in memory.
+[--commands train prepare …] [--sizes 21] [--moments 20] [--seed 0]` as root, on Linux: it mounts a file system of 16 MB
+in memory.
 
 Training, `prepare`, `convert export-hf` and `import-hf` write there. The disk has some kB left when a command starts,
 from none to a megabyte; for training it is also filled at random moments. Each time the exit code is 0, 1 or 2, there
@@ -29,6 +30,7 @@ from megajax.ending import run
 from megajax.errors import RunError, UserError
 from megajax.presets import load_preset
 from megajax.runs.digests import problem_of
+from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40
@@ -80,18 +82,25 @@ class Command:
         }
         self.said: collections.Counter[tuple[int, str]] = collections.Counter()
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, preexec: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        """Start it; `preexec` is called in the new process first."""
         return subprocess.Popen(
-            self._line, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self._line,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec,
         )
 
-    def end(self, process: subprocess.Popen[str], disk: Path) -> int:
-        """Its exit code; what it said is noted.
+    def end(self, process: subprocess.Popen[str], disk: Path) -> tuple[int, str]:
+        """Its exit code, and the line on standard error if there is one; what it said is noted.
 
         Raises:
             RunError: another exit code than 0, 1 and 2, or more than a line.
         """
-        out, error = process.communicate(timeout=300)
+        out, error = process.communicate(timeout=1800)
         lines = error.splitlines()
         if process.returncode not in (0, 1, 2) or len(lines) != (process.returncode != 0) or "Traceback" in out:
             raise RunError(f"exit code {process.returncode}: {out} {error}")
@@ -99,13 +108,14 @@ class Command:
         for line in lines or [f"(went on: {survived[0]})" if survived else "(went on)"]:
             plain = re.sub(r"\d+ MB free", "N MB free", line.replace(str(disk), "DISK"))
             self.said[process.returncode, re.sub(r"step \d+|error-[\d-]+|\d+-\d+", "N", plain)] += 1
-        return process.returncode
+        return process.returncode, "".join(lines)
 
     def again(self, disk: Path) -> None:
         """It must succeed, with space."""
         free(disk)
-        if code := self.end(self.start(), disk):
-            raise RunError(f"with space again it ends with {code}: {self.said}")
+        code, line = self.end(self.start(), disk)
+        if code:
+            raise RunError(f"undisturbed it ends with {code}: {line}")
 
 
 def check_run(folder: Path) -> None:
@@ -130,11 +140,16 @@ def check_run(folder: Path) -> None:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+    """Steps and losses that are recorded in a run directory."""
+    return [(record["step"], record["loss"]) for record in read_metrics(folder) if "loss" in record]
 
 
-def train(train: Command, disk: Path, expected: list, moments: int, rng: random.Random) -> None:
+def some(sizes: int) -> list[int]:
+    """So many of SPACE, from the smallest to the largest."""
+    return [SPACE[round(place * (len(SPACE) - 1) / max(1, sizes - 1))] for place in range(min(sizes, len(SPACE)))]
+
+
+def train(train: Command, disk: Path, expected: list, spaces: list[int], moments: int, rng: random.Random) -> None:
     """Start with little space, and lose it on the way."""
     run_dir = disk / "run"
 
@@ -145,9 +160,10 @@ def train(train: Command, disk: Path, expected: list, moments: int, rng: random.
             raise RunError(f"{run_dir} has other losses than a run that was not disturbed")
         shutil.rmtree(run_dir)
 
-    for left in SPACE:
+    for left in spaces:
         fill(disk, left)
-        train.end(train.start(), disk)
+        code, line = train.end(train.start(), disk)
+        print(f"{left // 1024} kB left: {code}, {line}", flush=True)
         finish()
     began = time.monotonic()
     train.again(disk)
@@ -157,25 +173,31 @@ def train(train: Command, disk: Path, expected: list, moments: int, rng: random.
         process = train.start()
         time.sleep(rng.uniform(0.3, 1) * seconds)
         fill(disk, rng.choice([0, 0, 8192, 100_000, 2_000_000]))
-        train.end(process, disk)
+        code, line = train.end(process, disk)
+        print(f"no space under way: {code}, {line}", flush=True)
         finish()
 
 
-def convert(command: Command, disk: Path, target: Path, expected: dict[str, bytes], look: Callable) -> None:
-    """Start with little space; after a failure nothing has the final name."""
-    for left in SPACE:
+def convert(command: Command, disk: Path, target: Path, expected: dict[str, bytes], spaces: list[int]) -> None:
+    """Start with little space, until there is enough; after a failure nothing has the final name."""
+    enough = 0
+    for left in spaces:
         fill(disk, left)
-        code = command.end(command.start(), disk)
-        there = look(target)
+        code, line = command.end(command.start(), disk)
+        print(f"{left // 1024} kB left: {code}, {line}", flush=True)
+        there = files(target)
         if code and there:
             raise RunError(f"it ended with {code}, and {sorted(there)} are there")
         if code:
             command.again(disk)
         free(disk)
-        if look(target) != expected:
+        if files(target) != expected:
             raise RunError(f"{target}: other files than of one that was not disturbed")
         shutil.rmtree(target.parent)
         target.parent.mkdir()
+        enough += not code
+        if enough == 2:
+            break
 
 
 def files(target: Path) -> dict[str, bytes]:
@@ -194,6 +216,9 @@ def main() -> None:
         RunError: something was lost, or a command ended otherwise than it may.
     """
     parser = argparse.ArgumentParser(description=__doc__)
+    names = "train", "convert export-hf", "convert import-hf", "prepare"  # each may need those before it
+    parser.add_argument("--commands", nargs="+", choices=names, default=names)
+    parser.add_argument("--sizes", type=int, default=len(SPACE))
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -208,7 +233,7 @@ def main() -> None:
 
         def commands(place: Path) -> dict[str, Command]:
             made, whole = place / "made", folder / "whole"
-            prepare = ("-m", "megajax", "prepare", corpus, "--vocab-size", 300, "--workers", 1)
+            prepare = ("-m", "megajax", "prepare", corpus, "--vocab-size", 300, "--workers", 1, "--json")
             return {
                 "train": Command(cache, "train.py", preset, "--run-dir", place / "run"),
                 "prepare": Command(cache, *prepare, "--output", made / "set"),
@@ -221,14 +246,19 @@ def main() -> None:
             }
 
         (folder / "whole" / "made").mkdir(parents=True)
-        for command in commands(folder / "whole").values():
-            command.again(disk)
-        disturbed = commands(disk)
+        whole, disturbed = commands(folder / "whole"), commands(disk)
+        needed = names if set(options.commands) - {"train", "prepare"} else options.commands
+        for name in needed:
+            whole[name].again(disk)
         targets = {"prepare": "set", "convert export-hf": "hf", "convert import-hf": "back"}
+        spaces = some(options.sizes)
         for name, target in targets.items():
-            expected = files(folder / "whole" / "made" / target)
-            convert(disturbed[name], disk, disk / "made" / target, expected, files)
-        train(disturbed["train"], disk, losses(folder / "whole" / "run"), options.moments, rng)
+            if name in options.commands:
+                print(name, flush=True)
+                expected = files(folder / "whole" / "made" / target)
+                convert(disturbed[name], disk, disk / "made" / target, expected, spaces)
+        if "train" in options.commands:
+            train(disturbed["train"], disk, losses(folder / "whole" / "run"), spaces, options.moments, rng)
     print("| command | exit code | what it said | times |\n|---|---|---|---|")
     for name, command in disturbed.items():
         for (code, line), count in sorted(command.said.items()):

@@ -9,6 +9,15 @@ _LONGEST = 255  # bytes of a name, on every file system there is
 _LONGEST_NEW = 200  # of one that is written: temporary names beside it are longer
 
 
+def identity(path: str | Path) -> tuple[int, int] | None:
+    """What tells the file or folder at a path from any other, which may take its place; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def check_path(path: str | Path, name: str) -> None:
     """Check that one can say whether something is at a path; whether something is does not matter.
 

@@ -110,7 +110,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; valid: a place that can be") from None
+        raise _not_written(path, error) from None
 
 
 @contextlib.contextmanager
@@ -132,16 +132,23 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
                 new = place / folder.name
                 new.mkdir()
             except OSError as error:
-                raise UserError(f"{folder}: cannot be written: {error.strerror}; valid: a place that can be") from None
+                raise _not_written(folder, error) from None
             yield new
-            if _check_replaceable(folder, ours):
-                folder.rename(place / _EARLIER)
-            new.rename(folder)
+            try:
+                if _check_replaceable(folder, ours):
+                    folder.rename(place / _EARLIER)
+                new.rename(folder)
+            except OSError as error:  # an empty folder of somebody else's, which may not be moved
+                raise _not_written(folder, error) from None
     except BaseException:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
+
+
+def _not_written(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written: {error.strerror}; valid: a place that can be")
 
 
 def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:

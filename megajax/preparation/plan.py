@@ -121,7 +121,11 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{output}: another process is preparing it; valid: wait, or another PREFIX") from None
-        temporary.mark(work.folder)
+        try:
+            temporary.mark(work.folder)
+        except OSError as error:
+            problem = f"{work.folder} cannot be written: {error.strerror}"
+            raise UserError(f"{output}: {problem}; valid: more room; the same command goes on") from None
         if overwrite:
             (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
             allow_writing(work)

@@ -162,7 +162,7 @@ class Checkpoints:
         try:
             for step in self._keep.removed(step_folders.complete(self.folder), self._losses):
                 step_folders.discard(self.folder, step)
-        except OSError as error:
+        except (OSError, UserError) as error:
             self._news.append(f"an old checkpoint cannot be removed: {in_one_line(error)}")
 
     def restore(self, step: int) -> TrainState:

@@ -8,24 +8,38 @@ import re
 import shutil
 from pathlib import Path
 
+from megajax.errors import UserError
+
 _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 _TEMPORARY = re.compile(rf"({_STEP.pattern})\.orbax-checkpoint-tmp(-[A-Za-z0-9_.-]+)?")
 _LARGEST = 2**31 - 1
 
 
 def named(folder: Path) -> list[int]:
-    """Steps, ascending, whose name a folder has, whatever it holds."""
-    names = [entry.name for entry in _entries(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
+    """Steps, ascending, whose name a folder has, whatever it holds.
+
+    Raises:
+        UserError: it may not be read.
+    """
+    names = [entry.name for entry in _readable(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
     return sorted(int(name) for name in names if int(name) <= _LARGEST)
 
 
 def candidates(folder: Path) -> list[int]:
-    """Those of `named` of which the folder is not empty."""
-    return [step for step in named(folder) if _entries(folder / str(step))]
+    """Those of `named` of which the folder is not empty.
+
+    Raises:
+        UserError: one may not be read.
+    """
+    return [step for step in named(folder) if _readable(folder / str(step))]
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending."""
+    """Steps of the checkpoints in a folder, ascending.
+
+    Raises:
+        UserError: one may not be read.
+    """
     return [step for step in candidates(folder) if (folder / str(step) / "state").is_dir()]
 
 
@@ -79,6 +93,18 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+
+def _readable(folder: Path) -> list[Path]:
+    """What is in a folder, if it is one.
+
+    Raises:
+        UserError: it may not be read.
+    """
+    try:
+        return _entries(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {error.strerror}; valid: a folder that may be read") from None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ together (`Write.wait`).
 """
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
+from megajax.paths import identity
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.checksums import part_sums
@@ -48,6 +50,7 @@ class Write:
         self._beside = dict(others)
         self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
         self._place = step_folders.temporary(folder, step)
+        self._run_dir, self._made = identity(folder.parent), identity(self._place)
         self._part_tried = threading.Event()
         self._part_written = self._complete = False
         self._others: bool | None = None  # whether the other processes have written their parts, once that is known
@@ -113,11 +116,18 @@ class Write:
             raise
 
     def _write_part(self) -> None:
-        if not self._folder.parent.is_dir():
+        if self._run_dir is None or identity(self._folder.parent) != self._run_dir:
             raise FileNotFoundError(f"{self._folder.parent} is gone")
         state = self._place / "state"
         state.mkdir(parents=True, exist_ok=True)
+        self._made = identity(self._place)
         self._sums = part_sums(self._natural)
+        try:
+            self._write_arrays(state)
+        finally:
+            self._check_place()
+
+    def _write_arrays(self, state: Path) -> None:
         handler = ocp.StandardCheckpointHandler()
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -126,6 +136,21 @@ class Write:
                     written.result()
         finally:
             handler.close()
+
+    def _check_place(self) -> None:
+        """See that what was written lies in the folder that was made for it: TensorStore makes folders that have been
+        removed meanwhile anew, which are removed here, parents that hold nothing else included.
+
+        Raises:
+            FileNotFoundError: it does not, so that a part of it is lost.
+        """
+        if identity(self._place) == self._made:
+            return
+        step_folders.remove(self._place)
+        with contextlib.suppress(OSError):  # they hold more, or are gone
+            self._folder.rmdir()
+            self._folder.parent.rmdir()
+        raise FileNotFoundError(f"{self._place} was removed")
 
     def _tell(self) -> None:
         """Leave word of what became of this process's part, if that can be written."""
@@ -165,6 +190,7 @@ class Write:
                 handler.finalize(epath.Path(self._place / "state"))
         finally:
             handler.close()
+        self._check_place()
         (self._place / "digest").mkdir(exist_ok=True)
         write_json(self._place / "digest" / "metadata", self._beside | self._sums)
         write_json(self._place / "_CHECKPOINT_METADATA", _METADATA)

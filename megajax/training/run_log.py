@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megajax.data.files import write_atomically
 from megajax.errors import RunError, UserError
+from megajax.paths import identity
 from megajax.runs.metrics import read_metrics
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress
@@ -53,6 +54,7 @@ class RunLog:
         if write:
             try:
                 self._file = self._reopen(finished_steps)
+                self._folder = identity(run_dir)
                 self._events = self._open_events(finished_steps)
             except OSError as error:
                 self._progress.close()
@@ -139,9 +141,9 @@ class RunLog:
         self._progress.print(text)
 
     def plot(self) -> None:
-        """Draw loss.png from everything recorded."""
+        """Draw loss.png from everything recorded, unless the run directory was removed or replaced."""
         points = len(self._training), len(self._validation)
-        if self._write and any(points) and points != self._drawn:
+        if self._write and any(points) and points != self._drawn and identity(self._run_dir) == self._folder:
             self._drawn = points
             try:
                 plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)

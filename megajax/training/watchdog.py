@@ -14,6 +14,7 @@ import jax
 
 from megajax import reading
 from megajax.ending import fail
+from megajax.paths import identity
 
 FOLDER = "processes"
 COMPUTING, COMPILING = "computing", "compiling"  # either may wait for the other processes
@@ -55,6 +56,7 @@ class Watchdog:
 
     def __init__(self, run_dir: Path, patience: float) -> None:
         self._folder, self._patience = run_dir / FOLDER, patience
+        self._run_dir = identity(run_dir)
         self._step, self._doing, self._since, self._longest = 0, "starting", time.monotonic(), 0.0
         self._ended = threading.Event()
         self._count = jax.process_count()
@@ -102,6 +104,8 @@ class Watchdog:
 
     def _write(self) -> None:
         seconds = round(time.monotonic() - self._since, 1)
+        if identity(self._folder.parent) != self._run_dir:  # removed, or replaced by somebody else's
+            return
         status = Status(socket.gethostname(), os.getpid(), self._step, self._doing, seconds)
         try:
             self._folder.mkdir(exist_ok=True)

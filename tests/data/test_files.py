@@ -1,5 +1,6 @@
 """Files and folders that appear whole, and what lies beside them."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def test_only_what_is_ours_is_replaced(kind, tmp_path):
         with folder_atomically(tmp_path / "folder", ours=lambda there: (there / "notes").exists()) as new:
             (new / "b").write_text("ours")
         assert names(tmp_path) == ["elsewhere", "folder", "folder/b"]
+
+
+def test_an_empty_folder_that_may_not_be_moved_stays(tmp_path, monkeypatch):
+    """It is somebody else's: one line, and what was to take its place is removed."""
+    there, rename = tmp_path / "folder", Path.rename
+    there.mkdir()
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == there:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path), None, str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with (
+        pytest.raises(UserError, match=rf"^{there}: cannot be written: Permission denied; valid: "),
+        folder_atomically(there) as new,
+    ):
+        (new / "a").write_text("ours")
+    assert names(tmp_path) == ["folder"]
 
 
 def test_killed_while_replacing(tmp_path):

@@ -1,5 +1,6 @@
 """The command: what its steps do to a small corpus, and what it says about input that cannot be used."""
 
+import errno
 import fcntl
 import gzip
 import json
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megajax.commands.prepare import main
+from megajax.data import files
 from megajax.data.corpus import make_corpus
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizers import load_tokenizer
@@ -270,6 +272,19 @@ def test_the_output_may_not_lie_in_the_input(tmp_path, capsys):
     jsonl(tmp_path / "a.jsonl", *TEXTS)
     with pytest.raises(UserError, match=r"is in the folder .* that is read"):
         run(capsys, tmp_path, "--output", tmp_path / "a")
+
+
+def test_a_disk_without_room_for_the_mark(tmp_path, capsys, monkeypatch):
+    """The first file that has content: the folder and an empty lock need no block of the disk."""
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"a\.work cannot be written: No space left on"):
+        patch.setattr(files, "mark", full)
+        run(capsys, file, "--output", tmp_path / "a")
+    assert run(capsys, file, "--output", tmp_path / "a")["documents"] == len(TEXTS)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, capsys):

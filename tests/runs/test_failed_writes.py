@@ -21,6 +21,7 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.digests import problem_of
 
 transfer_of = functools.cache(Transfer)
 
@@ -177,3 +178,37 @@ def test_what_really_happens(checkpoints: Checkpoints, layout: StateLayout, stat
     with pytest.raises(RunError, match=rf"step 5 could not be written: .*{tmp_path / 'run'}"):
         checkpoints.wait()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("instead", ["nothing", "somebody else's", "checkpoints alone"])
+def test_a_folder_that_is_removed_while_it_is_written(
+    instead: str, layout: StateLayout, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorStore would make it anew: nothing stays where the run directory was, nothing is added to another one."""
+    run_dir, plain, removed = tmp_path / "run", ocp.StandardCheckpointHandler.async_save, [False]
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    checkpoints = Checkpoints(run_dir, layout, keep=9, max_failures=3)
+
+    async def after_its_removal(*arguments: Any, **others: Any) -> Any:
+        if not removed[0]:
+            removed[0] = True
+            (checkpoints.folder if instead == "checkpoints alone" else run_dir).rename(tmp_path / "gone")
+            if instead == "somebody else's":
+                run_dir.mkdir()
+                (run_dir / "mine.txt").write_text("mine")
+        return await plain(*arguments, **others)
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", after_its_removal)
+    checkpoints.save(1, state)
+    if instead == "checkpoints alone":
+        checkpoints.wait()
+        assert entries(checkpoints) == ["1"] and problem_of(checkpoints.folder / "1") == ""
+        assert checkpoints.news()[0].endswith(
+            "at the second try; " + f"{checkpoints.folder / '1.orbax-checkpoint-tmp'} was removed"
+        )
+        return
+    with pytest.raises(RunError, match=rf"^the checkpoint of step 1 could not be written: {run_dir} is gone; "):
+        checkpoints.wait()
+    assert [path.name for path in tmp_path.glob("run/*")] == (["mine.txt"] if instead == "somebody else's" else [])
+    assert run_dir.exists() == (instead == "somebody else's")

@@ -165,3 +165,16 @@ def test_parts_of_a_loss_stand_beside_it(tmp_path):
         log.record_step(1, loss=3.0, parts={"loss/a": 1.0, "loss/b": 2.0}, seconds=1.0, data_seconds=0.0, **step)
     (record,) = read_metrics(tmp_path)
     assert (record["loss"], record["loss/a"], record["loss/b"]) == (3.0, 1.0, 2.0)
+
+
+def test_what_has_taken_the_run_directory_s_place_gets_no_picture(tmp_path: Path) -> None:
+    """The log goes on in the file that it has; nothing is drawn in a folder of somebody else's."""
+    run_dir = tmp_path / "run"
+    log = RunLog(run_dir, total_steps=4, console=Console(file=io.StringIO()))
+    log_steps(log, 1, 2)
+    run_dir.rename(tmp_path / "elsewhere")
+    run_dir.mkdir()
+    log_steps(log, 3, 4)
+    log.record_validation(4, 2.0)
+    log.close()
+    assert list(run_dir.iterdir()) == [] and len(lines(tmp_path / "elsewhere")) == 5
