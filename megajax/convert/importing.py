@@ -87,9 +87,8 @@ def import_hf(source: Source, run_dir: Path) -> None:
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
         mark(new)
-        checkpoints = Checkpoints(
-            new, layout, config.checkpoint.keep, max_failures=2
-        )  # `wait` tells of the one there is
+        # `wait` tells of a failure: here there is no training to go on.
+        checkpoints = Checkpoints(new, layout, config.checkpoint.keep, max_failures=2)
         try:
             checkpoints.save(0, layout.from_natural(layout.begin(weights)))
             checkpoints.wait()
