@@ -22,6 +22,7 @@ XLA_FLAGS = [
 # they start inherit this. Version 0.12 has no more fusion emitters to turn off.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     XLA_FLAGS += ["--xla_backend_optimization_level=0"]
+    XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]  # no threads to compile with: the workers keep all cores
     XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
 
@@ -31,10 +32,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("megajax", deadline=None)  # an example's first run may compile for seconds
-hypothesis.settings.load_profile("megajax")
+# An example's first run may compile for seconds.
+hypothesis.settings.register_profile("default tests", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("full tests", deadline=None, max_examples=100)
+hypothesis.settings.load_profile("default tests")
 
 gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long; what is young is looked at less often
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """More examples where the long grids are selected too (`make test-full`)."""
+    hypothesis.settings.load_profile("default tests" if "not full" in config.option.markexpr else "full tests")
 
 
 @pytest.fixture(scope="session")

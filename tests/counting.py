@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 from tiny import abstract_batch, tiny_config, tiny_program
 
+from megajax.config import Config
 from megajax.program.train_step import train_step
 from megajax.verify import Collective, collectives
 
@@ -14,17 +15,29 @@ LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that 
 ACTIVATION = (ROWS, TOKENS, HIDDEN)
 
 
+def configured(mesh: tuple[int, int, int], num_microbatches: int, **options) -> Config:
+    batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
+    return tiny_config(mesh, **{"num_layers": LAYERS, "sequence_length": TOKENS} | batch | options)
+
+
 def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):
     """A program, and the abstract arguments of its train step."""
-    batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
-    config = tiny_config(mesh, **{"num_layers": LAYERS, "sequence_length": TOKENS} | batch | options)
-    program = tiny_program(config)
-    return program, (jax.eval_shape(program.layout.init), abstract_batch(config))
+    return program_of(configured(mesh, num_microbatches, **options))
+
+
+def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
+    return collectives_of_a_step(configured(mesh, num_microbatches, **options))
 
 
 @cache
-def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **options) -> list[Collective]:
-    program, arguments = traced(mesh, num_microbatches, **options)
+def program_of(config: Config):
+    program = tiny_program(config)
+    return program, (program.layout.shapes, abstract_batch(config))
+
+
+@cache
+def collectives_of_a_step(config: Config) -> list[Collective]:
+    program, arguments = program_of(config)
     return collectives(train_step(program), *arguments)
 
 

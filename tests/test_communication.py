@@ -40,7 +40,7 @@ MODELS = {"gpt2": ("gpt2", "pre", 2, 1), "bert-pre": ("bert", "pre", 2, 1), "ber
 def test_tensor_all_reduces_of_a_layer(remat, family, order, at_the_ends, recomputed):
     """Per layer and microbatch 2 forward and 2 backward, more where the forward is recomputed."""
     per_layer = 2 + (recomputed if remat == "layer" else 0) + 2
-    for num_microbatches in (1, 4):
+    for num_microbatches in (1, 4) if family == "gpt2" else (4,):
         options = {"remat": remat, "family": family, "layer_order": order}
         found = over("tensor", step_collectives((1, 1, 2), num_microbatches, **options))
         assert {collective.kind for collective in found} == {"all-reduce"}
@@ -125,7 +125,7 @@ def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     chunks = 2 if schedule == "interleaved" else 1
     config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
     program = tiny_program(config)
-    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    arguments = program.layout.shapes, abstract_batch(config)
     step = jax.make_jaxpr(train_step(program))(*arguments)
     permutes = [c for c in collectives_of(step) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
@@ -142,7 +142,7 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     options = {"schedule": schedule, "chunks": chunks, "vocabulary": "split", "microbatch": ROWS}
     config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
     program = tiny_program(config)
-    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    arguments = program.layout.shapes, abstract_batch(config)
     step = jax.make_jaxpr(train_step(program))(*arguments)
     found = [c for c in over("pipe", collectives_of(step)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])

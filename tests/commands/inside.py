@@ -19,9 +19,11 @@ import jax
 
 from megajax import ending, launch
 from megajax.config import Config
+from megajax.data.files import file_atomically
 from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
+from megajax.training import run_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +51,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
         mock.patch.object(checkpoint, "Transfer", _transfer),
+        mock.patch.object(run_log, "plot_loss", _plot_loss),
         contextlib.suppress(_Ended, SystemExit),
     ):
         ending.run(main)
@@ -69,6 +72,12 @@ def _main(script: str, arguments: Sequence[str]) -> Callable[[], None]:
 
     assert script == "train.py"
     return lambda: train.main(arguments)
+
+
+def _plot_loss(path: Path, *_: object) -> None:
+    """In place of drawing, which takes half a second and has tests of its own (tests/training)."""
+    with file_atomically(path) as new:
+        new.write_bytes(b"\x89PNG\r\n\x1a\n")
 
 
 _transfer = functools.cache(Transfer)

@@ -26,6 +26,7 @@ num_heads = 4
 sequence_length = 32
 vocab_size = 300
 vocab_multiple = 64
+scan_layers = true  # a smaller program; test_resume.py goes on with unrolled layers
 
 [train]
 steps = 20

@@ -20,6 +20,7 @@ from processes import (
 )
 
 MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 
 
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
@@ -41,11 +42,11 @@ def test_resume_on_other_meshes_with_the_state_split_otherwise(
     commands: Commands, straight: Run, half: Run, tmp_path: Path
 ) -> None:
     """Three layers go from one device to a (2, 2, 2) mesh with ZeRO-3 and a split sequence, two rows per microbatch
-    instead of one, and from there to data parallelism without ZeRO."""
+    instead of one, and from there to data parallelism without ZeRO and with unrolled layers."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
     commands.train(run, *MESH_222, *split, "--resume", "must")
-    commands.train(run, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
+    commands.train(run, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
     assert curve(run)[:10] == curve(straight.folder)[:10]
     assert_close_losses(curve(run), curve(straight.folder))
 

@@ -158,7 +158,7 @@ def compiled(remat: str, scan_layers: str) -> tuple:
             remat=remat, scan_layers=scan_layers, global_batch=4, hidden_size=64, num_heads=4, sequence_length=96
         )
     )
-    params = jax.eval_shape(program.layout.init).params
+    params = program.layout.shapes.params
     arguments = (params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32"))
     loops = (loss_and_gradients(program), hand_written(program))
     return program, *(fast_compile(loop.lower(*arguments)) for loop in loops)
@@ -173,7 +173,7 @@ def test_it_is_the_hand_written_loop(remat, scan_layers):
     compiled program needs no more temporary bytes, within 5%."""
     program, ours, plain = compiled(remat, scan_layers)
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(program.layout.init).params
+    shapes = program.layout.shapes.params
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
     arguments = (params, random_batch(program.config, 0), np.int32(0))
     (loss, gradients), (expected_loss, expected) = ours(*arguments), plain(*arguments)

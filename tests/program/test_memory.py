@@ -32,7 +32,7 @@ def program(data: int, zero: int, precision: str, gradient_dtype: str) -> Progra
     return tiny_program(dataclasses.replace(config, optimizer=optimizer))
 
 
-@pytest.mark.parametrize("data", [1, 2, 4, 8])
+@pytest.mark.parametrize("data", [1, *(pytest.param(data, marks=pytest.mark.full) for data in (2, 4)), 8])
 @pytest.mark.parametrize("row", PUBLISHED, ids="-".join)
 def test_bytes_per_parameter(row, data):
     """Within 1% of the published rows; ZeRO-3 divides everything."""
