@@ -36,9 +36,13 @@ class Stopped(BaseException):
         self.number = number
         self.told = told or "; what was written is kept"
 
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}{self.told}"
+
 
 class StopSignals:
-    """While entered, the first signal raises `Stopped` in the main thread, and a second one ends the process at once.
+    """While entered, the first signal raises `Stopped` in the main thread, and a second one ends the process at once;
+    so does the first one while a module is imported.
 
     Inside `deferred()` the first one only sets `number`, which whoever entered it looks at.
 
@@ -88,8 +92,13 @@ class StopSignals:
             self._deferred = ""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._deferred:
-            raise Stopped(number)
+        if self._deferred:
+            return
+        stop = Stopped(number)
+        if _imports(frame):  # C++ that is being loaded may crash where an exception comes through it
+            last_words(str(stop))
+            os._exit(128 + number)
+        raise stop
 
     def _watch(self, reading: int) -> None:
         while received := os.read(reading, 1):
@@ -103,6 +112,15 @@ class StopSignals:
             if self._deferred:
                 print(f"{name}: {self._deferred}; a second signal ends at once", file=sys.stderr, flush=True)
         os.close(reading)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being imported there."""
+    while frame:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 stop_signals = StopSignals()  # a process has its signals once
@@ -153,7 +171,7 @@ def run(main: Callable[[], None]) -> None:
     except RunError as error:
         last_words(f"error: {error}")
     except Stopped as stop:
-        last_words(f"stopped by {signal.Signals(stop.number).name}{stop.told}")
+        last_words(str(stop))
         code = 128 + stop.number
     except KeyboardInterrupt:  # not in the main thread, whose signals these are
         last_words("stopped by SIGINT; what was written is kept")

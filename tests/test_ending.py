@@ -35,6 +35,20 @@ def test_a_signal_ends_with_128_and_its_number(number: signal.Signals) -> None:
     assert finish(process) == (128 + number, f"stopped by {number.name}; what was written is kept\n")
 
 
+def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path) -> None:
+    """Of the module that is loaded it could be C++."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "except BaseException as error:\n"
+        "    os._exit(77)\n"
+    )
+    process = start(f"sys.path.insert(0, {str(tmp_path)!r})\nimport slow")
+    assert finish(process) == (143, "stopped by SIGTERM; what was written is kept\n")
+
+
 def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
     body = "with ending.stop_signals.deferred('first this'):\n" + "".join(
         f"    {part}\n" for part in SLEEP.splitlines()

@@ -14,6 +14,7 @@ from megajax.data.files import write_atomically
 from megajax.errors import RunError, UserError
 from megajax.paths import identity
 from megajax.runs.metrics import read_metrics
+from megajax.training.events import Events
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress
 
@@ -55,7 +56,7 @@ class RunLog:
             try:
                 self._file = self._reopen(finished_steps)
                 self._folder = identity(run_dir)
-                self._events = self._open_events(finished_steps)
+                self._events: Events | None = Events(run_dir / "tensorboard", finished_steps)
             except OSError as error:
                 self._progress.close()
                 raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a folder that can be written") from None
@@ -67,13 +68,6 @@ class RunLog:
             self._remember(record)
         write_atomically(path, "".join(map(_line, records)))
         return path.open("ab", buffering=0)
-
-    def _open_events(self, finished_steps: int) -> Any:
-        from tensorboardX import SummaryWriter
-
-        folder = str(self._run_dir / "tensorboard")
-        suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
-        return SummaryWriter(folder, purge_step=finished_steps + 1, flush_secs=30, filename_suffix=suffix)
 
     def record_step(
         self,
@@ -155,7 +149,11 @@ class RunLog:
         self._progress.close()
         if self._write:
             self._file.close()
-            self._events.close()
+            if self._events:
+                try:
+                    self._events.close()
+                except OSError as error:
+                    self._without_events(error)
             self.plot()
 
     def __enter__(self) -> Self:
@@ -181,10 +179,24 @@ class RunLog:
             file, problem = self._run_dir / "metrics.jsonl", (error.strerror or str(error)).lower()
             raise RunError(f"{file} cannot be written: {problem}; the same command goes on") from None
         self._remember(record)
-        for name, value in record.items():
-            if name not in ("step", "tokens", "seconds", "data_seconds") and math.isfinite(value):
-                tag = {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation"))
-                self._events.add_scalar(tag, value, record["step"])
+        figures = {
+            {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation")): value
+            for name, value in record.items()
+            if name not in ("step", "tokens", "seconds", "data_seconds") and math.isfinite(value)
+        }
+        if self._events:
+            try:
+                self._events.add(record["step"], figures)
+            except OSError as error:
+                self._without_events(error)
+
+    def _without_events(self, error: OSError) -> None:
+        """Go on without TensorBoard's events: metrics.jsonl has the same figures."""
+        problem = (error.strerror or str(error)).lower()
+        self._progress.print(f"{self._run_dir / 'tensorboard'} cannot be written: {problem}; no more events are")
+        if self._events:
+            self._events.drop()
+        self._events = None
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """The log of a run: what is written, what is shown, and what a resumed run keeps."""
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboardX.record_writer import RecordWriter
 
 from megajax.errors import UserError
 from megajax.runs.metrics import read_metrics
@@ -178,3 +181,21 @@ def test_what_has_taken_the_run_directory_s_place_gets_no_picture(tmp_path: Path
     log.record_validation(4, 2.0)
     log.close()
     assert list(run_dir.iterdir()) == [] and len(lines(tmp_path / "elsewhere")) == 5
+
+
+def test_a_disk_that_has_no_room_for_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on without them, as long as metrics.jsonl has room."""
+
+    def full(self: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RunLog(tmp_path, total_steps=40, log_every=100) as log:
+        log_steps(log, 1, 2)
+        monkeypatch.setattr(RecordWriter, "write", full)
+        log_steps(log, 3, 40)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 41))
+    told = f"{tmp_path / 'tensorboard'} cannot be written: no space left on device; no more events are"
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2]
