@@ -52,6 +52,7 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
         UserError: there is no such checkpoint; `folder` is not empty, or cannot be written.
         RunError: the checkpoint is damaged.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     check_new(folder, "PATH")
@@ -65,7 +66,11 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
     natural = jax.device_get(program.layout.natural_weights(params))
     tensors = to_tensors(exchange.places(config.model), natural, config.model)
     with folder_atomically(folder.absolute()) as new:
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        try:
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # of the system's errors only the words are left
+            problem = "no space left on device" if "No space left" in str(error) else str(error)
+            raise UserError(f"{new / WEIGHTS}: cannot be written: {problem}; valid: a place that can be") from None
         write_objects(new, settings)
         (new / WEIGHTS).chmod((new / "config.json").stat().st_mode)  # safetensors lets nobody else read it
         if tokenizer:
