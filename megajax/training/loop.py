@@ -241,12 +241,9 @@ class _Run:
 
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
-        if loss is None and not (
-            self.stop_signal and self.validator.last is None
-        ):  # who stops doesn't wait for a compiler
-            loss = total_loss(
-                self.validator.evaluate(step, self.state.params, 1)
-            )  # of the weights after the step, which nobody has seen yet
+        waits = not self.stop_signal or self.validator.last is not None  # who stops doesn't wait for a compiler
+        if loss is None and waits:  # of the weights after the step, which nobody has seen yet
+            loss = total_loss(self.validator.evaluate(step, self.state.params, 1))
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._saves(step):
