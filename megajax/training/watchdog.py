@@ -109,7 +109,10 @@ class Watchdog:
         status = Status(socket.gethostname(), os.getpid(), self._step, self._doing, seconds)
         try:
             self._folder.mkdir(exist_ok=True)
-            self._file(jax.process_index()).write_text(json.dumps(asdict(status)) + "\n")
+            file = self._file(jax.process_index())
+            new = file.with_suffix(".partial")  # the others may read it at any moment
+            new.write_text(json.dumps(asdict(status)) + "\n")
+            new.replace(file)
         except OSError:
             pass  # nobody needs it unless something hangs
 
