@@ -73,10 +73,14 @@ def text_form(*, with_positions: bool = False) -> BatchForm:
     return BatchForm(entries, targets={"next_token": "targets"})
 
 
+MASKED_SHARE = 0.15
+"""Of a sample's tokens, special ones included, so many are masked on average."""
+
+
 def most_masked(sequence_length: int) -> int:
-    """How many tokens of a sequence can be chosen at most: the 15% that are on average, some more for words of many
+    """How many tokens of a sequence can be masked at most: those that are on average, some more for words of many
     pieces, and as many as make it a multiple of 8."""
-    return min(sequence_length, 8 * math.ceil((0.15 * sequence_length + 16) / 8))
+    return min(sequence_length, 8 * math.ceil((MASKED_SHARE * sequence_length + 16) / 8))
 
 
 def pairs_form() -> BatchForm:

@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: a flag, the preset or the data cannot be used.
         RunError: the training cannot go on.
     """
-    config = parse(argv, "Pretrain a GPT on a (data, pipe, tensor) mesh.")
+    config = parse(argv, "Pretrain a model on a (data, pipe, tensor) mesh.")
     _check_paths(config)
     if config.profile_pipeline:
         from megajax.training.profile import profile_pipeline

@@ -28,13 +28,7 @@ from megajax.data.report import (
 )
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import (
-    Kind,
-    is_tokenizer_folder,
-    load_tokenizer,
-    train_tokenizer,
-    training_part,
-)
+from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer, train_tokenizer, training_part
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import most_masked
+from megajax.batch import MASKED_SHARE, most_masked
 from megajax.data.bits import Bits
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-
-SHARE = 0.15  # of a sample's tokens, special ones included, that are chosen
 
 _LENGTHS = (1,) * 6 + (2,) * 3 + (3,) * 2  # in words, in proportion to 1 / n: 6/11, 3/11, 2/11
 _TRIES = 20  # for a place for so many words
@@ -97,7 +95,7 @@ def masked(
     begins = _words(tokens_N, special_N, vocabulary.continues)
     taken = bytearray(special_N[begins].tobytes())
     borders = [*begins.tolist(), len(tokens_N)]
-    spans = _choose(borders, taken, SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
+    spans = _choose(borders, taken, MASKED_SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
     places = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end, _ in spans] or [_NOWHERE])
     targets = tokens_N[places]
     raw = bits.raw(len(targets))

@@ -139,9 +139,9 @@ def step_products(config: ModelConfig, sequences: int, query_block: int) -> list
 
 
 def step_flops(config: ModelConfig, sequences: int) -> int:
-    """Of a step over `sequences` sequences, as the paper counts: `72 B s L h² (1 + s / 6h + V / 12Lh)`.
+    """Of a step over `sequences` sequences, as the paper counts, for GPT-2 `72 B s L h² (1 + s / 6h + V / 12Lh)`.
 
-    Attention counts as if every query saw every key.
+    Attention counts as if every query saw every key; BERT's logits are those of the tokens that can be masked.
     """
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
 

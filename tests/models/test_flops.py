@@ -53,3 +53,18 @@ def test_the_step_runs_these_products_and_the_scores_once_more(length):
     arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
     found = product_flops(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)
     assert found == sum(product.flops for product in products) + scores
+
+
+def test_bert_computes_the_logits_of_its_masked_tokens_only():
+    """The step's products beside those listed are the order head's, of one token a sequence."""
+    config = tiny_config(family="bert", global_batch=2, microbatch=2, sequence_length=128)
+    program = tiny_program(config)
+    hidden, length = config.model.hidden_size, config.model.sequence_length
+    products = step_products(config.model, 2, program.backend.block_of(length))
+    (head,) = [product for product in products if product.name == "head, forward"]
+    assert head.rows == 2 * 40 < 2 * length
+    scores = sum(product.flops for product in products if "scores" in product.name) // 2
+    order = 3 * 2 * 2 * hidden * (hidden + 2)  # forward, and both gradients, of two rows
+    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    found = product_flops(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)
+    assert found == sum(product.flops for product in products) + scores + order
