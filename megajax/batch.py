@@ -106,3 +106,49 @@ def pairs_form() -> BatchForm:
         measures={"accuracy/sentence_order": "order"},
         sizes={"masked": most_masked},
     )
+
+
+_PAIR = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}  # of one input `[CLS] A [SEP] B [SEP]`
+
+
+def classes_form() -> BatchForm:
+    """A pair of texts, `[CLS] A [SEP] B [SEP]`, and its class.
+
+    `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and of every row `length`, its tokens
+    without padding, and `label`, the class.
+    """
+    inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
+    return BatchForm(
+        inputs | {"label": Entry((), IGNORED)},
+        targets={"classes": "label"},
+        measures={"accuracy/classes": "label"},
+    )
+
+
+def span_form() -> BatchForm:
+    """A question and a window of its context, and where the answer lies in it.
+
+    As `classes_form`, but with `start` and `end`, the first and the last token of the answer, both 0, which is `[CLS]`,
+    where the window does not have it.
+    """
+    inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
+    return BatchForm(
+        inputs | {"start": Entry((), IGNORED), "end": Entry((), IGNORED)},
+        targets={"span": "start"},
+        measures={"accuracy/span": "start"},
+    )
+
+
+def choice_form(options: int) -> BatchForm:
+    """A question with each of its options, and an article: up to so many inputs, of which one is right.
+
+    `tokens` and `token_types` [options, T], `length` [options], 0 where there is no such option, and of every row
+    `label`, the number of the right one.
+    """
+    inputs = {name: Entry(("options", *dims)) for name, dims in _PAIR.items()}
+    return BatchForm(
+        inputs | {"label": Entry((), IGNORED)},
+        targets={"choice": "label"},
+        measures={"accuracy/choice": "label"},
+        sizes={"options": lambda _: options},
+    )

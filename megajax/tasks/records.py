@@ -1,0 +1,121 @@
+"""Records as the files of the tasks have them, whatever their format."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from megajax.errors import UserError
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts and the class that they belong to.
+
+    Attributes:
+        name: the record's own name in its file, for predictions.
+        texts: both.
+        label: the class's number; None: not known.
+        group: what it is counted with besides: of MNLI "matched" or "mismatched"; empty: nothing.
+    """
+
+    name: str
+    texts: tuple[str, str]
+    label: int | None
+    group: str = ""
+
+    @property
+    def context(self) -> str:
+        """What must not be in training and on dev: the first text."""
+        return self.texts[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and the character of the context where it begins."""
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context that has its answer.
+
+    Attributes:
+        name: its id.
+        text: the question.
+        context: the paragraph.
+        answers: all that are right, the first being what is trained on; empty: the context has none.
+    """
+
+    name: str
+    text: str
+    context: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A question about an article, with options.
+
+    Attributes:
+        name: its id and number.
+        article: the text.
+        text: the question, with `_` where an option belongs, or without.
+        options: 2 to 4.
+        label: the number of the right one; None: not known.
+        group: "middle", "high", or empty: nothing says which.
+    """
+
+    name: str
+    article: str
+    text: str
+    options: tuple[str, ...]
+    label: int | None
+    group: str = ""
+
+    @property
+    def context(self) -> str:
+        """What must not be in training and on dev: the article."""
+        return self.article
+
+
+Record = Pair | Question | Exam
+
+
+@dataclass
+class Records(Generic[R]):
+    """Records of some files, and what was odd in them.
+
+    Attributes:
+        entries: in the order of the files.
+        strict: whether an odd record ends the reading.
+        odd: by what was odd, in words (`questions with fewer than 2 options, skipped`), how many records, and where
+            the first one is.
+    """
+
+    entries: list[R] = field(default_factory=list)
+    strict: bool = False
+    odd: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def note(self, what: str, place: str, valid: str) -> None:
+        """Count an odd record.
+
+        Args:
+            what: is odd, as `odd` names it.
+            place: file and number of the record.
+            valid: what it should be.
+
+        Raises:
+            UserError: with `strict`.
+        """
+        if self.strict:
+            raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
+        count, first = self.odd.get(what, (0, place))
+        self.odd[what] = (count + 1, first)
+
+    def lines(self) -> Sequence[str]:
+        """What was odd, a line each."""
+        return [f"{count} {what}, first {place}" for what, (count, place) in self.odd.items()]

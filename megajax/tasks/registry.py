@@ -1,0 +1,36 @@
+"""The tasks by name, `task.name`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PRETRAINING = "pretraining"  # is no task: the losses of the family
+
+
+@dataclass(frozen=True)
+class Task:
+    """What must be known of a task before its files are read.
+
+    Attributes:
+        head: what the model predicts from: the class of a pair of texts, the span of an answer in a context, or the
+            right one of several options.
+        classes: how many classes, or options at most; of a span 2, its start and its end.
+        labels: names of the classes in the order of their numbers, as the files have them; empty where there are none.
+        figure: by which runs are compared on dev, one of the task's figures in percent.
+    """
+
+    head: Literal["classes", "span", "choice"]
+    classes: int
+    figure: str
+    labels: tuple[str, ...] = ()
+
+
+TASKS = {
+    "mnli": Task("classes", 3, "accuracy", ("entailment", "neutral", "contradiction")),
+    "qqp": Task("classes", 2, "accuracy", ("0", "1")),
+    "squad1": Task("span", 2, "f1"),
+    "squad2": Task("span", 2, "f1"),
+    "race": Task("choice", 4, "accuracy", ("A", "B", "C", "D")),
+}
+"""Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053, table 5)."""
+
+NAMES = (PRETRAINING, *TASKS)
