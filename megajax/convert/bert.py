@@ -74,11 +74,11 @@ _SHARED = {
     "table": Place("bert.embeddings.word_embeddings.weight", "VD"),
     "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
     "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
-    **linear("masked/dense", f"{_HEAD}transform.dense", "DD"),
-    **norm("masked/norm", f"{_HEAD}transform.LayerNorm"),
-    "masked/bias": Place(f"{_HEAD}bias", "V"),
-    **linear("pair/pooler", "bert.pooler.dense", "DD"),
-    **linear("pair/output", "cls.seq_relationship", "CD"),
+    **linear("head/masked/dense", f"{_HEAD}transform.dense", "DD"),
+    **norm("head/masked/norm", f"{_HEAD}transform.LayerNorm"),
+    "head/masked/bias": Place(f"{_HEAD}bias", "V"),
+    **linear("head/pooler/dense", "bert.pooler.dense", "DD"),
+    **linear("head/order", "cls.seq_relationship", "CD"),
 }
 _BLOCKS = {
     **linear("attention/query", f"{_LAYER}attention.self.query", "DD"),
@@ -116,7 +116,7 @@ def places(model: ModelConfig) -> Places:
             f"{_HEAD}decoder.bias": f"{_HEAD}bias",
         },
         unused=("bert.embeddings.position_ids",),
-        fresh={"pair/pooler": "the pooler", "pair/output": "the order head"},
+        fresh={"head/pooler": "the pooler", "head/order": "the order head"},
         spelling=_spelling,
     )
 

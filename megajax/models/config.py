@@ -28,6 +28,13 @@ class ModelConfig:
         Literal["pre", "post"],
         "LayerNorm before attention and MLP, inside the residual branch, or after the residual addition",
     ] = "pre"
+    head: Annotated[
+        Literal["pretraining", "classes", "span", "choice"],
+        "what is predicted: what the family is pretrained on; of a text its class, or a span in it; one of several texts",
+    ] = "pretraining"
+    num_classes: Annotated[
+        int, "classes of the head classes, texts to choose from of the head choice", between(2, 10_000)
+    ] = 2
     scan_layers: Annotated[
         Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
     ] = "auto"

@@ -45,7 +45,7 @@ class Model(Protocol):
         """The first layer's input, x_BTD; any function of the weights."""
         ...
 
-    def losses(self, x_BTD: Array, batch: Batch) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, batch: Batch, context: Tree) -> dict[str, Array]:
         """The sum of every loss and every measure of the batch's form over its targets, from the last layer's output;
         scalars."""
         ...
@@ -59,6 +59,12 @@ class Model(Protocol):
         """This device's columns of the logits; of a language model."""
         ...
 
+    def answers(self, x_BTD: Array, batch: Batch) -> Array:
+        """The logits that a task is answered by, in at least fp32, on every device alike: [B, C] of the classes, or of
+        the texts to choose from, or [B, T, 2] of the tokens where a span begins and ends; of a model with such a
+        head."""
+        ...
+
 
 @dataclass(frozen=True)
 class Family:
@@ -66,7 +72,7 @@ class Family:
 
     Attributes:
         model: (configuration, key of the initial weights, borders, backend) -> `Model`.
-        form: what its batch holds.
+        form: configuration -> what its batch holds.
         products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
         reset_form: what its batch holds where attention starts anew with every document, if it can.
         linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
@@ -74,7 +80,7 @@ class Family:
     """
 
     model: Callable[[ModelConfig, NamedKey, Borders, Backend], Any]
-    form: BatchForm
+    form: Callable[[ModelConfig], BatchForm]
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
     reset_form: BatchForm | None = None
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
@@ -141,7 +147,8 @@ def step_products(config: ModelConfig, sequences: int, query_block: int) -> list
 def step_flops(config: ModelConfig, sequences: int) -> int:
     """Of a step over `sequences` sequences, as the paper counts, for GPT-2 `72 B s L h² (1 + s / 6h + V / 12Lh)`.
 
-    Attention counts as if every query saw every key; BERT's logits are those of the tokens that can be masked.
+    A row of a choice has as many sequences as there are texts. Attention counts as if every query saw every key; BERT's
+    logits are those of the tokens that can be masked.
     """
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
 

@@ -13,12 +13,14 @@ class Entry:
         samples: what it is trained on: "text", or "pairs" of segments.
         tokenizer: kind that is trained where none is given, "bpe" or "wordpiece".
         layer_orders: where a layer may have its LayerNorms, the first being the default: "pre", "post".
+        heads: what it can predict, `model.head`.
     """
 
     module: str
     samples: Literal["text", "pairs"] = "text"
     tokenizer: Literal["bpe", "wordpiece"] = "bpe"
     layer_orders: tuple[str, ...] = ("pre",)
+    heads: tuple[str, ...] = ("pretraining",)
 
     @property
     def continues_text(self) -> bool:
@@ -28,5 +30,11 @@ class Entry:
 
 FAMILIES = {
     "gpt2": Entry("megajax.models.gpt2.family"),
-    "bert": Entry("megajax.models.bert.family", samples="pairs", tokenizer="wordpiece", layer_orders=("pre", "post")),
+    "bert": Entry(
+        "megajax.models.bert.family",
+        samples="pairs",
+        tokenizer="wordpiece",
+        layer_orders=("pre", "post"),
+        heads=("pretraining", "classes", "span", "choice"),
+    ),
 }

@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.parallel.collectives import TENSOR, Axes, axis_index, f, g, gather_shards, own_shard, scatter_sum, vary
+from megajax.parallel.collectives import (
+    TENSOR,
+    Axes,
+    axis_index,
+    axis_size,
+    f,
+    g,
+    gather_shards,
+    own_shard,
+    scatter_sum,
+    vary,
+)
 
 TOKENS = 1  # the dim of x_BTD that sequence parallelism shards
 
@@ -74,6 +85,16 @@ class Borders:
         here_BM = (own_BM >= 0) & (own_BM < size)
         found_BMD = _rows_at(x_BTD, jnp.clip(own_BM, 0, size - 1))
         return g(jnp.where(here_BM[..., None], found_BMD, jnp.zeros((), x_BTD.dtype)), TENSOR)
+
+    def of_all_tokens(self, x_BTK: Array) -> Array:
+        """Numbers of every token, few of each, on every device of a tensor group; with sequence parallelism each puts
+        its own in their places, and `g` adds them up."""
+        if not self.sequence_parallel:
+            return x_BTK
+        size, devices = x_BTK.shape[TOKENS], axis_size(TENSOR)
+        here = jnp.arange(devices, dtype=jnp.int32) == axis_index(TENSOR)
+        parts_BPTK = jnp.where(here[None, :, None, None], x_BTK[:, None], jnp.zeros((), x_BTK.dtype))
+        return g(parts_BPTK.reshape(x_BTK.shape[0], devices * size, -1), TENSOR)
 
     @property
     def of_chosen(self) -> "Borders":

@@ -109,6 +109,11 @@ class Dropout:
         """Dropout of another layer or site."""
         return Dropout(self.rate, self.bits_B.fold(index))
 
+    def of_parts(self, count: int) -> "Dropout":
+        """Dropout of so many parts of every sample, each with a mask of its own, [B · parts]."""
+        part_P = jnp.arange(count, dtype=jnp.int32)
+        return Dropout(self.rate, jax.tree.map(jnp.ravel, self.bits_B[:, None].fold(part_P[None, :])))
+
     def apply(self, x: Array, bits: Array) -> Array:
         """Zero the elements whose bits (uint32, broadcasting to `x`) fall below the rate; scale the others by
         1/(1-rate)."""

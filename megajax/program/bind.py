@@ -77,7 +77,7 @@ def _bind(
         return model.block(weights)(x_BTD, context, layer)
 
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
-        totals = model.ends(shared).losses(x_BTD, microbatch)
+        totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
 
     unroll = not scans_layers(config, program.backend)

@@ -86,17 +86,17 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     """Bytes on one device of `rows` rows that are computed at once, by part."""
     config, model, backend = program.config, program.config.model, program.backend
     width = jnp.dtype(program.layout.compute_dtype).itemsize
-    tokens, block = rows * model.sequence_length, min(backend.block_of(model.sequence_length), model.sequence_length)
+    shapes = program.form.shapes(rows, tokens=model.sequence_length)
+    tokens, block = math.prod(shapes["tokens"]), min(backend.block_of(model.sequence_length), model.sequence_length)
     layers = -(-model.num_layers // config.mesh.pipe) if every_layer else 1
     scores = block * model.sequence_length * max(4, width) if rows and not backend.fused_attention else 0  # of a head
     split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
     here = tokens // (config.mesh.tensor if config.sequence_parallel else 1)
-    shapes = program.form.shapes(rows, tokens=model.sequence_length)
     predicted = max(math.prod(shapes[name]) for name in program.form.targets.values())
     return {
         "activations": layers * here * model.hidden_size * width,
         "scores of attention": scores,
-        "logits": predicted * model.padded_vocab_size // split * width,
+        "logits": predicted * model.padded_vocab_size // split * width if model.head == "pretraining" else 0,
     }
 
 

@@ -125,7 +125,7 @@ def batch_form(config: Config) -> BatchForm:
     """What a batch of a configuration holds."""
     family = family_of(config.model)
     if not config.data.reset_attention:
-        return family.form
+        return family.form(config.model)
     assert family.reset_form, config.model.family
     return family.reset_form
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, pairs_form
+from megajax.batch import IGNORED
 from megajax.config import Config
 from megajax.data.gpt import document_positions
 from megajax.program.program import batch_form
@@ -14,8 +14,10 @@ Batch = dict[str, npt.NDArray[np.int32]]
 def random_batch(config: Config, step: int) -> Batch:
     """A global batch that depends on the configuration's form, seed and step only."""
     rng = np.random.default_rng((config.seed, step))
-    batch = _pairs(config, rng) if "order" in batch_form(config).entries else _text(config, rng)
-    assert batch.keys() == batch_form(config).entries.keys(), "not a form that is known here"
+    entries = batch_form(config).entries
+    makers = {"order": _pairs, "start": _spans, "label": _labelled}  # by an array that only they have
+    batch = next((make for name, make in makers.items() if name in entries), _text)(config, rng)
+    assert batch.keys() == entries.keys(), "not a form that is known here"
     return batch
 
 
@@ -36,21 +38,52 @@ def _pairs(config: Config, rng: np.random.Generator) -> Batch:
     """Rows of half the sequence and more, a quarter of them of one segment; up to three tenths of the tokens are
     masked, unevenly over rows, as far as a row has places for them."""
     rows, length = config.train.global_batch, config.model.sequence_length
-    ids = rng.integers(0, config.model.vocab_size, (rows, length), np.int32)
-    length_B = rng.integers(-(-length // 2), length + 1, rows, np.int32)
-    first_B = np.where(rng.random(rows) < 1 / 4, length_B, rng.integers(1, length_B + 1, dtype=np.int32))
-    place_T = np.arange(length)
-    there = place_T < length_B[:, None]
-    order = np.where(first_B < length_B, rng.integers(0, 2, rows, np.int32), np.int32(IGNORED))
-    batch = pairs_form().padding(rows, tokens=length) | {
-        "tokens": np.where(there, ids, np.int32(0)),
-        "token_types": (there & (place_T >= first_B[:, None])).astype(np.int32),
-        "length": length_B,
-        "order": order.astype(np.int32),
-    }
+    inputs = _inputs(config, rng, (rows,))
+    ids, length_B = inputs["tokens"].copy(), inputs["length"]
+    order = np.where(inputs["token_types"].any(axis=1), rng.integers(0, 2, rows), IGNORED)
+    batch = batch_form(config).padding(rows, tokens=length) | inputs | {"order": order.astype(np.int32)}
     for row, share in enumerate(np.linspace(0.0, 0.3, rows)):
         count = min(int(rng.binomial(length_B[row], share)), batch["places"].shape[1])
         places = np.sort(rng.choice(int(length_B[row]), count, replace=False))
         batch["places"][row, :count], batch["targets"][row, :count] = places, ids[row, places]
         batch["tokens"][row, places] = rng.integers(0, config.model.vocab_size, count, np.int32)
     return batch
+
+
+def _labelled(config: Config, rng: np.random.Generator) -> Batch:
+    """Of every row a class, or the right one of several texts; of a quarter of the rows it is not known, and of choices
+    of more than two the last ones may be missing."""
+    rows = config.train.global_batch
+    shape = batch_form(config).shapes(rows, tokens=config.model.sequence_length)["length"]
+    inputs, classes_B = _inputs(config, rng, shape), np.full(rows, config.model.num_classes)
+    if len(shape) == 2:
+        classes_B = rng.integers(2, shape[1] + 1, rows)
+        there_BC = np.arange(shape[1]) < classes_B[:, None]
+        inputs = {name: np.where(there_BC.reshape(*shape, *[1] * (x.ndim - 2)), x, 0) for name, x in inputs.items()}
+    label_B = np.where(rng.random(rows) < 1 / 4, IGNORED, rng.integers(0, classes_B))
+    return {name: array.astype(np.int32) for name, array in inputs.items()} | {"label": label_B.astype(np.int32)}
+
+
+def _spans(config: Config, rng: np.random.Generator) -> Batch:
+    """Of every row the first and the last token of a span, of a quarter both the first token of all; of a quarter they
+    are not known."""
+    rows = config.train.global_batch
+    inputs, kind_B = _inputs(config, rng, (rows,)), rng.integers(0, 4, rows)
+    ends_B2 = np.sort(rng.integers(0, inputs["length"][:, None], (rows, 2)), axis=1)
+    ends_B2 = np.where(kind_B[:, None] == 0, 0, np.where(kind_B[:, None] == 1, IGNORED, ends_B2)).astype(np.int32)
+    return inputs | {"start": ends_B2[:, 0], "end": ends_B2[:, 1]}
+
+
+def _inputs(config: Config, rng: np.random.Generator, shape: tuple[int, ...]) -> Batch:
+    """Inputs of half the sequence and more, a quarter of them of one segment: `tokens`, `token_types`, `length`."""
+    length = config.model.sequence_length
+    ids = rng.integers(0, config.model.vocab_size, (*shape, length), np.int32)
+    length_B = rng.integers(-(-length // 2), length + 1, shape, np.int32)
+    first_B = np.where(rng.random(shape) < 1 / 4, length_B, rng.integers(1, length_B + 1, dtype=np.int32))
+    place_T = np.arange(length)
+    there_BT = place_T < length_B[..., None]
+    return {
+        "tokens": np.where(there_BT, ids, np.int32(0)),
+        "token_types": (there_BT & (place_T >= first_B[..., None])).astype(np.int32),
+        "length": length_B,
+    }

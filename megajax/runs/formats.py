@@ -7,6 +7,8 @@ it.
 
 1. Attention's query, key and value are one leaf `qkv`: weight [L, D, 3, H, K], bias [L, 3, H, K].
 2. They are leaves `query`, `key` and `value`: weights [L, D, H, K], biases [L, H, K].
+3. What BERT is pretrained by is `head`, with the parts `masked`, `pooler` and `order`: before, the model had `masked`,
+   and `pair` with `pooler` and `output`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +24,7 @@ from megajax.program.transfer import moved
 
 Tree = Any
 
-FORMAT = 2  # of what is written today
+FORMAT = 3  # of what is written today
 
 
 @dataclass(frozen=True)
@@ -127,4 +129,34 @@ def _divide(joint: Array) -> tuple[Array, ...]:
     return tuple(lax.index_in_dim(joint, number, joint.ndim - 3, keepdims=False) for number in range(len(_PARTS)))
 
 
-_CHANGES = {2: Change(_joined, _divided)}  # by the format they lead to
+def _without_head(target: Tree) -> Tree:
+    """Every `head` of pretraining as its parts by their earlier names."""
+
+    def node(found: Tree) -> Tree:
+        if not _has_head(found):
+            return found
+        head = found["head"]
+        pair = {"pooler": head["pooler"]["dense"], "output": head["order"]}
+        return {name: leaf for name, leaf in found.items() if name != "head"} | {"masked": head["masked"], "pair": pair}
+
+    return jax.tree.map(node, target, is_leaf=_has_head)
+
+
+def _with_head(target: Tree, stored: Tree) -> Tree:
+    """`masked` and `pair` as parts of `head`, where the target has it."""
+
+    def node(wanted: Tree, found: Tree) -> Tree:
+        if not _has_head(wanted):
+            return found
+        pair = found["pair"]
+        head = {"masked": found["masked"], "pooler": {"dense": pair["pooler"]}, "order": pair["output"]}
+        return {name: leaf for name, leaf in found.items() if name not in ("masked", "pair")} | {"head": head}
+
+    return jax.tree.map(node, target, stored, is_leaf=_has_head)
+
+
+def _has_head(node: Tree) -> bool:
+    return isinstance(node, Mapping) and isinstance(node.get("head"), Mapping) and "masked" in node["head"]
+
+
+_CHANGES = {2: Change(_joined, _divided), 3: Change(_without_head, _with_head)}  # by the format they lead to

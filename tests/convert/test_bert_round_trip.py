@@ -76,9 +76,9 @@ def test_where_the_weights_are(order: str, tmp_path: Path) -> None:
     for found, name in (
         (layer["mlp"]["up"], f"{start}intermediate.dense"),
         (layer["mlp"]["down"], f"{start}output.dense"),
-        (shared["masked"]["dense"], "cls.predictions.transform.dense"),
-        (shared["pair"]["pooler"], "bert.pooler.dense"),
-        (shared["pair"]["output"], "cls.seq_relationship"),
+        (shared["head"]["masked"]["dense"], "cls.predictions.transform.dense"),
+        (shared["head"]["pooler"]["dense"], "bert.pooler.dense"),
+        (shared["head"]["order"], "cls.seq_relationship"),
     ):
         np.testing.assert_array_equal(found["weight"], theirs[f"{name}.weight"].T, err_msg=name)
         np.testing.assert_array_equal(found["bias"], theirs[f"{name}.bias"], err_msg=name)
@@ -90,15 +90,15 @@ def test_where_the_weights_are(order: str, tmp_path: Path) -> None:
         (layer["attention_norm"], first),
         (layer["mlp_norm"], second),
         (shared["norm"], outside),
-        (shared["masked"]["norm"], "cls.predictions.transform.LayerNorm"),
+        (shared["head"]["masked"]["norm"], "cls.predictions.transform.LayerNorm"),
     ):
         np.testing.assert_array_equal(found["scale"], theirs[f"{name}.weight"], err_msg=name)
         np.testing.assert_array_equal(found["bias"], theirs[f"{name}.bias"], err_msg=name)
     for name, kind in (("table", "word"), ("positions", "position"), ("token_types", "token_type")):
         table = theirs[f"bert.embeddings.{kind}_embeddings.weight"]
         np.testing.assert_array_equal(shared[name][: len(table)], table, err_msg=name)
-    np.testing.assert_array_equal(shared["masked"]["bias"][:101], theirs["cls.predictions.bias"])
-    assert not shared["table"][101:].any() and not shared["masked"]["bias"][101:].any()
+    np.testing.assert_array_equal(shared["head"]["masked"]["bias"][:101], theirs["cls.predictions.bias"])
+    assert not shared["table"][101:].any() and not shared["head"]["masked"]["bias"][101:].any()
 
 
 def test_export_then_import(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     config = tiny_config((1, 2, 2), family="bert", layer_order="post", num_layers=2, sequence_length=24, dropout=0.25)
     layout, tensors = tiny_program(config).layout, bert_tensors("post", SETTINGS)
     weights = from_tensors(places(config.model), tensors.__getitem__, config.model)
-    weights["shared"]["table"][101:] = weights["shared"]["masked"]["bias"][101:] = 1
+    weights["shared"]["table"][101:] = weights["shared"]["head"]["masked"]["bias"][101:] = 1
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
     checkpoints.save(7, layout.from_natural(layout.begin(weights)))
     checkpoints.close()
@@ -117,7 +117,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
     assert source.config.model == dataclasses.replace(config.model, scan_layers="auto")
     found = source.weights.natural(seed=0)
-    weights["shared"]["table"][101:] = weights["shared"]["masked"]["bias"][101:] = 0
+    weights["shared"]["table"][101:] = weights["shared"]["head"]["masked"]["bias"][101:] = 0
     jax.tree.map(np.testing.assert_array_equal, found, weights)
 
 
@@ -153,15 +153,16 @@ def test_without_the_order_head(tmp_path: Path) -> None:
     assert list(source.weights.fresh) == ["the pooler", "the order head"]
     import_hf(source, tmp_path / "run")
     program = tiny_program(source.config)
-    begun = jax.device_get(program.layout.natural_weights(program.layout.init().params))["shared"]["pair"]
-    found = source.weights.natural(source.config.seed)["shared"]["pair"]
-    assert np.abs(begun["output"]["weight"]).max() > 0.1
-    jax.tree.map(np.testing.assert_array_equal, found, begun)
+    begun = jax.device_get(program.layout.natural_weights(program.layout.init().params))["shared"]["head"]
+    found = source.weights.natural(source.config.seed)["shared"]["head"]
+    assert np.abs(begun["order"]["weight"]).max() > 0.1
+    for part in ("pooler", "order"):
+        jax.tree.map(np.testing.assert_array_equal, found[part], begun[part])
     back = export(tmp_path / "run", tmp_path / "back")
     assert_same({name: back[name] for name in tensors}, tensors)
     assert_same(
         {"bert.pooler.dense.weight": back["bert.pooler.dense.weight"]},
-        {"bert.pooler.dense.weight": np.ascontiguousarray(begun["pooler"]["weight"].T)},
+        {"bert.pooler.dense.weight": np.ascontiguousarray(begun["pooler"]["dense"]["weight"].T)},
     )
 
 

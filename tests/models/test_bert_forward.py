@@ -1,5 +1,5 @@
-"""BERT's numbers, split over two devices, against BERT written plainly in numpy from the weights: both layer orders,
-with padding, and rows of one segment.
+"""BERT's numbers, split over two devices, against BERT written plainly in numpy from the weights: both layer orders and
+every head, with padding, rows of one segment, and missing texts to choose from.
 
 Letters: B batch, T and S tokens, D model, F feed-forward, V vocabulary, C classes.
 """
@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from plain import EMBEDDING, Plain, cross_entropy, linear, place, random_weights
+from plain import EMBEDDING, Plain, cross_entropy, hash_of, linear, place, random_weights
 from scipy.special import erf
 from tiny import tiny_config, tiny_program
 
@@ -20,6 +20,7 @@ from megajax.program.train_step import train_step
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 RATE = 0.2
+HEAD = 0xFFFF_FFFE  # what the mask of the pooled token is drawn for
 
 
 class NumpyBert(Plain):
@@ -31,21 +32,48 @@ class NumpyBert(Plain):
     def activation(x: np.ndarray) -> np.ndarray:
         return x / 2 * (1 + erf(x / np.sqrt(2)))
 
-    def logits(self, batch: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Of every token, [B, T, V], and of the order of two segments, [B, C]."""
-        shared, tokens_BT = self.weights["shared"], batch["tokens"]
+    def finished(self, batch: dict) -> np.ndarray:
+        """What the heads get, [B, T, D]; of a choice every text is a row of its own, in the masks a part of its row."""
+        shared, length = self.weights["shared"], batch["length"]
+        self.parts = length.shape[1:]
+        tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         places_T = np.arange(tokens_BT.shape[1])
-        x_BTD = shared["table"][tokens_BT] + shared["token_types"][batch["token_types"]] + shared["positions"][places_T]
+        x_BTD = shared["table"][tokens_BT] + shared["token_types"][types_BT] + shared["positions"][places_T]
         post = self.config.model.layer_order == "post"
         x_BTD = self.dropped(self.norm(shared["norm"], x_BTD) if post else x_BTD, EMBEDDING)
-        seen_B1S = (places_T < batch["length"][:, None])[:, None]
+        seen_B1S = (places_T < np.maximum(length.reshape(-1), 1)[:, None])[:, None]
         for layer in range(self.config.model.num_layers):
             x_BTD = (self.post_layer if post else self.pre_layer)(self.block(layer), x_BTD, seen_B1S, layer)
-        x_BTD = x_BTD if post else self.norm(shared["norm"], x_BTD)
-        masked, pair = shared["masked"], shared["pair"]
-        y_BTD = self.norm(masked["norm"], self.activation(linear(masked["dense"], x_BTD)))
-        logits_BTV = (y_BTD @ shared["table"].T + masked["bias"])[..., : self.config.model.vocab_size]
-        return logits_BTV, linear(pair["output"], np.tanh(linear(pair["pooler"], x_BTD[:, 0])))
+        return x_BTD if post else self.norm(shared["norm"], x_BTD)
+
+    def dropped(self, x: np.ndarray, *site: int) -> np.ndarray:
+        if not self.parts or self.rate == 0:
+            return super().dropped(x, *site)
+        rows = x.reshape(-1, *self.parts, *x.shape[1:])
+        sample, part, *others = np.meshgrid(*map(np.arange, rows.shape), indexing="ij", sparse=True)
+        bits = hash_of(*(np.uint32(index) for index in (self.config.seed, self.step, sample, part, *site, *others)))
+        return (rows * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)).reshape(x.shape)
+
+    def pooled(self, x_BTD: np.ndarray) -> np.ndarray:
+        return np.tanh(linear(self.weights["shared"]["head"]["pooler"]["dense"], x_BTD[:, :1]))
+
+    def logits(self, batch: dict) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+        """For every loss by name, logits and targets; of a span of its two ends."""
+        x_BTD, shared = self.finished(batch), self.weights["shared"]
+        head = shared["head"]
+        if self.config.model.head == "span":
+            logits_BT2 = linear(head["output"], x_BTD)
+            return {"span": [(logits_BT2[..., 0], batch["start"]), (logits_BT2[..., 1], batch["end"])]}
+        if self.config.model.head != "pretraining":
+            logits_BC = linear(head["output"], self.dropped(self.pooled(x_BTD), HEAD)).reshape(len(batch["label"]), -1)
+            if self.config.model.head == "choice":
+                logits_BC = np.where(batch["length"] > 0, logits_BC, -1e30)
+            return {self.config.model.head: [(logits_BC, batch["label"])]}
+        y_BTD = self.norm(head["masked"]["norm"], self.activation(linear(head["masked"]["dense"], x_BTD)))
+        logits_BTV = (y_BTD @ shared["table"].T + head["masked"]["bias"])[..., : self.config.model.vocab_size]
+        logits_BMV = np.take_along_axis(logits_BTV, batch["places"][..., None], 1)
+        order_BC = linear(head["order"], self.pooled(x_BTD)[:, 0])
+        return {"masked_lm": [(logits_BMV, batch["targets"])], "sentence_order": [(order_BC, batch["order"])]}
 
     def pre_layer(self, block: dict, x_BTD: np.ndarray, seen_B1S: np.ndarray, layer: int) -> np.ndarray:
         normal_BTD = self.norm(block["attention_norm"], x_BTD)
@@ -58,25 +86,29 @@ class NumpyBert(Plain):
         return self.norm(block["mlp_norm"], x_BTD + self.mlp(block["mlp"], x_BTD, layer))
 
     def scores(self, batch: dict) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """For both losses by name: of every target its cross-entropy, and whether it is found."""
+        """For every loss by name: of every target its cross-entropy, and whether it is found."""
         found = {}
-        masked_BTV, order_BC = self.logits(batch)
-        masked_BMV = np.take_along_axis(masked_BTV, batch["places"][..., None], 1)
-        for name, logits, targets in (
-            ("masked_lm", masked_BMV, batch["targets"]),
-            ("sentence_order", order_BC, batch["order"]),
-        ):
-            hit = np.where(targets == IGNORED, IGNORED, logits.argmax(-1) == targets)
-            found[name] = cross_entropy(logits, targets), hit
+        for name, parts in self.logits(batch).items():
+            hits = [np.where(targets == IGNORED, IGNORED, logits.argmax(-1) == targets) for logits, targets in parts]
+            found[name] = np.mean([cross_entropy(*part) for part in parts], axis=0), np.min(hits, axis=0)
         return found
 
 
-@pytest.fixture(scope="module", params=["pre", "post"])
+KINDS = {
+    "pre": {"layer_order": "pre"},
+    "post": {"layer_order": "post"},
+    "classes": {"layer_order": "post", "head": "classes", "num_classes": 3},
+    "span": {"layer_order": "pre", "head": "span"},
+    "choice": {"layer_order": "pre", "head": "choice", "num_classes": 4},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def program(request: pytest.FixtureRequest) -> Program:
     config = tiny_config(
         (1, 1, 2),
         family="bert",
-        layer_order=request.param,
+        **KINDS[request.param],
         num_layers=2,
         sequence_length=12,
         microbatch=4,
@@ -88,7 +120,9 @@ def program(request: pytest.FixtureRequest) -> Program:
 @pytest.fixture(scope="module")
 def batch(program: Program) -> dict:
     batch = random_batch(program.config, 3)
-    assert (batch["length"] < 12).any() and (batch["order"] == IGNORED).any() and (batch["order"] == 1).any()
+    assert (batch["length"] < 12).any()
+    for name in batch.keys() & {"order", "label", "start"}:
+        assert (batch[name] == IGNORED).any() and (batch[name] > 0).any()
     return batch
 
 
@@ -99,20 +133,22 @@ def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     metrics = train_step(program).lower(state, placed).compile(QUICKLY)(state, placed)[1]
     expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
     means = {name: loss.sum() / (hit != IGNORED).sum() for name, (loss, hit) in expected.items()}
-    for name, mean in means.items():
-        assert float(metrics[f"loss/{name}"]) == pytest.approx(mean, rel=1e-5)
+    if len(means) > 1:
+        for name, mean in means.items():
+            assert float(metrics[f"loss/{name}"]) == pytest.approx(mean, rel=1e-5)
     assert float(metrics["loss"]) == pytest.approx(sum(means.values()), rel=1e-5)
-    _, hit_B = expected["sentence_order"]
-    assert float(metrics["accuracy/sentence_order"]) == pytest.approx(hit_B[hit_B != IGNORED].mean(), rel=1e-6)
+    name = next(name for name in expected if name != "masked_lm")
+    _, hit_B = expected[name]
+    assert float(metrics[f"accuracy/{name}"]) == pytest.approx(hit_B[hit_B != IGNORED].mean(), rel=1e-6)
     plain = NumpyBert(program.config, weights, 0.0, 0).scores(batch)
-    assert abs(plain["masked_lm"][0].sum() / expected["masked_lm"][0].sum() - 1) > 1e-3
+    assert all(abs(plain[name][0].sum() / expected[name][0].sum() - 1) > 1e-3 for name in plain)
 
 
 def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> None:
-    """Of every target; whatever stands in the padding."""
+    """Of every target; whatever stands in the padding, but of a span, whose end may lie there."""
     weights = random_weights(program)
     place_T = np.arange(program.config.model.sequence_length)
-    padded = np.where(place_T < batch["length"][:, None], batch["tokens"], np.int32(9))
+    padded = np.where(place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9))
     params = place(program, weights)
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
     found = scores(program).lower(params, placed).compile(QUICKLY)(params, placed)

@@ -63,7 +63,8 @@ def test_it_is_another_model():
 
 def test_its_window_is_seen():
     """A token moves the logits that it can reach through three layers of windows of five tokens, and no others."""
-    program = tiny_program(tiny_config(microbatch=8, dropout=0.0, **MODEL | {"sequence_length": 24}))
+    model = MODEL | {"sequence_length": 24, "init_std": 0.3}  # else what comes through is lost in rounding
+    program = tiny_program(tiny_config(microbatch=8, dropout=0.0, **model))
     params = program.layout.init().params
     batch = random_batch(program.config, 0)
     changed = {name: array.copy() for name, array in batch.items()}

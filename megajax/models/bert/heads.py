@@ -1,7 +1,10 @@
-"""What BERT predicts from: the masked tokens' ids, and whether two segments are in order.
+"""What BERT predicts from its last layer's output in a task: a class, a span, or a choice; as `BertFor…` of Hugging
+Face's transformers and Megatron-LM's tasks.
 
-Letters: B batch, T tokens, D model, V vocabulary, C classes.
+Letters: B batch, C classes or texts to choose from, T tokens, D model.
 """
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,53 +14,133 @@ from jax import Array
 from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import LayerNorm, gelu
 from megajax.parallel.borders import Borders
-from megajax.parallel.layers import Linear, normal, zeros_param
-from megajax.parallel.random import NamedKey
-from megajax.parallel.vocabulary import output_logits
+from megajax.parallel.layers import Linear, normal
+from megajax.parallel.random import Dropout, NamedKey
 from megajax.precision import at_least_fp32
 
-IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
+_SITE = 0xFFFF_FFFE  # of dropout: stands where the layers' own has their index
 
 
-class MaskedHead(nnx.Module):
-    """Dense layer, GeLU, LayerNorm, and the output product tied to the embedding, with a bias of its own.
+class Pooler(nnx.Module):
+    """A dense layer and tanh on the sequence's first token; pretrained with the order of two segments."""
 
-    Dense layer and LayerNorm are duplicated on the devices of a tensor group, as the LayerNorms of the layers are.
-    """
-
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, backend: Backend):
-        self.vocab_size, self.backend = config.vocab_size, backend
-        size = config.hidden_size
-        self.dense = Linear(normal(key / "dense", config.init_std), size, size, backend)
-        self.norm = LayerNorm(size, epsilon)
-        self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
-
-    def __call__(self, x_BTD: Array, table_VD: Array, borders: Borders) -> Array:
-        """This device's columns of the logits of tokens between these borders."""
-        x_BTD = self.norm(gelu(self.dense(x_BTD)))
-        return output_logits(x_BTD, table_VD, self.vocab_size, borders, self.backend, self.bias[...])
-
-
-class OrderHead(nnx.Module):
-    """The sequence's first token, pooled by a dense layer and tanh, to two classes."""
-
-    def __init__(self, config: ModelConfig, key: NamedKey, backend: Backend):
-        size, std = config.hidden_size, config.init_std
-        self.pooler = Linear(normal(key / "pooler", std), size, size, backend)
-        self.output = Linear(normal(key / "output", std), size, 2, backend)
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders, size = borders, config.hidden_size
+        self.dense = Linear(normal(key / "pair" / "pooler", config.init_std), size, size, backend)
 
     def __call__(self, x_BTD: Array) -> Array:
-        """Logits of the two classes, [B, C], of the first token that this device has."""
-        first_B1D = x_BTD[:, :1]
-        return self.output(jnp.tanh(self.pooler(first_B1D)))[:, 0]
+        """[B, 1, D], of the first token that this device has (`Borders.of_first_token`)."""
+        return jnp.tanh(self.dense(x_BTD[:, :1]))
+
+    def dropped(self, x_BTD: Array, dropout: Dropout) -> Array:
+        """The same with dropout, which a classifier follows."""
+        return dropout.fold(_SITE)(self(x_BTD), jnp.zeros(1, jnp.int32))
+
+
+class ClassesHead(nnx.Module):
+    """The class of a text: pooled, dropout, and a product."""
+
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders = borders
+        self.pooler = Pooler(config, key, borders, backend)
+        initial = normal(key / "classes", config.init_std)
+        self.output = Linear(initial, config.hidden_size, config.num_classes, backend)
+
+    def losses(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
+    ) -> dict[str, Array]:
+        """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
+        totals = sums(*classified(self._logits(x_BTD, dropout), batch["label"]))
+        loss, right = self.borders.of_first_token(totals)
+        return {"classes": loss, "accuracy/classes": right}
+
+    def scores(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
+    ) -> dict[str, tuple[Array, Array]]:
+        """Cross-entropy of every row, and whether its class is the most probable one (`classified`)."""
+        return {"classes": classified(self._logits(x_BTD, Dropout.off()), batch["label"])}
+
+    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+        """The logits, [B, C], in at least fp32."""
+        return _wide(self._logits(x_BTD, Dropout.off()))
+
+    def _logits(self, x_BTD: Array, dropout: Dropout) -> Array:
+        return self.output(self.pooler.dropped(x_BTD, dropout))[:, 0]
+
+
+class ChoiceHead(nnx.Module):
+    """The right one of several texts, of which x_BTD has every one by itself: pooled, dropout, and a product to one
+    number each, which are compared."""
+
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders = borders
+        self.pooler = Pooler(config, key, borders, backend)
+        self.output = Linear(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
+
+    def losses(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
+    ) -> dict[str, Array]:
+        """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
+        totals = sums(*classified(self._logits(x_BTD, batch, dropout), batch["label"]))
+        loss, right = self.borders.of_first_token(totals)
+        return {"choice": loss, "accuracy/choice": right}
+
+    def scores(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
+    ) -> dict[str, tuple[Array, Array]]:
+        """Cross-entropy of every row, and whether its choice is the most probable one (`classified`)."""
+        return {"choice": classified(self._logits(x_BTD, batch, Dropout.off()), batch["label"])}
+
+    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+        """The logits, [B, C], in at least fp32; of a text that is not there the lowest number there is."""
+        return self._logits(x_BTD, batch, Dropout.off())
+
+    def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
+        there_BC = batch["length"] > 0
+        logits_BC = _wide(self.output(self.pooler.dropped(x_BTD, dropout))).reshape(there_BC.shape)
+        return jnp.where(there_BC, logits_BC, jnp.finfo(logits_BC.dtype).min)
+
+
+class SpanHead(nnx.Module):
+    """Where a span begins and ends: two numbers for every token, padding included, as the original BERT compares
+    them."""
+
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders = borders
+        self.output = Linear(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
+
+    def losses(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
+    ) -> dict[str, Array]:
+        """Sums over the rows, scalars: of the mean of both cross-entropies, and how many spans are right. Nothing is
+        dropped."""
+        loss, right = sums(*self._scores(x_BTD, batch))
+        return {"span": loss, "accuracy/span": right}
+
+    def scores(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
+    ) -> dict[str, tuple[Array, Array]]:
+        """Mean of both cross-entropies of every row, and whether both ends are the most probable ones
+        (`classified`)."""
+        return {"span": self._scores(x_BTD, batch)}
+
+    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+        """The logits, [B, T, 2], in at least fp32."""
+        return self.borders.of_all_tokens(_wide(self.output(x_BTD)))
+
+    def _scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> tuple[Array, Array]:
+        logits_BT2 = self.answers(x_BTD, batch)
+        (start_B, start_hit_B), (end_B, end_hit_B) = (
+            classified(logits_BT2[..., end], batch[name]) for end, name in enumerate(("start", "end"))
+        )
+        return (start_B + end_B) / 2, jnp.minimum(start_hit_B, end_hit_B)
 
 
 def classified(logits_BC: Array, class_B: Array) -> tuple[Array, Array]:
     """Cross-entropy of every sample, in at least fp32, and whether its class is the most probable one, int32; where
     the class is `IGNORED` they are 0 and `IGNORED`. Both [B]."""
-    wide_BC = logits_BC.astype(at_least_fp32(logits_BC.dtype))
+    wide_BC = _wide(logits_BC)
     counted_B = class_B != IGNORED
     picked_B1 = jnp.take_along_axis(
         jax.nn.log_softmax(wide_BC, axis=-1), jnp.maximum(class_B, 0)[:, None], axis=-1, mode="clip"
@@ -65,3 +148,12 @@ def classified(logits_BC: Array, class_B: Array) -> tuple[Array, Array]:
     hit_B = (jnp.argmax(logits_BC, axis=-1).astype(jnp.int32) == class_B).astype(jnp.int32)
     loss_B = jnp.where(counted_B, -picked_B1[:, 0], jnp.zeros((), wide_BC.dtype))
     return loss_B, jnp.where(counted_B, hit_B, IGNORED)
+
+
+def sums(loss_B: Array, hit_B: Array) -> tuple[Array, Array]:
+    """Of the losses, and of the hits, in the losses' dtype."""
+    return jnp.sum(loss_B), jnp.sum(jnp.maximum(hit_B, 0)).astype(loss_B.dtype)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(at_least_fp32(x.dtype))

@@ -18,7 +18,7 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
 
 FAMILY = Family(
     model=GPT2,
-    form=text_form(),
+    form=lambda _: text_form(),
     products=_products,
     reset_form=text_form(with_positions=True),
     linear_embedding=lambda _: True,

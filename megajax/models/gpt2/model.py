@@ -69,7 +69,7 @@ class GPT2(nnx.Module):
         """This device's columns of the logits, from the last layer's output."""
         return output_logits(self.final_norm(x_BTD), self.table[...], self.vocab_size, self.borders, self.backend)
 
-    def losses(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
         losses_BT = cross_entropy(self.logits(x_BTD), batch["targets"], self.borders.vocabulary)
         return {"next_token": jnp.sum(losses_BT)}

@@ -1,0 +1,85 @@
+"""What BERT is pretrained on: the masked tokens' ids, and whether two segments are in order.
+
+Letters: B batch, T tokens, M masked tokens, D model, V vocabulary, C classes.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.backend import Backend
+from megajax.batch import IGNORED
+from megajax.models.bert.heads import Pooler, classified, sums
+from megajax.models.config import ModelConfig
+from megajax.models.transformer import LayerNorm, gelu
+from megajax.parallel.borders import Borders
+from megajax.parallel.layers import Linear, normal, zeros_param
+from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.vocabulary import cross_entropy, greedy_ids, output_logits
+
+IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
+
+
+class MaskedHead(nnx.Module):
+    """Dense layer, GeLU, LayerNorm, and the output product tied to the embedding, with a bias of its own.
+
+    Dense layer and LayerNorm are duplicated on the devices of a tensor group, as the LayerNorms of the layers are.
+    """
+
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, backend: Backend):
+        self.vocab_size, self.backend = config.vocab_size, backend
+        size = config.hidden_size
+        self.dense = Linear(normal(key / "dense", config.init_std), size, size, backend)
+        self.norm = LayerNorm(size, epsilon)
+        self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
+
+    def __call__(self, x_BTD: Array, table_VD: Array, borders: Borders) -> Array:
+        """This device's columns of the logits of tokens between these borders."""
+        x_BTD = self.norm(gelu(self.dense(x_BTD)))
+        return output_logits(x_BTD, table_VD, self.vocab_size, borders, self.backend, self.bias[...])
+
+
+class PretrainingHead(nnx.Module):
+    """Both: the logits of masked tokens, and, of the pooled first token, those of the order."""
+
+    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders = borders
+        self.masked = MaskedHead(config, epsilon, key / "masked", backend)
+        self.pooler = Pooler(config, key, borders, backend)
+        self.order = Linear(normal(key / "pair" / "output", config.init_std), config.hidden_size, 2, backend)
+
+    def logits(self, x_BTD: Array, table_VD: Array) -> tuple[Array, Array]:
+        """This device's columns of those of every token, and those of the order."""
+        return self.masked(x_BTD, table_VD, self.borders), self._order(x_BTD)
+
+    def losses(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
+    ) -> dict[str, Array]:
+        """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
+        those samples' orders are found. Nothing is dropped."""
+        logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
+        masked_BM = cross_entropy(logits_BMV, batch["targets"], self.borders.vocabulary)
+        order, found = self.borders.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
+        return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
+
+    def scores(
+        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
+    ) -> dict[str, tuple[Array, Array]]:
+        """For both losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or 0,
+        int32; [B, M] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
+        """
+        logits_BMV, targets_BM = self._masked(x_BTD, table_VD, batch["places"]), batch["targets"]
+        axes = self.borders.vocabulary
+        hit_BM = (greedy_ids(logits_BMV, axes) == targets_BM).astype(jnp.int32)
+        masked = cross_entropy(logits_BMV, targets_BM, axes), jnp.where(targets_BM == IGNORED, IGNORED, hit_BM)
+        return {"masked_lm": masked, "sentence_order": classified(self._order(x_BTD), batch["order"])}
+
+    def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
+        """This device's columns of the logits of the tokens at these places, [B, M, V / devices of the vocabulary]:
+        nothing is predicted elsewhere."""
+        return self.masked(self.borders.at_places(x_BTD, places_BM), table_VD, self.borders.of_chosen)
+
+    def _order(self, x_BTD: Array) -> Array:
+        return self.order(self.pooler(x_BTD))[:, 0]
