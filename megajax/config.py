@@ -12,6 +12,8 @@ from megajax.models.config import ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 from megajax.pipeline.config import PipelineConfig
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.registry import PRETRAINING
 
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
@@ -36,7 +38,10 @@ class MeshConfig:
 class TrainConfig:
     """Length and batch of the training run."""
 
-    steps: Annotated[int, "step at which training ends"]
+    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO] = 0
+    epochs: Annotated[
+        float, "of a task: how often every record is trained on, if train.steps does not end it earlier", AT_LEAST_ZERO
+    ] = 0
     global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
@@ -92,6 +97,10 @@ class Config:
     """A run."""
 
     seed: Annotated[int, "of weights, dropout, data order and sampling", SEED] = 0
+    seeds: Annotated[
+        int, "of a task: train so many times with seeds from this one on, each in a folder of its own", between(1, 1000)
+    ] = 1
+    init: Annotated[str, "run directory whose weights a new run begins with; empty: with fresh ones"] = ""
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
     ] = "fp32"
@@ -108,6 +117,7 @@ class Config:
         bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
     ] = False
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
+    task: TaskConfig = TaskConfig()
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -119,6 +129,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether it is for no task."""
+        return self.task.name == PRETRAINING
 
     @property
     def splits_vocabulary(self) -> bool:

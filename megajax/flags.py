@@ -135,6 +135,11 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
     else:
         metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else ""
+        if option.is_list:
+            group.add_argument(
+                option.flag, type=_Value(option), metavar="TEXT", nargs="+", required=required, **settings
+            )
+            return
         metavar = metavar or ("TOML" if option.record else {int: "N", float: "X", str: "TEXT"}[option.kind])
         group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
 

@@ -10,7 +10,7 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -79,7 +79,8 @@ class Option:
 
     Attributes:
         key: its name, after that of its section if it is in one.
-        kind: int, float, bool, str, a Literal of strings or whole numbers, or a tuple of a dataclass's records.
+        kind: int, float, bool, str, a Literal of strings or whole numbers, or a tuple of texts or of a dataclass's
+            records.
         default: dataclasses.MISSING where a value must be given.
         help: its text in `--help`.
         declared: the valid values that the field declares; None: all of the type, for numbers the positive ones.
@@ -108,7 +109,12 @@ class Option:
     @property
     def record(self) -> Any:
         """The dataclass of `tuple[Record, ...]`; None for any other type."""
-        return get_args(self.kind)[0] if get_origin(self.kind) is tuple else None
+        return get_args(self.kind)[0] if get_origin(self.kind) is tuple and not self.is_list else None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is any number of texts, `tuple[str, ...]`: a list in presets, several arguments of one flag."""
+        return self.kind == tuple[str, ...]
 
     @property
     def valid(self) -> str:
@@ -118,6 +124,8 @@ class Option:
         if self.record:
             entries = ", ".join(f"{field.name} = …" for field in fields(self.record))
             return f"TOML as in [{{ {entries} }}, …]"
+        if self.is_list:
+            return "one text or more, each in UTF-8, without NUL"
         if self.kind in (bool, str):
             return {bool: "true or false", str: "text in UTF-8, without NUL"}[self.kind]
         words = {int: "a whole number", float: "a finite number"}[self.kind]
@@ -140,6 +148,10 @@ class Option:
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)
         elif self.record:
             return _records(self.record, value)
+        elif self.is_list:
+            if not isinstance(value, list | tuple):
+                raise ValueError(value)
+            return tuple(map(replace(self, kind=str).convert, value))
         elif self.kind is float:
             good = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)  # which floats can hold
             good = good and math.isfinite(value)
@@ -155,7 +167,7 @@ class Option:
         return value
 
     def parse(self, text: str) -> Any:
-        """The text of a flag as this field's type.
+        """The text of a flag as this field's type; of a list, of one of its arguments.
 
         Raises:
             ValueError: it is none.
@@ -166,6 +178,8 @@ class Option:
             return self.convert({"true": True, "false": False}.get(text))
         if self.record:
             return self.convert(parse_toml(f"value = {text}")["value"])
+        if self.is_list:
+            return replace(self, kind=str).convert(text)
         return self.convert(text if self.kind is str else number(text, self.kind))
 
     def problem(self, value: Any) -> str:

@@ -10,6 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options, sections, shown, suggest
 from megajax.paths import check_path
+from megajax.tasks.registry import PRETRAINING, TASKS
 from megajax.validation import check_values
 
 
@@ -140,6 +141,8 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
         if overrides.get(key) and other not in overrides:
             values.pop(other, None)  # one corpus takes the place of several, and several that of one
     values |= overrides
+    if (task := TASKS.get(values.get("task.name", PRETRAINING))) is not None:
+        values = {"model.head": task.head, "model.num_classes": task.classes} | values
     for option in options(Config).values():
         if option.default is MISSING and option.key not in values:
             raise UserError(f"{option.flag} missing ({option.help}); valid: that flag, or {option.key} in the preset")

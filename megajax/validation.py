@@ -10,6 +10,7 @@ from megajax.models.registry import FAMILIES
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
+from megajax.tasks.registry import TASKS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -35,13 +36,19 @@ def check_values(config: Config) -> None:
             f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
             f"valid: {' or '.join(family.layer_orders)}"
         )
+    if model.head not in family.heads:
+        raise UserError(
+            f"--model.head {model.head} with --model.family {model.family}; valid: {' or '.join(family.heads)}"
+        )
+    _check_task(config)
+    _check_length(config)
     if config.data.reset_attention and not family.continues_text:
         raise UserError(
             f"--data.reset-attention with --model.family {model.family}, whose samples are of one document each; "
             "valid: --no-data.reset-attention"
         )
     decays = optimizer.schedule != "constant"
-    if decays and optimizer.warmup_steps > optimizer.decay_steps:
+    if decays and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
         raise UserError(
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
             f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
@@ -78,6 +85,49 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
         )
+
+
+def _check_task(config: Config) -> None:
+    """What a task needs, and what is for tasks only."""
+    model, data, name = config.model, config.data, config.task.name
+    if config.pretrains:
+        tasks = f"--task.name {' or '.join(TASKS)}"
+        for flag, given in (
+            ("--data.train", data.train),
+            ("--data.dev", data.dev),
+            ("--train.epochs", config.train.epochs),
+            ("--seeds", config.seeds > 1),
+        ):
+            if given:
+                raise UserError(f"{flag} without a task; valid: {tasks}, or without {flag}")
+        return
+    task = TASKS[name]
+    if model.head != task.head:
+        raise UserError(f"--model.head {model.head} with --task.name {name}; valid: {task.head}")
+    if model.num_classes != task.classes:
+        raise UserError(f"--model.num-classes {model.num_classes} with --task.name {name}; valid: {task.classes}")
+    for flag, given in (
+        ("--data.path", data.path),
+        ("--data.sources", data.sources),
+        ("--data.validation", data.validation),
+    ):
+        if given:
+            raise UserError(f"{flag} with --task.name {name}; valid: --data.train and --data.dev")
+
+
+def _check_length(config: Config) -> None:
+    """That it is known when training ends, and the decay of its learning rate."""
+    train, optimizer = config.train, config.optimizer
+    epochs = ", or of a task --train.epochs" if config.pretrains else " or --train.epochs"
+    if not train.steps and not train.epochs:
+        raise UserError(f"--train.steps missing (step at which training ends); valid: 1 or more{epochs}")
+    if optimizer.schedule != "constant" and not optimizer.decay_steps and not train.epochs:
+        raise UserError(
+            "--optimizer.decay-steps missing (step at which the decay reaches the floor); valid: 1 or more, or "
+            f"--optimizer.schedule constant{epochs}"
+        )
+    if optimizer.warmup_steps and optimizer.warmup_fraction:
+        raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 
 
 def _check_data(data: DataConfig) -> None:

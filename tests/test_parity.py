@@ -97,6 +97,15 @@ def pipeline_code(row: tuple) -> bool:
 
 
 OTHERS = [row for row in dict.fromkeys([*TRIPLES, *filter(pipeline_code, ALL)]) if row not in DEFAULT]
+# Heads of tasks: every two columns meet; by default, on the mesh of all axes and one of a split sequence, few of them.
+HEADS = [f"bert-{order}-{head}" for head in ("classes", "span") for order in ("pre", "post")]
+BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"]
+TASKS = pairwise([(*row, model) for row in BERTS for model in HEADS])
+FEW_TASKS = [
+    ((2, 2, 2), "interleaved-2", "split", "layer", "not a multiple", "not divisible", 3, True, "bert-pre-span"),
+    ((2, 2, 2), "1f1b-1", "replicated", "none", "fewer", "not divisible", 1, True, "bert-post-classes"),
+    ((2, 2, 2), "gpipe-1", "split", "selective", "a multiple", "not divisible", 0, True, "bert-pre-choice"),
+]
 ROWS = 24  # of the global batch
 
 
@@ -108,9 +117,9 @@ def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
 
 
 def of(model: str) -> dict[str, str]:
-    """Family and order of the layers."""
-    family, _, order = model.partition("-")
-    return {"family": family, "layer_order": order or "pre"}
+    """Family, order of the layers, and head."""
+    family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
+    return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
 
 
 @functools.cache
@@ -163,8 +172,13 @@ def test_pairwise(row):
     check_row(*row)
 
 
+@pytest.mark.parametrize("row", FEW_TASKS, ids=name)
+def test_heads_of_tasks(row):
+    check_row(*row)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("row", OTHERS, ids=name)
+@pytest.mark.parametrize("row", [*OTHERS, *TASKS], ids=name)
 def test_rest_of_the_grid(row):
     check_row(*row)
 

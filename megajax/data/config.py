@@ -24,14 +24,18 @@ class ValidationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus, or several."""
+    """The corpus, or several, or a task's files."""
 
     path: Annotated[
         str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib or python-docstrings"
     ] = ""
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
+    train: Annotated[tuple[str, ...], "files of the task to train on"] = ()
+    dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train"] = ()
     validation_fraction: Annotated[
-        float, "share of the tokens kept for validation, in whole documents", POSITIVE_SHARE
+        float,
+        "share of the tokens kept for validation, in whole documents; of a task's records, with whole contexts",
+        POSITIVE_SHARE,
     ] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
     reset_attention: Annotated[

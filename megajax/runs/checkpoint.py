@@ -185,8 +185,11 @@ class Checkpoints:
             DamagedCheckpoint: they cannot be read, or are not what was written.
             UserError: a newer version of this program wrote them.
         """
-        weights = self._reader.read(step, weights_of(self._transfer.targets))
-        return self._transfer.params_to_devices(weights.params)
+        return self._transfer.params_to_devices(self.read_weights(step))
+
+    def read_weights(self, step: int) -> Any:
+        """The natural main weights after `step` steps in host memory; otherwise as `restore_params`."""
+        return self._reader.read(step, weights_of(self._transfer.targets)).params
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.

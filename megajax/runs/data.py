@@ -1,6 +1,6 @@
 """The data of a run: what it trains on, one corpus or several blended, and what it is validated on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,23 @@ class RunData:
     train: EpochSamples | BlendedSamples
     validation: CorpusSamples
     validation_sets: dict[str, CorpusSamples]
+
+    def lines(self, config: Config) -> Iterator[str]:
+        """A line for every corpus; in an epoch every sample of the corpus is seen once."""
+        train = self.train
+        blended = isinstance(train, BlendedSamples)
+        parts = train.sources if isinstance(train, BlendedSamples) else [train]
+        shares = train.blend.shares if isinstance(train, BlendedSamples) else [1.0]
+        for corpus, samples, share in zip(self.corpora, parts, shares, strict=True):
+            report = corpus.report
+            skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
+            alone = f", {report.single_sentence_documents:,} of them of one sentence" if report.sentences else ""
+            sentences = f"{report.sentences:,} sentences of " if report.sentences else ""
+            yield (
+                f"data{f' ({share:.4g} of the samples)' if blended else ''}: {report.tokens:,} tokens in {sentences}"
+                f"{report.documents:,} documents{alone} of {report.source}{skipped}; "
+                f"an epoch is {samples.epoch_size / share / config.train.global_batch:,.4g} steps"
+            )
 
 
 def make_run_data(config: Config, folder: Path) -> None:

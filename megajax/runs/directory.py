@@ -57,6 +57,11 @@ def claim(run_dir: Path, config: Config) -> None:
         mark(run_dir)
 
 
+def has_checkpoints(run_dir: Path) -> bool:
+    """Whether a run has one to go on from."""
+    return bool(named(run_dir / "checkpoints"))
+
+
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
     """`claim` for a block that begins the run, and take its lock, which is held when the block has succeeded. If it
@@ -92,11 +97,17 @@ _WEIGHTS = [  # what a run keeps: the names and shapes of its weights
     "model.vocab_size",
     "model.padded_vocab_size",
     "model.layer_order",
+    "model.head",
+    "model.num_classes",
+    "task.name",
 ]
 _SAMPLES = [  # and, once it has trained, which samples it has seen and holds out
     "seed",
     "data.validation_fraction",
     "train.global_batch",
+    "task.doc_stride",
+    "task.question_tokens",
+    "task.option_tokens",
 ]
 
 

@@ -17,6 +17,7 @@ from megajax.data.files import write_atomically
 from megajax.data.loader import train_batches
 from megajax.ending import Stopped, keep_traces_in, stop_signals
 from megajax.errors import RunError, UserError
+from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, start
 from megajax.processes import Poll, is_first_process, on_first_process
@@ -26,13 +27,17 @@ from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed
+from megajax.runs.directory import claimed, has_checkpoints
+from megajax.runs.init import check_init, first_state
 from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
+from megajax.runs.task_data import TaskData
+from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
+from megajax.training.horizon import in_steps
 from megajax.training.run_log import RunLog
 from megajax.training.skips import SkippedSteps
-from megajax.training.summary import parts_of, sample, validation_text, written
+from megajax.training.summary import figures_text, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 from megajax.validation import validate
@@ -46,12 +51,13 @@ def train(config: Config) -> None:
         RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
         Stopped: a signal asked for it, and a checkpoint was written.
     """
-    if not config.data.path and not config.data.sources:
-        raise UserError(
-            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
-            "or --data.sources"
-        )
+    check_given(config)
     start(config)
+    train_here(config)
+
+
+def train_here(config: Config) -> None:
+    """`train` where JAX has started already."""
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
@@ -62,17 +68,37 @@ def train(config: Config) -> None:
         lock.release()
 
 
+def check_given(config: Config) -> None:
+    """Check that what is trained on is given.
+
+    Raises:
+        UserError: it is not.
+    """
+    if config.pretrains and config.model.head != "pretraining":
+        raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
+    if config.pretrains and not config.data.path and not config.data.sources:
+        raise UserError(
+            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
+            "or --data.sources"
+        )
+    if not config.pretrains and not config.data.train:
+        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+
+
 def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> None:
     def begin() -> None:
         with claimed(run_dir, config, lock):
+            if config.init and not has_checkpoints(run_dir):
+                check_init(config)
             make_run_data(config, run_dir / "data")
 
     on_first_process(begin)
     keep_traces_in(run_dir)
     data = open_run_data(config, run_dir / "data")
+    program = Program(in_steps(config, data.train), program.mesh)
     _say(describe(program, data))
-    run = _Run(config, run_dir, program, data, lock)
-    if run.first < config.train.steps:
+    run = _Run(program.config, run_dir, program, data, lock)
+    if run.first < program.config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
         on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
@@ -97,7 +123,7 @@ class _SignalSeen(Exception):
 class _Run:
     """One call of `train`: the state of the loop."""
 
-    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData, lock: RunLock):
+    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData | TaskData, lock: RunLock):
         self.config, self.run_dir, self.program, self.data, self.lock = config, run_dir, program, data, lock
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
@@ -120,6 +146,7 @@ class _Run:
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validator = Validator(program, data, self.watchdog)
+        self.dev_figures: dict[str, float] = {}  # of a task, at the end
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
     def go(self) -> None:
@@ -145,7 +172,10 @@ class _Run:
         for message in damaged:
             _say(f"damaged checkpoint, the one before it is used: {message}")
         if state is None:
-            return self.program.layout.init()
+            state, told = first_state(self.program)
+            if self.config.init or not self.config.pretrains:
+                _say(told)
+            return state
         self.checkpoints.set_aside(after=step)
         _say(f"resumed from step {step} of {self.run_dir}")
         return state
@@ -188,6 +218,10 @@ class _Run:
             for problem in self.checkpoints.news():
                 self.log.print(problem)
         self.checkpoints.wait()
+        if isinstance(self.data, TaskData):
+            self.watchdog.at(self.step, COMPILING)
+            self.dev_figures = dev_figures(self.program, self.state.params, self.data)
+            self.log.record_dev(self.step, self.dev_figures)
 
     def _asks(self) -> tuple[int, int]:
         """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
@@ -220,7 +254,7 @@ class _Run:
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
-        tokens = self.config.train.global_batch * self.config.model.sequence_length
+        tokens = math.prod(self.program.batch_types["tokens"].shape)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         self.seconds += seconds
@@ -273,7 +307,7 @@ class _Run:
         except _SignalSeen:
             return None
         loss = total_loss(parts)
-        self.log.record_validation(step, loss, named, parts_of(parts))
+        self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
         return loss
 
     def _summary(self) -> None:
@@ -286,6 +320,8 @@ class _Run:
                 "for a new run pass another --run-dir, to go on more steps"
             )
         _say(f"{validation_text(validation)} after {max(self.first, steps)} steps")
+        if figures := self.dev_figures:
+            _say(f"dev of {self.config.task.name}: {figures_text(figures)}")
         if self.seconds:
             _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
         text = sample(self.program, self.state.params, self.data.tokenizer)

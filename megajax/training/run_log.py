@@ -130,6 +130,11 @@ class RunLog:
             self._progress.show_validation(step, value, name)
         self.plot()
 
+    def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record the figures of a task's dev records after `step` steps, as `dev/NAME`."""
+        if self._write:
+            self._record({"step": int(step), **{f"dev/{name}": value for name, value in figures.items()}})
+
     def print(self, text: str) -> None:
         """Print a line; nothing is recorded."""
         self._progress.print(text)

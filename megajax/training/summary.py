@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.batch import BatchForm
 from megajax.data.tokenizer import Tokenizer
 from megajax.evaluation.perplexity import Perplexity
 from megajax.generation.choice import Sampling
@@ -44,9 +45,9 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
 
 def validation_text(parts: Mapping[str, Perplexity]) -> str:
     """The last validation in a line, from its losses by name."""
-    first, *others = parts.items()
-    if not others:
-        return f"validation perplexity {first[1].perplexity:.2f} (loss {first[1].loss:.4f})"
+    if "next_token" in parts:
+        only = parts["next_token"]
+        return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
     texts = (
         f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, {part.accuracy:.1%} right)"
         for name, part in parts.items()
@@ -54,9 +55,17 @@ def validation_text(parts: Mapping[str, Perplexity]) -> str:
     return f"validation: {', '.join(texts)}"
 
 
-def parts_of(validation: Mapping[str, Perplexity]) -> dict[str, float]:
-    """The figures of a validation by the names they are logged under; none where there is one loss only."""
-    if len(validation) == 1:
+def figures_text(figures: Mapping[str, float]) -> str:
+    """A task's figures in a line."""
+    return ", ".join(
+        f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in figures.items()
+    )
+
+
+def parts_of(validation: Mapping[str, Perplexity], form: BatchForm) -> dict[str, float]:
+    """The figures of a validation by the names they are logged under; none where there is one loss only, and nothing
+    else is watched."""
+    if len(validation) == 1 and not form.measures:
         return {}
     figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
     return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}

@@ -16,6 +16,7 @@ from megajax.batch import IGNORED
 from megajax.models.config import ModelConfig
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import Linear, normal
+from megajax.parallel.products import product
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.precision import at_least_fp32
 
@@ -36,6 +37,15 @@ class Pooler(nnx.Module):
     def dropped(self, x_BTD: Array, dropout: Dropout) -> Array:
         """The same with dropout, which a classifier follows."""
         return dropout.fold(_SITE)(self(x_BTD), jnp.zeros(1, jnp.int32))
+
+
+class Scorer(Linear):
+    """A product whose outputs are compared with each other only, so that the bias, which they have in common, changes
+    nothing: its gradient is 0, which it would otherwise be but for rounding, that Adam makes steps of."""
+
+    def __call__(self, x_BTD: Array) -> Array:
+        bias = jax.lax.stop_gradient(self.bias[...])
+        return product(x_BTD, self.weight[...], 1, self.backend) + bias[None, None]
 
 
 class ClassesHead(nnx.Module):
@@ -76,7 +86,7 @@ class ChoiceHead(nnx.Module):
     def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
         self.pooler = Pooler(config, key, borders, backend)
-        self.output = Linear(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
+        self.output = Scorer(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
 
     def losses(
         self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
@@ -108,7 +118,7 @@ class SpanHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
-        self.output = Linear(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
+        self.output = Scorer(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
 
     def losses(
         self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout

@@ -1,0 +1,126 @@
+"""The state that a new run begins with: fresh, or with the weights of another run (`--init`), on any mesh."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.config import Config
+from megajax.data.corpus import kept_tokenizer
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import RunError, UserError
+from megajax.models.config import ModelConfig
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
+from megajax.program.program import Program
+from megajax.program.state import StateLayout, TrainState
+from megajax.program.transfer import Transfer, moved
+from megajax.runs.checkpoint import Checkpoints, choose_step
+from megajax.runs.directory import kept_config
+from megajax.runs.mismatch import check_fits
+from megajax.runs.stored import DamagedCheckpoint
+from megajax.runs.trained import check_run
+from megajax import reading
+
+_SAME = ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "padded_vocab_size", "layer_order")
+_POSITIONS = "position"  # the logical dim of which a shorter model takes the first
+
+
+def check_init(config: Config) -> None:
+    """Check that the run that `--init` names has the weights of this model.
+
+    Raises:
+        UserError: it is none, or is of another model; all flags that would be valid are named.
+    """
+    run_dir = Path(config.init)
+    check_run(run_dir, "--init")
+    model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
+    differ = [name for name in _SAME if getattr(model, name) != getattr(theirs, name)]
+    if "vocab_size" in differ and "padded_vocab_size" in differ:
+        differ.remove("padded_vocab_size")
+    if model.sequence_length > theirs.sequence_length:
+        differ.append("sequence_length")
+    if differ:
+        has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
+        flags = " ".join(
+            f"--model.{name.replace('_', '-')} {getattr(theirs, name)}"
+            for name in ({"padded_vocab_size": "vocab_multiple"}.get(name, name) for name in differ)
+        )
+        ours = ", ".join(str(getattr(model, name)) for name in differ)
+        raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
+
+
+def init_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the run that `--init` names; None if it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    folder = Path(config.init) / "data"
+    return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+
+
+def first_state(program: Program) -> tuple[TrainState, str]:
+    """The state before the first step on the program's mesh, and where its weights are from, in words.
+
+    With `--init` every weight is that of the other run's newest checkpoint that has the same name there: not those of
+    a head that it lacks, of learned positions the first ones, and of the optimizer nothing.
+
+    Raises:
+        UserError: the run of `--init` has no checkpoint, or is of another model.
+        RunError: its checkpoint is damaged.
+    """
+    config, state = program.config, program.layout.init()
+    if not config.init:
+        return state, "weights: fresh"
+    check_init(config)
+    run_dir = Path(config.init)
+    theirs = kept_config(run_dir, {"precision": config.precision}).model
+    layout = _layout(config, theirs, program)
+    checkpoints = Checkpoints(run_dir, layout)
+    step = choose_step(run_dir, checkpoints.steps(), "latest")
+    try:
+        found = checkpoints.read_weights(step)
+    except DamagedCheckpoint as error:
+        check_fits(checkpoints.folder / str(step), theirs)
+        raise RunError(f"--init: damaged checkpoint: {error}") from None
+    finally:
+        checkpoints.close()
+    transfer = Transfer(program.layout)
+    natural = transfer.to_host(state)
+    del state
+    there = dict(jax.tree_util.tree_leaves_with_path(found))
+    fresh: list[str] = []
+
+    def choose(path: Any, ours: Array) -> Array:
+        if path not in there:
+            fresh.append(_name(path))
+            return ours
+        return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
+
+    params = jax.tree_util.tree_map_with_path(choose, natural.params)
+    told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    if theirs.sequence_length > config.model.sequence_length:
+        told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
+    return transfer.to_devices(dataclasses.replace(natural, params=params)), told
+
+
+def _layout(config: Config, model: ModelConfig, program: Program) -> StateLayout:
+    """Of another model on the same mesh."""
+    model = dataclasses.replace(model, dropout=config.model.dropout)
+    config = dataclasses.replace(config, model=model)
+    return StateLayout(config, program.mesh, CutModel(model, F_AND_G, program.backend))
+
+
+def _first(theirs: Array, ours: Array) -> Array:
+    """The first rows of a table in host memory, where ours lies."""
+    place = ours.sharding.with_memory_kind(ours.addressable_shards[0].device.default_memory().kind)
+    cut = jax.jit(lambda table: jnp.copy(table[: ours.shape[0]]), out_shardings=place)(moved(theirs))
+    return moved(cut, ours.sharding.memory_kind)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(key.key) for key in path[1:])

@@ -1,0 +1,170 @@
+"""The records of a task that a run is fine-tuned on: its files are read at every start, and compared with what they
+were when the run began."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.config import Config
+from megajax.data.files import write_atomically
+from megajax.data.masking import WordPieces
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
+from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
+from megajax.runs.init import init_tokenizer
+from megajax.tasks.readers import read_records
+from megajax.tasks.records import Record, Records
+from megajax.tasks.samples import EpochOrder, TaskSamples, shared_contexts, split_by_context, task_samples
+
+_REPORT = "records.json"  # in a run's data: written last
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Samples of a task, as `RunData` has those of corpora.
+
+    Attributes:
+        tokenizer: of the run.
+        train: every record once an epoch, without end.
+        validation: of the dev records.
+        train_samples: of the training records, in order.
+        odd: what was odd in the files, a line each.
+        validation_sets: none.
+    """
+
+    tokenizer: Tokenizer
+    train: EpochOrder
+    validation: TaskSamples
+    train_samples: TaskSamples
+    odd: list[str]
+    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)
+
+    def lines(self, config: Config) -> Iterator[str]:
+        """What a run says of its data before it starts."""
+        for name, samples in (("train", self.train_samples), ("dev", self.validation)):
+            cut = "".join(f", {count:,} {what}" for what, count in samples.counts.items() if count)
+            kind = f"in {len(samples):,} windows" if len(samples) != len(samples.records) else "each a sample"
+            yield f"{config.task.name} {name}: {len(samples.records):,} records, {kind}{cut}"
+        yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps"
+        shared = shared_contexts(self.train_samples.records, self.validation.records)
+        if shared:
+            yield f"warning: the contexts of {shared:,} dev records are trained on, too"
+        yield from self.odd
+
+
+def make_task_data(config: Config, folder: Path) -> None:
+    """Choose the tokenizer of a run and remember its records, in its folder. One process calls this, then all may
+    `open_task_data`.
+
+    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records.
+
+    Raises:
+        UserError: the files or the tokenizer cannot be used.
+    """
+    if reading.kind(folder / _REPORT):
+        return
+    train, dev, _ = _records(config)
+    tokenizer = _tokenizer(config, folder, train)
+    WordPieces.of(tokenizer, "the tokenizer")
+    for entries, training in ((train, True), (dev, False)):  # what cannot be cut in samples is found here
+        _samples(config, entries[:1], tokenizer, training=training)
+    tokenizer.save(folder / "tokenizer")
+    write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
+
+
+def open_task_data(config: Config, folder: Path) -> TaskData:
+    """The records of a run, on any process.
+
+    Raises:
+        UserError: a file or the tokenizer cannot be used, or is not what it was when the run began.
+    """
+    train, dev, odd = _records(config)
+    before = reading.read_json(folder / _REPORT)
+    for name, entries in (("train", train), ("dev", dev)):
+        if not isinstance(before, dict) or before.get(name) != _digest(entries):
+            raise UserError(
+                f"--data.{name}: other records than when the run began (see {folder / _REPORT}); valid: the same files, "
+                "or another --run-dir"
+            )
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    samples = _samples(config, train, tokenizer, training=True)
+    if not len(samples):
+        raise UserError("--data.train: no record can be trained on; valid: one or more")
+    dev_samples = _samples(config, dev, tokenizer, training=False)
+    return TaskData(tokenizer, EpochOrder(samples, config.seed), dev_samples, samples, odd)
+
+
+def task_records(config: Config, paths: Sequence[str], flag: str) -> Records[Any]:
+    """The records in some files of a run's task.
+
+    Raises:
+        UserError: the files cannot be used.
+    """
+    return read_records(config.task.name, paths, config.task, flag)
+
+
+def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
+    """Those to train on, those of dev, and what was odd."""
+    if not config.data.train:
+        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+    found = task_records(config, config.data.train, "--data.train")
+    if config.data.dev:
+        dev = task_records(config, config.data.dev, "--data.dev")
+        return found.entries, dev.entries, [*found.lines(), *dev.lines()]
+    train, dev_entries = split_by_context(found.entries, config.data.validation_fraction, config.seed)
+    return list(train), list(dev_entries), list(found.lines())
+
+
+def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *, training: bool) -> TaskSamples:
+    return task_samples(
+        config.task.name,
+        entries,
+        tokenizer,
+        sequence_length=config.model.sequence_length,
+        config=config.task,
+        training=training,
+    )
+
+
+def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
+    """That of the run that `--init` names, or the one that is given, or one trained on the records."""
+    given = load_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    theirs = init_tokenizer(config) if config.init else None
+    if given and theirs and given != theirs:
+        raise UserError(
+            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
+        )
+    tokenizer = given or theirs
+    if tokenizer is None and config.init:
+        raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
+    if tokenizer is None:
+        texts = list(itertools.chain.from_iterable(map(_texts, train)))
+        part = training_part(texts, sum(map(len, texts)))
+        tokenizer = train_tokenizer(part, config.model.vocab_size, FAMILIES[config.model.family].tokenizer)
+    if tokenizer.size > config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.tokenizer.path or config.init} has {tokenizer.size} ids; valid: at most "
+            f"--model.vocab-size {config.model.vocab_size}, or a larger one"
+        )
+    return tokenizer
+
+
+def _texts(record: Record) -> Iterator[str]:
+    """What a tokenizer is trained on."""
+    for name in ("texts", "text", "context", "options"):
+        value = getattr(record, name, ())
+        yield from [value] if isinstance(value, str) else value
+
+
+def _digest(entries: Sequence[Record]) -> str:
+    """Of the records, whatever files they are in."""
+    found = hashlib.sha256()
+    for entry in entries:
+        found.update(repr(entry).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
