@@ -31,9 +31,14 @@ class Pair:
         return self.texts[0]
 
 
+NOT_THERE = -1
+"""Where an answer begins that is not where its file says."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and the character of the context where it begins."""
+    """An answer, and the character of the context where it begins; `NOT_THERE`: it counts as right, but is not trained
+    on."""
 
     text: str
     start: int
@@ -47,7 +52,8 @@ class Question:
         name: its id.
         text: the question.
         context: the paragraph.
-        answers: all that are right, the first being what is trained on; empty: the context has none.
+        answers: all that are right, the first being what is trained on; empty: the context has none. Those that are
+            `NOT_THERE` come last, so that a question whose first one is so is not trained on.
     """
 
     name: str

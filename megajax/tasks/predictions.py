@@ -1,0 +1,63 @@
+"""Predictions as the official scorers read them: SQuAD's JSON, GLUE's TSV, and the like of it for RACE."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.data.files import write_atomically
+from megajax.errors import UserError
+from megajax.paths import check_place
+from megajax.tasks.records import Exam, Pair, Question
+from megajax.tasks.registry import TASKS
+
+_HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
+
+
+def check_predictions(path: str, records: Sequence[Pair | Question | Exam], flag: str = "--predictions") -> None:
+    """Check that predictions for records can be written: before they are made, which takes long.
+
+    Raises:
+        UserError: there is something already, it cannot be written there, or two records have the same name.
+    """
+    check_place(path, flag)
+    if os.path.lexists(path):
+        raise UserError(f"{flag} {path} is there already; valid: a name that nothing has")
+    names = set()
+    for record in records:
+        if record.name in names:
+            valid = "records with names of their own, such as those of one file"
+            raise UserError(f"{flag}: two records have the name {record.name[:60]}; valid: {valid}")
+        names.add(record.name)
+
+
+def write_predictions(
+    path: str,
+    task_name: str,
+    records: Sequence[Pair | Question | Exam],
+    found: Sequence[Any],
+    flag: str = "--predictions",
+) -> None:
+    """Write what was predicted.
+
+    Args:
+        path: of a file that is not there.
+        task_name: one of `TASKS`.
+        records: all that were predicted for.
+        found: for each the number of its class or option, or the text of its answer, empty for none.
+        flag: that named the path, for error messages.
+
+    Raises:
+        UserError: as `check_predictions`, or the file cannot be written.
+    """
+    assert len(found) == len(records), (len(found), len(records))
+    check_predictions(path, records, flag)
+    task = TASKS[task_name]
+    names = [record.name for record in records]
+    if task.head == "span":
+        text = json.dumps(dict(zip(names, found, strict=True)), indent=4) + "\n"
+    else:
+        rows = [f"{name}\t{task.labels[int(label)]}" for name, label in zip(names, found, strict=True)]
+        text = "\n".join([_HEADERS[task.head], *rows]) + "\n"
+    write_atomically(Path(path), text)

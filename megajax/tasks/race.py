@@ -1,0 +1,121 @@
+"""RACE's JSON files: exams, questions about a passage with options to choose from."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.errors import UserError
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.records import Exam, Records
+from megajax.tasks.registry import TASKS
+from megajax.tasks.sources import VALID, check_beginning, checked, entry, parsed, task_files, whole_text
+
+_SUFFIXES = (".txt", ".json", ".jsonl")
+_GROUPS = ("middle", "high")
+_GROUP = re.compile(r"(middle|high)[0-9]")
+_LETTERS = TASKS["race"].labels
+
+
+def read_race(paths: Sequence[str], config: TaskConfig, flag: str, *, labelled: bool = True) -> Records[Exam]:
+    """The questions of files, in their order.
+
+    Questions with fewer than 2 options are left out and counted. The group is by the passage's id, or else by the
+    folders that the file is in.
+
+    Args:
+        paths: files of one passage, or of one on each line, and folders of such files.
+        config: whether odd records end the reading.
+        flag: that named the paths, for error messages.
+        labelled: whether there must be answers; test sets may have none.
+
+    Raises:
+        UserError: a file cannot be used, or a record in it; the message has the question's number.
+    """
+    records: Records[Exam] = Records(strict=config.strict)
+    names: set[str] = set()
+    for file in task_files(paths, "race", flag, _SUFFIXES):
+        check_beginning(file, ["race"], flag)
+        for passage, place in _passages(whole_text(file, flag), f"{flag}: {file}"):
+            own = f"{file}{place.removeprefix(f'{flag}: {file}')}"
+            name = _name(passage, own, names, place, records)
+            group = _group(name, file)
+            _add_questions(passage, name, group, labelled, place, records)
+    if not records.entries:
+        raise UserError(f"{flag}: {paths[0]} has no questions; valid: {VALID['race']}")
+    return records
+
+
+def _passages(text: str, place: str) -> Iterator[tuple[Any, str]]:
+    """Every passage, and its place: the file, or the line."""
+    if not _is_lines(text):
+        yield parsed(text, place, "race"), place
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield parsed(line, f"{place}:{number}", "race"), f"{place}:{number}"
+
+
+def _is_lines(text: str) -> bool:
+    """Whether the first line of a text is an object, and more follows."""
+    first, _, rest = text.lstrip().partition("\n")
+    if not rest.strip():
+        return False
+    try:
+        return isinstance(reading.parse_json(first), dict)
+    except ValueError:
+        return False
+
+
+def _name(passage: Any, own: str, names: set[str], place: str, records: Records[Exam]) -> str:
+    """The passage's id, or the name of its file where it has none, or one that another passage has."""
+    name = entry(passage, "id", str, place) if "id" in checked(passage, dict, place, "the record") else own
+    if name in names:
+        records.note("passages with an id that another has, named by their file", place, "every id once")
+        name = own
+    if name in names or not name.isprintable() or not name:
+        raise UserError(f"{place}: the id {name[:60]!r} cannot be a name of its own; valid: letters and digits")
+    names.add(name)
+    return name
+
+
+def _group(name: str, file: Path) -> str:
+    found = _GROUP.match(name)
+    if found:
+        return found[1]
+    return next((folder for folder in reversed(file.parent.parts) if folder in _GROUPS), "")
+
+
+def _add_questions(
+    passage: dict[str, Any], name: str, group: str, labelled: bool, place: str, records: Records[Exam]
+) -> None:
+    article = entry(passage, "article", str, place)
+    if not article.strip():
+        raise UserError(f"{place}: the article is empty; valid: text")
+    questions, options = entry(passage, "questions", list, place), entry(passage, "options", list, place)
+    has_answers = labelled or "answers" in passage
+    answers = entry(passage, "answers", list, place) if has_answers else [None] * len(questions)
+    if not len(questions) == len(options) == len(answers):
+        counts = f"{len(questions)} questions, {len(options)} lists of options, {len(answers)} answers"
+        raise UserError(f"{place}: {counts}; valid: as many of each")
+    for number, (text, choice, answer) in enumerate(zip(questions, options, answers, strict=True), start=1):
+        at = f"{place}: question {number}"
+        text = checked(text, str, at, "the question")
+        choice = tuple(checked(option, str, at, "an option") for option in checked(choice, list, at, "its options"))
+        if len(choice) > len(_LETTERS):
+            raise UserError(f"{at} has {len(choice)} options; valid: 2 to {len(_LETTERS)}")
+        if len(choice) < 2:
+            records.note("questions with fewer than 2 options, skipped", at, "2 to 4 options")
+            continue
+        if not text.strip() or not all(option.strip() for option in choice):
+            records.note("questions that are empty, or an option is, kept", at, "text")
+        label = _label(answer, len(choice), at) if has_answers else None
+        records.entries.append(Exam(f"{name}#{number}", article, text, choice, label, group))
+
+
+def _label(answer: Any, count: int, place: str) -> int:
+    letter = checked(answer, str, place, "the answer")
+    if letter not in _LETTERS[:count]:
+        raise UserError(f'{place}: answer "{letter[:40]}"; valid: {", ".join(_LETTERS[:count])}')
+    return _LETTERS.index(letter)
