@@ -26,7 +26,5 @@ class TaskConfig:
     null_threshold: Annotated[
         float, "squad2: there is no answer where that scores more than this above the best one", _ANY
     ] = 0.0
-    option_tokens: Annotated[
-        int, "race: tokens of a question with an option in it, the rest is cut off", _TOKENS
-    ] = 128
+    option_tokens: Annotated[int, "race: tokens of a question with an option in it, the rest is cut off", _TOKENS] = 128
     strict: Annotated[bool, "stop at a record that would be skipped or is odd"] = False
