@@ -41,6 +41,11 @@ class Tokenizer(ABC):
         """Ids of several texts, encoded on all cores."""
         return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of several texts, and of every token its first character in the text and the one after its last."""
+        found = self._core.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)

@@ -1,0 +1,131 @@
+"""From the model's numbers to answers, as Hugging Face's question-answering example finds them.
+
+W windows of all questions, T the sequence length. A token's start logit says how well an answer begins there, its end
+logit how well one ends there; those of token 0, `[CLS]`, say that there is none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.windows import SpanWindows
+
+NO_SPAN = "empty"
+"""The answer where no span is valid; the published post-processing says so."""
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class FoundAnswer:
+    """The answer to a question.
+
+    Attributes:
+        text: of the context; empty: it has none.
+        best: the best text that is not empty.
+        difference: by how much "it has none" scores above `best`; 0 where every question has an answer.
+    """
+
+    text: str
+    best: str
+    difference: float
+
+
+def find_answers(
+    windows: SpanWindows, start_WT: Logits, end_WT: Logits, config: TaskConfig, *, unanswerable: bool
+) -> list[FoundAnswer]:
+    """An answer to every question.
+
+    In every window the `config.n_best` best starts and ends make spans, of up to `config.answer_tokens` tokens of the
+    context, which score the sum of the two logits. Of all windows' `n_best` best ones the first is the answer. With
+    `unanswerable`, "none" is among them and scores the least that token 0 does in any window; it is the answer where
+    that is more than `config.null_threshold` above the best span.
+
+    Of equal logits the later token's is taken first; of equal scores that of the earlier window, then of the better
+    start.
+
+    Args:
+        windows: of the questions.
+        start_WT: the model's, finite.
+        end_WT: the model's, finite.
+        config: the limits and the threshold.
+        unanswerable: questions may have no answer, as those of SQuAD 2.0.
+    """
+    assert start_WT.shape == end_WT.shape == (len(windows), windows.sequence_length), (start_WT.shape, end_WT.shape)
+    start_WT, end_WT = np.asarray(start_WT, np.float32), np.asarray(end_WT, np.float32)
+    null_W = start_WT[:, 0] + end_WT[:, 0]
+    bounds = np.searchsorted(windows.owners, np.arange(len(windows.records) + 1))
+    answers = []
+    for record, first, last in zip(windows.records, bounds, bounds[1:], strict=False):
+        found = [_spans(windows, number, start_WT[number], end_WT[number], config) for number in range(first, last)]
+        scores = np.concatenate([span.scores for span in found])
+        characters = np.concatenate([span.characters for span in found])
+        pairs = np.concatenate([span.pairs for span in found])
+        null = null_W[first:last].min()
+        scores = np.append(scores, null) if unanswerable else scores  # the last one
+        best, of_start, of_end = NO_SPAN, np.float32(0), np.float32(0)
+        for place in np.argsort(-scores, kind="stable")[: config.n_best].tolist():
+            if place < len(characters) and (text := record.context[slice(*characters[place].tolist())]):
+                best, (of_start, of_end) = text, pairs[place]
+                break
+        difference = float(null - of_start - of_end) if unanswerable else 0.0
+        is_null = unanswerable and difference > config.null_threshold
+        answers.append(FoundAnswer("" if is_null else best, best, difference))
+    return answers
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Spans of one window: score [S], first character and the one after the last [S, 2], both logits [S, 2]."""
+
+    scores: Logits
+    characters: npt.NDArray[np.int32]
+    pairs: Logits
+
+
+def _spans(windows: SpanWindows, number: int, start_T: Logits, end_T: Logits, config: TaskConfig) -> _Spans:
+    place, characters = windows.characters(number)
+    starts, ends = (_best(logits, config.n_best) - place for logits in (start_T, end_T))
+    starts, ends = (tokens[(tokens >= 0) & (tokens < len(characters))] for tokens in (starts, ends))
+    length = ends - starts[:, None] + 1
+    row, column = np.nonzero((length > 0) & (length <= config.answer_tokens))
+    first, last = starts[row], ends[column]
+    pairs = np.stack([start_T[place + first], end_T[place + last]], 1)
+    return _Spans(pairs[:, 0] + pairs[:, 1], np.stack([characters[first, 0], characters[last, 1]], 1), pairs)
+
+
+def _best(logits_T: Logits, count: int) -> npt.NDArray[np.int64]:
+    """Tokens of the largest logits, the largest first."""
+    return np.argsort(logits_T, kind="stable")[::-1][:count]
+
+
+def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
+    """What stands for the start logits of several models, or for their end logits, float32 [W, T].
+
+    Every model's become probabilities over all tokens of all windows of a question. Their mean's logarithm is given,
+    plus, for every question, the constant that the first model's logits are above the logarithms of its probabilities,
+    which changes no answer: so the mean of equal models is what each of them says, to the last bit.
+
+    Args:
+        windows: of the questions.
+        logits: of every model, [W, T], finite.
+    """
+    own = _log_probabilities(windows, logits[0])
+    largest, total = np.zeros_like(own), np.ones_like(own)  # of probabilities as multiples of the first model's
+    for other in logits[1:]:
+        above = _log_probabilities(windows, other) - own
+        new_largest = np.maximum(largest, above)
+        total = total * np.exp(largest - new_largest) + np.exp(above - new_largest)
+        largest = new_largest
+    return (logits[0] + (largest + np.log(total / len(logits)))).astype(np.float32)
+
+
+def _log_probabilities(windows: SpanWindows, logits_WT: Logits) -> npt.NDArray[np.float64]:
+    first_Q = np.searchsorted(windows.owners, np.arange(len(windows.records)))  # every question has a window
+    largest_Q = np.maximum.reduceat(logits_WT.max(1), first_Q)
+    shifted_WT = logits_WT.astype(np.float64) - largest_Q[windows.owners, None]
+    total_Q: npt.NDArray[np.float64] = np.add.reduceat(np.exp(shifted_WT).sum(1), first_Q)
+    return shifted_WT - np.log(total_Q)[windows.owners, None]

@@ -1,0 +1,148 @@
+"""Samples of any task, the order in which they are trained on, and a split that keeps contexts whole."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.bits import hashed, key_of
+from megajax.data.samples import Sample, Samples
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.inputs import ExamInputs, PairInputs
+from megajax.tasks.records import Exam, Pair, Question, Record
+from megajax.tasks.registry import TASKS
+from megajax.tasks.windows import SpanWindows
+
+R = TypeVar("R", Pair, Question, Exam)
+
+_ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed
+
+
+class TaskSamples(Samples, Protocol):
+    """A finite sequence of samples of a task.
+
+    Attributes:
+        records: what they were made of.
+        owners: the record of every sample, its place in `records`, int64, ascending.
+        counts: in words, how many records were cut or left out; only what happened.
+    """
+
+    @property
+    def records(self) -> Sequence[Record]: ...
+
+    owners: npt.NDArray[np.int64]
+    counts: dict[str, int]
+
+
+def task_samples(
+    task_name: str,
+    records: Sequence[Record],
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    config: TaskConfig,
+    training: bool,
+) -> TaskSamples:
+    """The samples of a task.
+
+    Args:
+        task_name: one of `TASKS`.
+        records: those of its files.
+        tokenizer: a WordPiece one.
+        sequence_length: T.
+        config: how questions and contexts are cut.
+        training: leave out what has no label.
+
+    Raises:
+        UserError: T is too short, the tokenizer is of another kind, or nothing is left to train on.
+    """
+    head = TASKS[task_name].head
+    samples: PairInputs | SpanWindows | ExamInputs
+    if head == "span":
+        questions = cast(Sequence[Question], records)
+        samples = SpanWindows(questions, tokenizer, sequence_length=sequence_length, config=config, training=training)
+    else:
+        labelled = cast(Sequence[Pair | Exam], records)
+        kept = [record for record in labelled if not training or record.label is not None]
+        if head == "classes":
+            samples = PairInputs(cast(Sequence[Pair], kept), tokenizer, sequence_length=sequence_length)
+        else:
+            exams = cast(Sequence[Exam], kept)
+            cut = config.option_tokens
+            samples = ExamInputs(exams, tokenizer, sequence_length=sequence_length, option_tokens=cut)
+        if len(kept) < len(records):
+            samples.counts["records without a label, left out"] = len(records) - len(kept)
+    if training and not len(samples):
+        raise UserError(f"--data.train: none of its {len(records)} records has a label; valid: at least one that has")
+    return samples
+
+
+class EpochOrder:
+    """Samples without end, in a new random order every epoch (Grain's index shuffle); sample i is a pure function of
+    the seed and i.
+
+    Args:
+        samples: at least one.
+        seed: any whole number from 0.
+
+    Attributes:
+        sequence_length: T.
+        epoch_size: samples per epoch.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        from grain import MapDataset
+
+        self.sequence_length, self.epoch_size, self._samples = samples.sequence_length, len(samples), samples
+        assert self.epoch_size > 0, "no samples"
+        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
+        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+
+    def __getitem__(self, number: int) -> Sample:
+        return self._samples[self._order[number]]
+
+
+def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[list[R], list[R]]:
+    """Records to train on and records for dev, both in their order, no context being in both.
+
+    In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
+    more of them than that is trained on; if all have more, the one with the fewest is for dev.
+
+    Args:
+        entries: the records.
+        fraction: of them that dev has, about.
+        seed: any whole number from 0.
+
+    Raises:
+        UserError: the fraction is not between 0 and 1; there are fewer than two contexts.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"--data.validation-fraction {fraction}; valid: more than 0 and less than 1")
+    numbers: dict[str, int] = {}
+    of_entry = np.array([numbers.setdefault(entry.context, len(numbers)) for entry in entries], np.int64)
+    if len(numbers) < 2:
+        raise UserError(
+            f"--data.train: its {len(entries)} records have {len(numbers)} different texts, contexts or articles; "
+            "valid: 2 or more, for training and dev, or --data.dev FILE"
+        )
+    sizes = np.bincount(of_entry)
+    order = np.argsort(hashed(np.arange(len(sizes), dtype=np.uint64) + key_of(_HOLD_OUT, seed)), kind="stable")
+    budget = fraction * len(entries)
+    candidates = order[sizes[order] <= budget]
+    if len(candidates):
+        totals = np.cumsum(sizes[candidates])[: len(order) - 1]
+        held_out = candidates[: np.argmin(np.abs(totals - budget)) + 1]
+    else:
+        held_out = order[[np.argmin(sizes[order])]]
+    is_dev = np.isin(of_entry, held_out).tolist()
+    train = [entry for entry, out in zip(entries, is_dev, strict=True) if not out]
+    return train, [entry for entry, out in zip(entries, is_dev, strict=True) if out]
+
+
+def shared_contexts(train: Sequence[Record], dev: Sequence[Record]) -> int:
+    """How many records of dev have a context that training has, too."""
+    contexts = {record.context for record in train}
+    return sum(record.context in contexts for record in dev)
