@@ -92,12 +92,13 @@ def _check_task(config: Config) -> None:
     model, data, name = config.model, config.data, config.task.name
     if config.pretrains:
         tasks = f"--task.name {' or '.join(TASKS)}"
-        for flag, given in (
-            ("--data.train", data.train),
-            ("--data.dev", data.dev),
-            ("--train.epochs", config.train.epochs),
-            ("--seeds", config.seeds > 1),
-        ):
+        of_tasks = {
+            "--data.train": bool(data.train),
+            "--data.dev": bool(data.dev),
+            "--train.epochs": config.train.epochs > 0,
+            "--seeds": config.seeds > 1,
+        }
+        for flag, given in of_tasks.items():
             if given:
                 raise UserError(f"{flag} without a task; valid: {tasks}, or without {flag}")
         return
@@ -106,12 +107,9 @@ def _check_task(config: Config) -> None:
         raise UserError(f"--model.head {model.head} with --task.name {name}; valid: {task.head}")
     if model.num_classes != task.classes:
         raise UserError(f"--model.num-classes {model.num_classes} with --task.name {name}; valid: {task.classes}")
-    for flag, given in (
-        ("--data.path", data.path),
-        ("--data.sources", data.sources),
-        ("--data.validation", data.validation),
-    ):
-        if given:
+    of_corpora = {"--data.path": data.path, "--data.sources": data.sources, "--data.validation": data.validation}
+    for flag, corpora in of_corpora.items():
+        if corpora:
             raise UserError(f"{flag} with --task.name {name}; valid: --data.train and --data.dev")
 
 

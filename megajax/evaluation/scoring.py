@@ -4,6 +4,7 @@ Figures agree on every mesh and for every size of batch up to the rounding of ea
 losses of tokens, and the host sums them in float64. Every process calls these functions and gets the same result.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from megajax.data.continuations import ContinuationSamples
 from megajax.data.loader import evaluation_batches
 from megajax.data.samples import Samples
 from megajax.program.program import Program
-from megajax.program.scoring import scores
+from megajax.program.scoring import answers, scores
 
 _AHEAD = 1  # batches that the devices compute while the host reads another
 
@@ -59,17 +60,40 @@ def score_samples(
         batches: at most this many batches; 0: all.
         between: called before every batch; what it raises ends the scoring.
     """
+    for row in _rows(program, scores(program), params, samples, batches=batches, between=between):
+        yield {name: SampleScores.of(loss, hit) for name, (loss, hit) in row.items()}
+
+
+def answer_samples(
+    program: Program, params: Any, samples: Samples, *, between: Callable[[], None] = lambda: None
+) -> npt.NDArray[np.float32]:
+    """The logits that a task's samples are answered by (`Model.answers`), in order, [samples, …], dropout off; the
+    arguments are those of `score_samples`."""
+    rows = _rows(program, answers(program), params, samples, batches=0, between=between)
+    return np.stack([row.astype(np.float32) for row in rows])
+
+
+def _rows(
+    program: Program,
+    function: Callable[[Any, Any], Any],
+    params: Any,
+    samples: Samples,
+    *,
+    batches: int,
+    between: Callable[[], None],
+) -> Iterator[Any]:
+    """What a function of weights and a batch makes of every sample, in order, in the host's memory."""
     rows, size = program.local_rows, program.config.train.global_batch
     number, running = 0, deque[Any]()
 
-    def read() -> Iterator[dict[str, SampleScores]]:
+    def read() -> Iterator[Any]:
         found = jax.tree.map(np.asarray, running.popleft())
         for row in range(min(size, len(samples) - number)):
-            yield {name: SampleScores.of(loss[row], hit[row]) for name, (loss, hit) in found.items()}
+            yield jax.tree.map(operator.itemgetter(row), found)
 
     for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
         between()
-        running.append(scores(program)(params, program.put_batch(batch, rows)))
+        running.append(function(params, program.put_batch(batch, rows)))
         if len(running) > _AHEAD:
             yield from read()
             number += size

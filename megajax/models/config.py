@@ -30,7 +30,7 @@ class ModelConfig:
     ] = "pre"
     head: Annotated[
         Literal["pretraining", "classes", "span", "choice"],
-        "what is predicted: what the family is pretrained on; of a text its class, or a span in it; one of several texts",
+        "what is predicted: pretraining's own; of a text the class, or a span in it; the right one of several texts",
     ] = "pretraining"
     num_classes: Annotated[
         int, "classes of the head classes, texts to choose from of the head choice", between(2, 10_000)

@@ -1,6 +1,7 @@
-"""What runs forward only: scores of targets, and the logits of a next token. Letters: B batch, T tokens, V
-vocabulary."""
+"""What runs forward only: scores of targets, the logits of a task's answers, and those of a next token. Letters: B
+batch, T tokens, V vocabulary."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,12 @@ def scores(program: Program) -> Wrapped:
     return program.compiled(_scores, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
 
+def answers(program: Program) -> Wrapped:
+    """(params, batch) -> the logits that a task is answered by (`Model.answers`), [B, …] on every device; dropout
+    off."""
+    return program.compiled(_answers, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
+
+
 def next_logits(program: Program) -> Wrapped:
     """(params, batch, place) -> logits [B, V] of the token after the one at `place`, padded columns included; dropout
     off."""
@@ -33,10 +40,20 @@ def next_logits(program: Program) -> Wrapped:
 
 
 def _scores(program: Program, params: Tree, batch: Batch) -> Scores:
+    return _of_rows(program, params, batch, lambda ends, x_BTD, rows: ends.scores(x_BTD, rows))
+
+
+def _answers(program: Program, params: Tree, batch: Batch) -> Array:
+    return _of_rows(program, params, batch, lambda ends, x_BTD, rows: ends.answers(x_BTD, rows))
+
+
+def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[Any, Array, Microbatch], Tree]) -> Tree:
+    """What `function` makes of the ends, the last layer's output and the rows of a microbatch, of all rows on every
+    device."""
     pipeline = forward_pipeline(program, params, batch)
 
-    def finish(x_BTD: Array, microbatch: Microbatch) -> Scores:
-        return program.unsharded_model.ends(pipeline.ends.weights()).scores(x_BTD, microbatch)
+    def finish(x_BTD: Array, microbatch: Microbatch) -> Tree:
+        return function(program.unsharded_model.ends(pipeline.ends.weights()), x_BTD, microbatch)
 
     found = pipeline.forward(program.forward_schedule, finish)
     found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, DATA), found))

@@ -70,8 +70,9 @@ def _spans(config: Config, rng: np.random.Generator) -> Batch:
     rows = config.train.global_batch
     inputs, kind_B = _inputs(config, rng, (rows,)), rng.integers(0, 4, rows)
     ends_B2 = np.sort(rng.integers(0, inputs["length"][:, None], (rows, 2)), axis=1)
-    ends_B2 = np.where(kind_B[:, None] == 0, 0, np.where(kind_B[:, None] == 1, IGNORED, ends_B2)).astype(np.int32)
-    return inputs | {"start": ends_B2[:, 0], "end": ends_B2[:, 1]}
+    ends_B2 = np.where(kind_B[:, None] == 0, 0, np.where(kind_B[:, None] == 1, IGNORED, ends_B2))
+    start_B, end_B = ends_B2.T.astype(np.int32)
+    return inputs | {"start": start_B, "end": end_B}
 
 
 def _inputs(config: Config, rng: np.random.Generator, shape: tuple[int, ...]) -> Batch:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax import reading
 from megajax.config import Config
 from megajax.data.corpus import kept_tokenizer
 from megajax.data.tokenizer import Tokenizer
@@ -23,7 +24,6 @@ from megajax.runs.directory import kept_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import check_run
-from megajax import reading
 
 _SAME = ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "padded_vocab_size", "layer_order")
 _POSITIONS = "position"  # the logical dim of which a shorter model takes the first

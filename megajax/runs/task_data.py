@@ -89,8 +89,8 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     for name, entries in (("train", train), ("dev", dev)):
         if not isinstance(before, dict) or before.get(name) != _digest(entries):
             raise UserError(
-                f"--data.{name}: other records than when the run began (see {folder / _REPORT}); valid: the same files, "
-                "or another --run-dir"
+                f"--data.{name}: other records than when the run began (see {folder / _REPORT}); valid: the same "
+                "files, or another --run-dir"
             )
     tokenizer = load_tokenizer(folder / "tokenizer")
     samples = _samples(config, train, tokenizer, training=True)

@@ -31,7 +31,7 @@ from megajax.runs.directory import claimed, has_checkpoints
 from megajax.runs.init import check_init, first_state
 from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
-from megajax.runs.task_data import TaskData
+from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
 from megajax.training.horizon import in_steps
@@ -90,11 +90,11 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> No
         with claimed(run_dir, config, lock):
             if config.init and not has_checkpoints(run_dir):
                 check_init(config)
-            make_run_data(config, run_dir / "data")
+            (make_run_data if config.pretrains else make_task_data)(config, run_dir / "data")
 
     on_first_process(begin)
     keep_traces_in(run_dir)
-    data = open_run_data(config, run_dir / "data")
+    data = (open_run_data if config.pretrains else open_task_data)(config, run_dir / "data")
     program = Program(in_steps(config, data.train), program.mesh)
     _say(describe(program, data))
     run = _Run(program.config, run_dir, program, data, lock)

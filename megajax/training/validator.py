@@ -7,6 +7,7 @@ from megajax.data.samples import Samples
 from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
 from megajax.program.program import Program
 from megajax.runs.data import RunData
+from megajax.runs.task_data import TaskData
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
 
@@ -21,7 +22,7 @@ class Validator:
         last: every loss by name over the validation split, of the newest validation; None before the first.
     """
 
-    def __init__(self, program: Program, data: RunData, watchdog: Watchdog):
+    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog):
         self._program, self._data, self._watchdog = program, data, watchdog
         self._doing = COMPILING
         self.last: dict[str, Perplexity] | None = None

@@ -148,7 +148,9 @@ def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> No
     """Of every target; whatever stands in the padding, but of a span, whose end may lie there."""
     weights = random_weights(program)
     place_T = np.arange(program.config.model.sequence_length)
-    padded = np.where(place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9))
+    padded = np.where(
+        place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9)
+    )
     params = place(program, weights)
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
     found = scores(program).lower(params, placed).compile(QUICKLY)(params, placed)

@@ -57,17 +57,13 @@ class ClassesHead(nnx.Module):
         initial = normal(key / "classes", config.init_std)
         self.output = Linear(initial, config.hidden_size, config.num_classes, backend)
 
-    def losses(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
-    ) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
         totals = sums(*classified(self._logits(x_BTD, dropout), batch["label"]))
         loss, right = self.borders.of_first_token(totals)
         return {"classes": loss, "accuracy/classes": right}
 
-    def scores(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
-    ) -> dict[str, tuple[Array, Array]]:
+    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every row, and whether its class is the most probable one (`classified`)."""
         return {"classes": classified(self._logits(x_BTD, Dropout.off()), batch["label"])}
 
@@ -88,17 +84,13 @@ class ChoiceHead(nnx.Module):
         self.pooler = Pooler(config, key, borders, backend)
         self.output = Scorer(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
 
-    def losses(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
-    ) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
         totals = sums(*classified(self._logits(x_BTD, batch, dropout), batch["label"]))
         loss, right = self.borders.of_first_token(totals)
         return {"choice": loss, "accuracy/choice": right}
 
-    def scores(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
-    ) -> dict[str, tuple[Array, Array]]:
+    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every row, and whether its choice is the most probable one (`classified`)."""
         return {"choice": classified(self._logits(x_BTD, batch, Dropout.off()), batch["label"])}
 
@@ -120,17 +112,13 @@ class SpanHead(nnx.Module):
         self.borders = borders
         self.output = Scorer(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
 
-    def losses(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
-    ) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the mean of both cross-entropies, and how many spans are right. Nothing is
         dropped."""
         loss, right = sums(*self._scores(x_BTD, batch))
         return {"span": loss, "accuracy/span": right}
 
-    def scores(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
-    ) -> dict[str, tuple[Array, Array]]:
+    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Mean of both cross-entropies of every row, and whether both ends are the most probable ones
         (`classified`)."""
         return {"span": self._scores(x_BTD, batch)}

@@ -54,9 +54,7 @@ class PretrainingHead(nnx.Module):
         """This device's columns of those of every token, and those of the order."""
         return self.masked(x_BTD, table_VD, self.borders), self._order(x_BTD)
 
-    def losses(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout
-    ) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found. Nothing is dropped."""
         logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
@@ -64,9 +62,7 @@ class PretrainingHead(nnx.Module):
         order, found = self.borders.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
-    def scores(
-        self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]
-    ) -> dict[str, tuple[Array, Array]]:
+    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """For both losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or 0,
         int32; [B, M] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
