@@ -2,45 +2,81 @@
 
 import json
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megajax.errors import UserError
-from megajax.evaluation.tasks import OVERLAPPING, PAPER_OVERLAP, TASKS
+from megajax.evaluation.finetuned import evaluate_task
+from megajax.evaluation.pretrained import EVALUATIONS, OVERLAPPING, PAPER_OVERLAP
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_path
 from megajax.processes import is_first_process
+from megajax.tasks.registry import TASKS
 
-USAGE = "eval.py TASK --checkpoint RUN [--step N|latest|best] [--data PATH] [--overlap N] [--flag value ...]"
+USAGE = "eval.py TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
+TASK_FLAGS = ("doc_stride", "question_tokens", "answer_tokens", "n_best", "null_threshold", "option_tokens", "strict")
+NAMES = sorted([*EVALUATIONS, *TASKS])
 _ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the run
 
 
 def main(argv: Sequence[str]) -> None:
-    """Restore the checkpoint that the command line names, run the task and print its figures as JSON.
+    """Restore the checkpoints that the command line names, run the task and print its figures as JSON.
 
     Raises:
-        UserError: a flag, the run or the data cannot be used.
+        UserError: a flag, a run or the data cannot be used.
     """
     parser = Parser("Evaluate a trained model.", USAGE)
-    parser.add_argument("task", metavar="TASK", choices=sorted(TASKS), help=f"one of {', '.join(sorted(TASKS))}")
-    parser.add_argument("--checkpoint", metavar="RUN", required=True, help="run directory of the training")
+    parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
+    runs = (
+        f"run directory of the training; of {', '.join(TASKS)} also several: their answers' probabilities are averaged"
+    )
+    parser.add_argument("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
-    data = "what to evaluate on [perplexity: the run's validation split]"
-    parser.add_argument("--data", default="", metavar="PATH", help=data)
+    data = f"what to evaluate on, of {', '.join(TASKS)} one file or several [perplexity: the run's validation split; "
+    parser.add_argument("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
-    parser.add_config_flags(*CONFIG_FLAGS)
+    predictions = f"file that the answers are written to; of {', '.join(TASKS)}"
+    parser.add_argument("--predictions", default="", metavar="FILE", help=predictions)
+    parser.add_config_flags(*CONFIG_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
     args = parser.parse_args(argv)
-    check_path(args.checkpoint, "--checkpoint")
-    if args.data:
-        check_path(args.data, "--data")
-    own = {"overlap": args.overlap} if "overlap" in args else {}
-    if own and args.task not in OVERLAPPING:
-        raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")
-    run_dir, overrides = Path(args.checkpoint), parser.overrides(args)
-    result = TASKS[args.task](run_dir, step=args.step, data=args.data, overrides=overrides, **own)
+    for path in args.checkpoint:
+        check_path(path, "--checkpoint")
+    for path in args.data:
+        check_path(path, "--data")
+    overrides = parser.overrides(args)
+    result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
     if is_first_process():
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in result.items()}
         print(json.dumps(finite, allow_nan=False))
+
+
+def _finetuned(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
+    if "overlap" in args:
+        raise UserError(f"--overlap: {args.task} does not take it; valid: {' or '.join(OVERLAPPING)}")
+    return evaluate_task(
+        args.task,
+        [Path(path) for path in args.checkpoint],
+        step=args.step,
+        data=args.data,
+        overrides=overrides,
+        predictions=args.predictions,
+    )
+
+
+def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
+    own = {"overlap": args.overlap} if "overlap" in args else {}
+    if own and args.task not in OVERLAPPING:
+        raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")
+    for flag, given in (("--checkpoint", args.checkpoint), ("--data", args.data)):
+        if len(given) > 1:
+            raise UserError(f"{flag}: {len(given)} paths, of which {args.task} takes one; valid: one")
+    of_tasks = ["--predictions"] if args.predictions else [f"--{key}" for key in overrides if key.startswith("task.")]
+    if of_tasks:
+        raise UserError(f"{of_tasks[0].replace('_', '-')} is not for {args.task}; valid: {', '.join(TASKS)}")
+    data = args.data[0] if args.data else ""
+    return EVALUATIONS[args.task](Path(args.checkpoint[0]), step=args.step, data=data, overrides=overrides, **own)

@@ -1,4 +1,4 @@
-"""`train.py`: pretrain a model from a preset and flags."""
+"""`train.py`: pretrain or fine-tune a model from a preset and flags."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,16 @@ def main(argv: Sequence[str]) -> None:
         UserError: a flag, the preset or the data cannot be used.
         RunError: the training cannot go on.
     """
-    config = parse(argv, "Pretrain a model on a (data, pipe, tensor) mesh.")
+    config = parse(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.")
     _check_paths(config)
     if config.profile_pipeline:
         from megajax.training.profile import profile_pipeline
 
         profile_pipeline(config)
+    elif config.seeds > 1:
+        from megajax.training.seeds import train_seeds
+
+        train_seeds(config)
     else:
         from megajax.training.loop import train
 
@@ -34,6 +38,8 @@ def _check_paths(config: Config) -> None:
     named = [("--data.path", config.data.path), ("--tokenizer.path", config.tokenizer.path)]
     named += [("--data.sources", source.path) for source in config.data.sources]
     named += [("--data.validation", entry.path) for entry in config.data.validation]
+    named += [("--data.train", path) for path in config.data.train]
+    named += [("--data.dev", path) for path in config.data.dev] + [("--init", config.init)]
     for flag, path in named:
         if path not in ("", *WORDS):
             check_path(path, flag)

@@ -1,25 +1,103 @@
 """A task's figures from models that were fine-tuned on it, on any mesh; several models are an ensemble."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.config import Config
+from megajax.config import Config, MeshConfig
+from megajax.errors import UserError
 from megajax.evaluation.scoring import answer_samples
+from megajax.processes import is_first_process, on_first_process
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
+from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.tasks.accuracy import class_figures, predicted_classes
 from megajax.tasks.answers import find_answers, mean_logits
 from megajax.tasks.config import TaskConfig
+from megajax.tasks.predictions import check_predictions, write_predictions
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Pair
 from megajax.tasks.registry import TASKS
-from megajax.tasks.samples import TaskSamples
+from megajax.tasks.samples import TaskSamples, task_samples
 from megajax.tasks.squad_scores import squad_figures
 from megajax.tasks.windows import SpanWindows
 
 Logits = npt.NDArray[np.float32]
+
+
+def evaluate_task(
+    name: str, run_dirs: Sequence[Path], *, step: str, data: Sequence[str], overrides: dict[str, Any], predictions: str
+) -> dict[str, Any]:
+    """A task's figures on some files, of one run that was fine-tuned on it, or of several as an ensemble.
+
+    Args:
+        name: one of `TASKS`.
+        run_dirs: at least one.
+        step: of their checkpoints, see `choose_step`.
+        data: the files; none: the run's own dev files.
+        overrides: values that replace the runs' own, by key.
+        predictions: file that all answers are written to; empty: none. The files' records then need no labels.
+
+    Raises:
+        UserError: a run is of something else, or of several the answers cannot be put together; the step, the files or
+            the mesh cannot be used.
+    """
+    config = _run_config(name, run_dirs[0], overrides)
+    paths = data or config.data.dev
+    if not paths:
+        raise UserError(f"--data missing: {run_dirs[0]} has no dev files; valid: files of {name}")
+    found = read_records(name, paths, config.task, "--data", labelled=not predictions)
+    if not found.entries:
+        raise UserError(f"--data: no record in {', '.join(paths)}; valid: files of {name} with one or more")
+    if predictions:
+        on_first_process(lambda: check_predictions(predictions, found.entries))
+    for line in found.lines() if is_first_process() else ():
+        print(line, flush=True)
+    inputs, logits, steps = [], [], []
+    for run_dir in run_dirs:
+        own = config if run_dir == run_dirs[0] else _run_config(name, run_dir, overrides, mesh=config.mesh)
+        inputs.append((own.model.sequence_length, run_tokenizer(run_dir, own)))
+        if TASKS[name].head == "span" and inputs[-1] != inputs[0]:
+            raise UserError(
+                f"--checkpoint {run_dir}: another tokenizer or model.sequence_length than {run_dirs[0]}, whose windows "
+                "its answers cannot be put together with; valid: runs with the same"
+            )
+        samples = task_samples(
+            name,
+            found.entries,
+            inputs[-1][1],
+            sequence_length=own.model.sequence_length,
+            config=own.task,
+            training=False,
+        )
+        trained = TrainedModel.restore(run_dir, own, step)
+        logits.append(answer_samples(trained.program, trained.params, samples))
+        steps.append(trained.step)
+    figures, answers = task_answers(config, samples, logits)
+    if predictions:
+        on_first_process(lambda: write_predictions(predictions, name, samples.records, answers))
+    return {"task": name, "step": steps[0] if len(steps) == 1 else steps, **figures}
+
+
+def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:
+    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it.
+
+    Raises:
+        UserError: it is of something else.
+    """
+    config, task = evaluation_config(run_dir, overrides, any_model=True, mesh=mesh), TASKS[name]
+    fits = config.task.name == name or (
+        config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)
+    )
+    if not fits:
+        model = f"a {config.model.family} with the head {config.model.head}"
+        has = model if config.pretrains else f"a run of {config.task.name}"
+        raise UserError(f"--checkpoint {run_dir}: {has}; valid: a run that was fine-tuned on {name}")
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, name=name))
 
 
 def dev_figures(

@@ -82,7 +82,9 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
-def evaluation_config(run_dir: Path, overrides: dict[str, Any], *, any_family: bool = False) -> Config:
+def evaluation_config(
+    run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
+) -> Config:
     """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
 
     A batch fills the pipeline once.
@@ -90,21 +92,25 @@ def evaluation_config(run_dir: Path, overrides: dict[str, Any], *, any_family: b
     Args:
         run_dir: the run.
         overrides: values that replace its own, by key.
-        any_family: its model need not be a language model.
+        any_model: it need not be a language model.
+        mesh: of another run, for which JAX has started already.
 
     Raises:
         UserError: there is no run, or it cannot be used so.
     """
     check_run(run_dir)
     config = kept_config(run_dir, overrides)
-    if not (any_family or FAMILIES[config.model.family].continues_text):
+    if not (any_model or FAMILIES[config.model.family].continues_text):
         valid = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
         raise UserError(
             f"--checkpoint {run_dir}: a model of the family {config.model.family} does not predict the next token; "
             f"valid: a run of --model.family {valid}"
         )
-    start(config)
-    if not any(key.startswith("mesh.") for key in overrides):
+    if mesh is None:
+        start(config)
+    else:
+        config = dataclasses.replace(config, mesh=mesh)
+    if mesh is None and not any(key.startswith("mesh.") for key in overrides):
         config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
     validate_mesh(config, jax.device_count())
     rows = config.mesh.data * config.mesh.pipe * config.train.microbatch

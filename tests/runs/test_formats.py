@@ -17,7 +17,7 @@ from tiny import tiny_program
 from megajax.config import Config, MeshConfig
 from megajax.data.loader import train_batches
 from megajax.errors import UserError
-from megajax.evaluation.tasks import evaluate_perplexity
+from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.mesh import make_mesh, shardings
 from megajax.presets import load_preset, resolve
 from megajax.program.program import Program

@@ -11,7 +11,7 @@ from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.indexed import IndexedWriter
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.tasks import evaluate_perplexity
+from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import claim
 
 

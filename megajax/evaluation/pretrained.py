@@ -1,4 +1,5 @@
-"""The tasks of `eval.py`: each restores a run's checkpoint on the mesh asked for and returns figures by name."""
+"""The tasks of `eval.py` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and returns
+figures by name."""
 
 import math
 import time
@@ -34,7 +35,10 @@ def evaluate_perplexity(
     Raises:
         UserError: the run, the step, the data, the overlap or the mesh cannot be used.
     """
-    config = evaluation_config(run_dir, overrides, any_family=True)
+    config = evaluation_config(run_dir, overrides, any_model=True)
+    if config.model.head != "pretraining":
+        name = config.task.name if not config.pretrains else "its task"
+        raise UserError(f"--checkpoint {run_dir}: a run of {name} has no perplexity; valid: eval.py {name}")
     length = config.model.sequence_length
     language_model = FAMILIES[config.model.family].continues_text
     if overlap is not None and not language_model:
@@ -151,7 +155,7 @@ def _advance(overlap: int | None, length: int, default: int) -> int:
     return overlap
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "lambada": evaluate_lambada,
     "perplexity": evaluate_perplexity,
     "wikitext103": evaluate_wikitext103,

@@ -1,0 +1,96 @@
+"""Fine-tuning with several seeds, one after the other, and the median of them (paper §5.4)."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.config import Config
+from megajax.data.files import write_atomically
+from megajax.errors import RunError, UserError
+from megajax.launch import start
+from megajax.processes import is_first_process, on_first_process
+from megajax.runs.metrics import read_metrics
+from megajax.runs.parts import marked_format
+from megajax.tasks.registry import TASKS
+from megajax.training.loop import check_given, train_here
+
+_REPORT = "seeds.json"
+_KIND = "seeds of a task"
+
+
+def train_seeds(config: Config) -> None:
+    """Train with `config.seeds` seeds from `config.seed` on, each in the folder `seed-N` of the run directory. Those
+    that are done are not trained again, one that was stopped goes on; then `seeds.json` has the median by the task's
+    figure on dev, of an even number of seeds the lower one of both in the middle.
+
+    Raises:
+        UserError: the configuration, the files or a folder cannot be used.
+        RunError: a training cannot go on.
+        Stopped: a signal asked for it, and a checkpoint was written.
+    """
+    check_given(config)
+    folder, last = Path(config.run_dir), config.seed + config.seeds - 1
+    if last >= 1 << 31:
+        raise UserError(
+            f"--seed {config.seed} and --seeds {config.seeds}: the last is {last}; valid: up to {2**31 - 1}"
+        )
+    start(config)
+    on_first_process(lambda: _check_folder(folder))
+    done: dict[int, dict[str, Any]] = {}
+    for seed in range(config.seed, last + 1):
+        run_dir = folder / f"seed-{seed}"
+        own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
+        if is_first_process():
+            print(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}", flush=True)
+        train_here(own)
+        done[seed] = _dev(run_dir)
+    on_first_process(lambda: _report(config, folder, done))
+
+
+def _check_folder(folder: Path) -> None:
+    if marked_format(folder) is not None:
+        raise UserError(
+            f"--run-dir {folder} is the directory of one run; valid: a new folder for --seeds, or without it"
+        )
+    file = folder / _REPORT
+    if not reading.kind(file):
+        return
+    try:
+        ours = reading.read_json(file)
+    except UserError:
+        ours = None
+    if not isinstance(ours, dict) or ours.get("kind") != _KIND:
+        raise UserError(f"{file} was not written by --seeds; valid: another --run-dir, or another name for that file")
+
+
+def _dev(run_dir: Path) -> dict[str, Any]:
+    """The figures of a finished run on its dev records, and the step that they are of."""
+    records = [record for record in read_metrics(run_dir) if any(name.startswith("dev/") for name in record)]
+    if not records:
+        raise RunError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; the same command trains on")
+    return {name.removeprefix("dev/"): value for name, value in records[-1].items()}
+
+
+def _report(config: Config, folder: Path, done: dict[int, dict[str, Any]]) -> None:
+    figure = TASKS[config.task.name].figure
+    ranked = sorted(done, key=lambda seed: (done[seed][figure] is not None, done[seed][figure] or 0.0))
+    median = ranked[(len(ranked) - 1) // 2]
+    run_dir = folder / f"seed-{median}"
+    checkpoint = run_dir / "checkpoints" / str(done[median]["step"])
+    seeds = [{"seed": seed, "run": str(folder / f"seed-{seed}"), **figures} for seed, figures in done.items()]
+    report = {
+        "kind": _KIND,
+        "task": config.task.name,
+        "figure": figure,
+        "median": done[median][figure],
+        "median_seed": median,
+        "median_run": str(run_dir),
+        "median_checkpoint": str(checkpoint),
+        "seeds": seeds,
+    }
+    write_atomically(folder / _REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    for seed, figures in done.items():
+        print(f"seed {seed}: {figure} {figures[figure]:.2f}{'  (median)' if seed == median else ''}")
+    print(f"median {figure} {done[median][figure]:.2f}: {checkpoint}; written to {folder / _REPORT}", flush=True)
