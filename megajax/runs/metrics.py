@@ -37,6 +37,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+DEV = "dev/"  # begins the names of a task's figures on its dev records
+
+
+def is_of_dev(record: dict[str, Any]) -> bool:
+    """Whether a line has a task's figures on its dev records."""
+    return any(name.startswith(DEV) for name in record)
+
+
 _ADVICE = "valid: the metrics.jsonl of a run, or none"
 
 

@@ -20,7 +20,7 @@ from megajax.errors import RunError, UserError
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, start
-from megajax.processes import Poll, is_first_process, on_first_process
+from megajax.processes import Poll, is_first_process, of_first_process, on_first_process
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -30,7 +30,9 @@ from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import claimed, has_checkpoints
 from megajax.runs.init import check_init, first_state
 from megajax.runs.lock import RunLock
+from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.retention import Retention
+from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
@@ -56,14 +58,15 @@ def train(config: Config) -> None:
     train_here(config)
 
 
-def train_here(config: Config) -> None:
-    """`train` where JAX has started already."""
+def train_here(config: Config, *, skip_finished: bool = False) -> None:
+    """`train` where JAX has started already. With `skip_finished` nothing is done with a run of a task that has trained
+    to its end and has its figures of dev."""
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
     lock = RunLock(Path(config.run_dir))
     try:
-        _train(config, Path(config.run_dir), program, lock)
+        _train(config, Path(config.run_dir), program, lock, skip_finished)
     finally:
         lock.release()
 
@@ -85,7 +88,7 @@ def check_given(config: Config) -> None:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
 
 
-def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> None:
+def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
     def begin() -> None:
         with claimed(run_dir, config, lock):
             if config.init and not has_checkpoints(run_dir):
@@ -96,6 +99,9 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> No
     keep_traces_in(run_dir)
     data = (open_run_data if config.pretrains else open_task_data)(config, run_dir / "data")
     program = Program(in_steps(config, data.train), program.mesh)
+    if skip_finished and _is_finished(run_dir, program.config.train.steps):
+        _say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
+        return
     _say(describe(program, data))
     run = _Run(program.config, run_dir, program, data, lock)
     if run.first < program.config.train.steps:
@@ -103,6 +109,16 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock) -> No
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
         on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
     run.go()
+
+
+def _is_finished(run_dir: Path, steps: int) -> bool:
+    """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
+
+    def look() -> bool:
+        recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
+        return recorded and steps in complete(run_dir / "checkpoints")
+
+    return bool(of_first_process(is_first_process() and look()))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from rich.console import Console
 from megajax.data.files import write_atomically
 from megajax.errors import RunError, UserError
 from megajax.paths import identity
-from megajax.runs.metrics import read_metrics
+from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.training.events import Events
 from megajax.training.plot import plot_loss
 from megajax.training.progress import TrainingProgress
@@ -51,6 +51,7 @@ class RunLog:
         self._progress = TrainingProgress(total_steps, finished_steps, log_every, write, console)
         self._training: list[tuple[int, float]] = []
         self._validation: list[tuple[int, float]] = []
+        self._of_dev: set[int] = set()  # steps that have a task's figures of dev
         self._drawn: tuple[int, int] | None = None  # how many of them loss.png shows
         if write:
             try:
@@ -131,9 +132,9 @@ class RunLog:
         self.plot()
 
     def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures of a task's dev records after `step` steps, as `dev/NAME`."""
-        if self._write:
-            self._record({"step": int(step), **{f"dev/{name}": value for name, value in figures.items()}})
+        """Record the figures of a task's dev records after `step` steps, as `dev/NAME`, if they are not yet."""
+        if self._write and step not in self._of_dev:
+            self._record({"step": int(step), **{f"{DEV}{name}": value for name, value in figures.items()}})
 
     def print(self, text: str) -> None:
         """Print a line; nothing is recorded."""
@@ -170,6 +171,8 @@ class RunLog:
         self.close()
 
     def _remember(self, record: dict[str, Any]) -> None:
+        if is_of_dev(record):
+            self._of_dev.add(record["step"])
         for points, name in ((self._training, "loss"), (self._validation, "validation_loss")):
             if name in record:
                 value = record[name]

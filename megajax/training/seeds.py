@@ -11,7 +11,7 @@ from megajax.data.files import write_atomically
 from megajax.errors import RunError, UserError
 from megajax.launch import start
 from megajax.processes import is_first_process, on_first_process
-from megajax.runs.metrics import read_metrics
+from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.runs.parts import marked_format
 from megajax.tasks.registry import TASKS
 from megajax.training.loop import check_given, train_here
@@ -33,9 +33,7 @@ def train_seeds(config: Config) -> None:
     check_given(config)
     folder, last = Path(config.run_dir), config.seed + config.seeds - 1
     if last >= 1 << 31:
-        raise UserError(
-            f"--seed {config.seed} and --seeds {config.seeds}: the last is {last}; valid: up to {2**31 - 1}"
-        )
+        raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
     start(config)
     on_first_process(lambda: _check_folder(folder))
     done: dict[int, dict[str, Any]] = {}
@@ -44,16 +42,14 @@ def train_seeds(config: Config) -> None:
         own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
         if is_first_process():
             print(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}", flush=True)
-        train_here(own)
+        train_here(own, skip_finished=True)
         done[seed] = _dev(run_dir)
     on_first_process(lambda: _report(config, folder, done))
 
 
 def _check_folder(folder: Path) -> None:
     if marked_format(folder) is not None:
-        raise UserError(
-            f"--run-dir {folder} is the directory of one run; valid: a new folder for --seeds, or without it"
-        )
+        raise UserError(f"--run-dir {folder} is the directory of one run; valid: a new folder, or without --seeds")
     file = folder / _REPORT
     if not reading.kind(file):
         return
@@ -67,10 +63,10 @@ def _check_folder(folder: Path) -> None:
 
 def _dev(run_dir: Path) -> dict[str, Any]:
     """The figures of a finished run on its dev records, and the step that they are of."""
-    records = [record for record in read_metrics(run_dir) if any(name.startswith("dev/") for name in record)]
+    records = [record for record in read_metrics(run_dir) if is_of_dev(record)]
     if not records:
         raise RunError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; the same command trains on")
-    return {name.removeprefix("dev/"): value for name, value in records[-1].items()}
+    return {name.removeprefix(DEV): value for name, value in records[-1].items()}
 
 
 def _report(config: Config, folder: Path, done: dict[int, dict[str, Any]]) -> None:
