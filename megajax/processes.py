@@ -33,6 +33,12 @@ def on_first_process(action: Callable[[], Any]) -> None:
         raise error
 
 
+def say(text: str) -> None:
+    """Print on process 0."""
+    if is_first_process():
+        print(text, flush=True)
+
+
 def of_first_process(number: int) -> int:
     """The number that process 0 has."""
     if jax.process_count() == 1:

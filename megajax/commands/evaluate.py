@@ -14,6 +14,7 @@ from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_path
 from megajax.processes import is_first_process
+from megajax.runs.parts import check_outside_runs
 from megajax.tasks.registry import TASKS
 
 USAGE = "eval.py TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
         check_path(path, "--checkpoint")
     for path in args.data:
         check_path(path, "--data")
+    if args.predictions:
+        check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)
     result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
     if is_first_process():

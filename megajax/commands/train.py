@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
 
         train_seeds(config)
     else:
-        from megajax.training.loop import train
+        from megajax.training.begin import train
 
         train(config)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.evaluation.scoring import answer_samples
-from megajax.processes import is_first_process, on_first_process
+from megajax.processes import on_first_process, say
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
@@ -55,8 +55,8 @@ def evaluate_task(
         raise UserError(f"--data: no record in {', '.join(paths)}; valid: files of {name} with one or more")
     if predictions:
         on_first_process(lambda: check_predictions(predictions, found.entries))
-    for line in found.lines() if is_first_process() else ():
-        print(line, flush=True)
+    for line in found.lines():
+        say(line)
     inputs, logits, steps = [], [], []
     for run_dir in run_dirs:
         own = config if run_dir == run_dirs[0] else _run_config(name, run_dir, overrides, mesh=config.mesh)

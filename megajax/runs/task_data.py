@@ -20,6 +20,7 @@ from megajax.models.registry import FAMILIES
 from megajax.runs.init import init_tokenizer
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Record, Records
+from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import EpochOrder, TaskSamples, shared_contexts, split_by_context, task_samples
 
 _REPORT = "records.json"  # in a run's data: written last
@@ -53,7 +54,7 @@ class TaskData:
             yield f"{config.task.name} {name}: {len(samples.records):,} records, {kind}{cut}"
         yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
-        if shared:
+        if shared and TASKS[config.task.name].head != "classes":  # which share single sentences
             yield f"warning: the contexts of {shared:,} dev records are trained on, too"
         yield from self.odd
 

@@ -2,7 +2,6 @@
 checkpoint."""
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -12,113 +11,28 @@ from typing import NoReturn
 
 import jax
 
-from megajax.config import Config, DistributedConfig, to_toml
-from megajax.data.files import write_atomically
+from megajax.config import Config
 from megajax.data.loader import train_batches
-from megajax.ending import Stopped, keep_traces_in, stop_signals
+from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
-from megajax.launch import give_back_freed_memory, start
-from megajax.processes import Poll, is_first_process, of_first_process, on_first_process
-from megajax.program.memory import check_memory
+from megajax.launch import give_back_freed_memory
+from megajax.processes import Poll, is_first_process, say
 from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
-from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints
-from megajax.runs.init import check_init, first_state
+from megajax.runs.data import RunData
+from megajax.runs.init import first_state
 from megajax.runs.lock import RunLock
-from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.retention import Retention
-from megajax.runs.step_folders import complete
-from megajax.runs.task_data import TaskData, make_task_data, open_task_data
-from megajax.tasks.registry import TASKS
-from megajax.training.describe import describe
-from megajax.training.horizon import in_steps
+from megajax.runs.task_data import TaskData
 from megajax.training.run_log import RunLog
 from megajax.training.skips import SkippedSteps
 from megajax.training.summary import figures_text, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
-from megajax.validation import validate
-
-
-def train(config: Config) -> None:
-    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
-
-    Raises:
-        UserError: the configuration, the corpus or the run directory cannot be used.
-        RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
-        Stopped: a signal asked for it, and a checkpoint was written.
-    """
-    check_given(config)
-    start(config)
-    train_here(config)
-
-
-def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` where JAX has started already. With `skip_finished` nothing is done with a run of a task that has trained
-    to its end and has its figures of dev."""
-    validate(config, jax.device_count())
-    program = Program.on(config)
-    check_memory(program, training=True, rows=config.train.microbatch)
-    lock = RunLock(Path(config.run_dir))
-    try:
-        _train(config, Path(config.run_dir), program, lock, skip_finished)
-    finally:
-        lock.release()
-
-
-def check_given(config: Config) -> None:
-    """Check that what is trained on is given.
-
-    Raises:
-        UserError: it is not.
-    """
-    if config.pretrains and config.model.head != "pretraining":
-        raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
-    if config.pretrains and not config.data.path and not config.data.sources:
-        raise UserError(
-            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
-            "or --data.sources"
-        )
-    if not config.pretrains and not config.data.train:
-        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
-
-
-def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
-    def begin() -> None:
-        with claimed(run_dir, config, lock):
-            if config.init and not has_checkpoints(run_dir):
-                check_init(config)
-            (make_run_data if config.pretrains else make_task_data)(config, run_dir / "data")
-
-    on_first_process(begin)
-    keep_traces_in(run_dir)
-    data = (open_run_data if config.pretrains else open_task_data)(config, run_dir / "data")
-    program = Program(in_steps(config, data.train), program.mesh)
-    if skip_finished and _is_finished(run_dir, program.config.train.steps):
-        _say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
-        return
-    _say(describe(program, data))
-    run = _Run(program.config, run_dir, program, data, lock)
-    if run.first < program.config.train.steps:
-        # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
-        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
-        on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
-    run.go()
-
-
-def _is_finished(run_dir: Path, steps: int) -> bool:
-    """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
-
-    def look() -> bool:
-        recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
-        return recorded and steps in complete(run_dir / "checkpoints")
-
-    return bool(of_first_process(is_first_process() and look()))
 
 
 @dataclass
@@ -136,8 +50,8 @@ class _SignalSeen(Exception):
     """A signal asked all processes to stop."""
 
 
-class _Run:
-    """One call of `train`: the state of the loop."""
+class Run:
+    """One start of a run: the state of the loop."""
 
     def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData | TaskData, lock: RunLock):
         self.config, self.run_dir, self.program, self.data, self.lock = config, run_dir, program, data, lock
@@ -186,14 +100,14 @@ class _Run:
     def _restore(self) -> TrainState:
         state, step, damaged = self.checkpoints.restore_newest()
         for message in damaged:
-            _say(f"damaged checkpoint, the one before it is used: {message}")
+            say(f"damaged checkpoint, the one before it is used: {message}")
         if state is None:
             state, told = first_state(self.program)
             if self.config.init or not self.config.pretrains:
-                _say(told)
+                say(told)
             return state
         self.checkpoints.set_aside(after=step)
-        _say(f"resumed from step {step} of {self.run_dir}")
+        say(f"resumed from step {step} of {self.run_dir}")
         return state
 
     def _steps(self) -> None:
@@ -331,22 +245,17 @@ class _Run:
         batches = self.config.train.eval_batches
         validation = self.validator.last or self.validator.evaluate(steps, self.state.params, batches)
         if self.first >= steps:
-            _say(
+            say(
                 f"nothing to train: {self.run_dir} has {self.first} steps already and --train.steps is {steps}; "
                 "for a new run pass another --run-dir, to go on more steps"
             )
-        _say(f"{validation_text(validation)} after {max(self.first, steps)} steps")
+        say(f"{validation_text(validation)} after {max(self.first, steps)} steps")
         if figures := self.dev_figures:
-            _say(f"dev of {self.config.task.name}: {figures_text(figures)}")
+            say(f"dev of {self.config.task.name}: {figures_text(figures)}")
         if self.seconds:
-            _say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
+            say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
         text = sample(self.program, self.state.params, self.data.tokenizer)
         if text:
-            _say(f"a sample:\n{text}")
+            say(f"a sample:\n{text}")
         for line in written(self.run_dir):
-            _say(line)
-
-
-def _say(text: str) -> None:
-    if is_first_process():
-        print(text, flush=True)
+            say(line)

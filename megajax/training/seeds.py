@@ -10,11 +10,11 @@ from megajax.config import Config
 from megajax.data.files import write_atomically
 from megajax.errors import RunError, UserError
 from megajax.launch import start
-from megajax.processes import is_first_process, on_first_process
+from megajax.processes import on_first_process, say
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.runs.parts import marked_format
 from megajax.tasks.registry import TASKS
-from megajax.training.loop import check_given, train_here
+from megajax.training.begin import check_given, train_here
 
 _REPORT = "seeds.json"
 _KIND = "seeds of a task"
@@ -40,8 +40,7 @@ def train_seeds(config: Config) -> None:
     for seed in range(config.seed, last + 1):
         run_dir = folder / f"seed-{seed}"
         own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
-        if is_first_process():
-            print(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}", flush=True)
+        say(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}")
         train_here(own, skip_finished=True)
         done[seed] = _dev(run_dir)
     on_first_process(lambda: _report(config, folder, done))

@@ -1,0 +1,103 @@
+"""From a configuration to the training loop: what is checked first, the run directory and its lock, data, program."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from megajax.config import Config, DistributedConfig, to_toml
+from megajax.data.files import write_atomically
+from megajax.ending import keep_traces_in
+from megajax.errors import UserError
+from megajax.launch import start
+from megajax.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.program.memory import check_memory
+from megajax.program.program import Program
+from megajax.runs.data import make_run_data, open_run_data
+from megajax.runs.directory import claimed, has_checkpoints
+from megajax.runs.init import check_init
+from megajax.runs.lock import RunLock
+from megajax.runs.metrics import is_of_dev, read_metrics
+from megajax.runs.step_folders import complete
+from megajax.runs.task_data import make_task_data, open_task_data
+from megajax.tasks.registry import TASKS
+from megajax.training.describe import describe
+from megajax.training.horizon import in_steps
+from megajax.training.loop import Run
+from megajax.validation import validate
+
+
+def train(config: Config) -> None:
+    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
+
+    Raises:
+        UserError: the configuration, the corpus or the run directory cannot be used.
+        RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
+        Stopped: a signal asked for it, and a checkpoint was written.
+    """
+    check_given(config)
+    start(config)
+    train_here(config)
+
+
+def train_here(config: Config, *, skip_finished: bool = False) -> None:
+    """`train` where JAX has started already. With `skip_finished` nothing is done with a run of a task that has trained
+    to its end and has its figures of dev."""
+    validate(config, jax.device_count())
+    program = Program.on(config)
+    check_memory(program, training=True, rows=config.train.microbatch)
+    lock = RunLock(Path(config.run_dir))
+    try:
+        _train(config, Path(config.run_dir), program, lock, skip_finished)
+    finally:
+        lock.release()
+
+
+def check_given(config: Config) -> None:
+    """Check that what is trained on is given.
+
+    Raises:
+        UserError: it is not.
+    """
+    if config.pretrains and config.model.head != "pretraining":
+        raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
+    if config.pretrains and not config.data.path and not config.data.sources:
+        raise UserError(
+            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
+            "or --data.sources"
+        )
+    if not config.pretrains and not config.data.train:
+        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+
+
+def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
+    def begin() -> None:
+        with claimed(run_dir, config, lock):
+            if config.init and not has_checkpoints(run_dir):
+                check_init(config)
+            (make_run_data if config.pretrains else make_task_data)(config, run_dir / "data")
+
+    on_first_process(begin)
+    keep_traces_in(run_dir)
+    data = (open_run_data if config.pretrains else open_task_data)(config, run_dir / "data")
+    program = Program(in_steps(config, data.train), program.mesh)
+    if skip_finished and _is_finished(run_dir, program.config.train.steps):
+        say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
+        return
+    say(describe(program, data))
+    run = Run(program.config, run_dir, program, data, lock)
+    if run.first < program.config.train.steps:
+        # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
+        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
+        on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
+    run.go()
+
+
+def _is_finished(run_dir: Path, steps: int) -> bool:
+    """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
+
+    def look() -> bool:
+        recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
+        return recorded and steps in complete(run_dir / "checkpoints")
+
+    return bool(of_first_process(is_first_process() and look()))
