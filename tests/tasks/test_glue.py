@@ -86,7 +86,7 @@ def test_rows_that_qqp_has_cut_in_two_are_skipped(tmp_path: Path) -> None:
         f"3 rows with another number of columns, skipped, first --data.train: {file}:2",
         f"1 pairs with an empty text, kept, first --data.train: {file}:4",
     ]
-    with pytest.raises(UserError, match=r"valid: 4 columns, as the first line has, or --no-task\.strict$"):
+    with pytest.raises(UserError, match=r"valid: 4, as the first line has, or --no-task\.strict$"):
         qqp(file, strict=True)
 
 
