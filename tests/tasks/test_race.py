@@ -38,15 +38,31 @@ def test_a_passage_with_its_questions(tmp_path: Path) -> None:
 
 
 def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("middle/10.txt", "middle/9.json", "middle/9a.txt", "middle/09.json", "high/deep/2.jsonl", "x.txt"):
+    for name in (
+        "middle/10.txt",
+        "middle/9.json",
+        "middle/9a.txt",
+        "middle/09.json",
+        "high/deep/2.jsonl",
+        "high/middle/3.txt",
+        "x.txt",
+    ):
         write(tmp_path / "r" / name)
     for name in ("r/.hidden/1.txt", "r/._1.txt", "r/readme.md"):
         write(tmp_path / name, article="")
     (tmp_path / "r" / "high" / "1.txt.gz").write_bytes(gzip.compress((tmp_path / "r" / "x.txt").read_bytes()))
     exams = read(tmp_path / "r").entries[::3]
-    names = ["high/1.txt.gz", "high/deep/2.jsonl", "middle/09.json", "middle/9.json", "middle/9a.txt", "middle/10.txt"]
+    names = [
+        "high/1.txt.gz",
+        "high/deep/2.jsonl",
+        "high/middle/3.txt",
+        "middle/09.json",
+        "middle/9.json",
+        "middle/9a.txt",
+        "middle/10.txt",
+    ]
     assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in [*names, "x.txt"]]
-    assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 4 + [""]
+    assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 5 + [""]
 
 
 def test_a_passage_on_each_line(tmp_path: Path) -> None:
