@@ -12,7 +12,7 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "option.flag} {problem}",  # megajax/options.py: `Option.problem`
     "name} {reason}",  # megajax/flags.py: what `_Value` says
     "path}: {error}",  # megajax/reading.py: of `TooLong`
-    "_flag}: {file}: {error}",  # megajax/data/records.py: of `reading.TooLong`
+    "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
     "its standard error says why",
 }
 

@@ -92,18 +92,13 @@ def _read_file(
     columns = _Columns.of(header, form, labelled, f"{flag}: {file}")
     by_name = _group_of_name(file.name) if form.grouped else ""
     for number, line in enumerate(lines, start=2):
-        if not line.strip(b"\r\n"):
+        if line in (b"\n", b"\r\n"):
             continue
         place = f"{flag}: {file}:{number}"
-        cells, ended = _cells(line, place), line.endswith(b"\n")
-        if len(cells) != len(header):
-            if len(cells) < len(header) and not ended:
-                raise_cut_off(place)
-            valid = f"{len(header)} columns, as the first line has"
-            if not form.cut_rows:
-                raise UserError(f"{place}: {len(cells)} columns; valid: {valid}")
-            records.note("rows with another number of columns, skipped", place, valid)
+        if line.count(b"\t") != len(header) - 1:
+            _refuse_row(line, len(header), form, place, records)
             continue
+        cells = _cells(line, place)
         label = None if columns.label is None else cells[columns.label]
         if label == _NO_MAJORITY and form is _MNLI:
             records.note(f'pairs labelled "{_NO_MAJORITY}" (no majority), skipped', place, "a label")
@@ -113,8 +108,22 @@ def _read_file(
             records.note("pairs with an empty text, kept", place, "two texts")
         name = str(number - 2) if columns.name is None else cells[columns.name]
         group = _GROUPS.get(cells[columns.genre], by_name) if columns.genre is not None else by_name
-        found = None if label is None else _class_of(label, form.task, ended, place)
+        found = None if label is None else _class_of(label, form.task, line.endswith(b"\n"), place)
         records.entries.append(Pair(name, (first, second), found, group))
+
+
+def _refuse_row(line: bytes, wanted: int, form: _Format, place: str, records: Records[Pair]) -> None:
+    """Leave out a row of another number of columns than is wanted.
+
+    Raises:
+        UserError: the file ends in it, or the task has no such rows.
+    """
+    count = line.count(b"\t") + 1
+    if count < wanted and not line.endswith(b"\n"):
+        raise_cut_off(place)
+    if not form.cut_rows:
+        raise UserError(f"{place}: {count} columns; valid: {wanted}, as the first line has")
+    records.note("rows with another number of columns, skipped", place, f"{wanted}, as the first line has")
 
 
 def _cells(line: bytes, place: str) -> list[str]:

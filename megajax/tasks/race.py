@@ -102,14 +102,16 @@ def _add_questions(
     for number, (text, choice, answer) in enumerate(zip(questions, options, answers, strict=True), start=1):
         at = f"{place}: question {number}"
         text = checked(text, str, at, "the question")
-        choice = tuple(checked(option, str, at, "an option") for option in checked(choice, list, at, "its options"))
+        choice = tuple(
+            checked(option, str, at, "an option") for option in checked(choice, list, at, 'its entry in "options"')
+        )
         if len(choice) > len(_LETTERS):
             raise UserError(f"{at} has {len(choice)} options; valid: 2 to {len(_LETTERS)}")
         if len(choice) < 2:
             records.note("questions with fewer than 2 options, skipped", at, "2 to 4 options")
             continue
         if not text.strip() or not all(option.strip() for option in choice):
-            records.note("questions that are empty, or an option is, kept", at, "text")
+            records.note("questions with an empty text or option, kept", at, "text")
         label = _label(answer, len(choice), at) if has_answers else None
         records.entries.append(Exam(f"{name}#{number}", article, text, choice, label, group))
 

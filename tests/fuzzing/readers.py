@@ -1,25 +1,22 @@
-"""The readers that are fuzzed: a line of `READERS` each.
+"""The readers that are fuzzed: a line of `READERS` each, or of `TASK_READERS` where they read files of tasks.
 
 A reader has a function that writes valid files, one that reads them as the program does, and the files to change.
 """
 
 import functools
-import gzip
 import json
-import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 from hugging_face import random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
-from mutations import mutated
+from reader import GZ, NONE, ZST, Packing, Reader
+from task_readers import TASK_READERS
 from tiny import tiny_config
 
 from megajax.config import to_toml
@@ -52,50 +49,6 @@ except ImportError:
 REFUSALS = UserError, RunError, DamagedCheckpoint
 
 TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(12)) + "\n" for n in range(12)]
-
-
-class Packing(NamedTuple):
-    """How a file is compressed."""
-
-    pack: Callable[[bytes], bytes]
-    unpack: Callable[[bytes], bytes]
-
-
-_NONE = Packing(bytes, bytes)
-_GZ = Packing(functools.partial(gzip.compress, compresslevel=1), gzip.decompress)
-_ZST = Packing(zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A reader of files.
-
-    Attributes:
-        name: in tables.
-        make: writes its valid files into an empty folder.
-        read: reads them.
-        files: names of those that are changed, one at a time.
-        packing: of a compressed file: its content is changed, or the file is.
-        most: inputs that the long run stops at; 0: none.
-        short: inputs of the short run.
-    """
-
-    name: str
-    make: Callable[[Path], object]
-    read: Callable[[Path], object]
-    files: tuple[str, ...]
-    packing: Packing = _NONE
-    most: int = 0
-    short: int = 25
-
-    def changed(self, whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-        """A changed file, and the size of its content before it was packed."""
-        inner = self.packing.unpack(whole)
-        if self.packing is not _NONE and rng.random() < 0.5:
-            content = mutated(whole, rng)
-            return content, max(len(content), len(inner))
-        inner = mutated(inner, rng)
-        return self.packing.pack(inner), len(inner)
 
 
 @functools.cache
@@ -133,7 +86,7 @@ def _read_sentences(folder: Path) -> None:
         train[number]["tokens"].sum() + validation[number % len(validation)]["targets"].sum()
 
 
-def _write_lines(name: str, packing: Packing = _NONE) -> Callable[[Path], object]:
+def _write_lines(name: str, packing: Packing = NONE) -> Callable[[Path], object]:
     lines = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + "\n" for n, text in enumerate(TEXTS))
     return lambda folder: (folder / name).write_bytes(packing.pack(lines.encode()))
 
@@ -315,11 +268,11 @@ READERS = [
     Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
     Reader("sentences", _write_sentences, _read_sentences, ("m.idx", "m.bin")),
     Reader("records: JSONL", _write_lines("a.jsonl"), _documents("a.jsonl"), ("a.jsonl",)),
-    Reader("records: JSONL.gz", _write_lines("a.jsonl.gz", _GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), _GZ),
-    Reader("records: JSONL.zst", _write_lines("a.jsonl.zst", _ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), _ZST),
+    Reader("records: JSONL.gz", _write_lines("a.jsonl.gz", GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), GZ),
+    Reader("records: JSONL.zst", _write_lines("a.jsonl.zst", ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), ZST),
     Reader("records: Parquet", _write_parquet, _documents("a.parquet"), ("a.parquet",)),
     Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
-    Reader("records: text as one", _write_lines("a.txt.gz", _GZ), _documents("a.txt.gz", False), ("a.txt.gz",), _GZ),
+    Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml",)),
     Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
     Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
@@ -338,4 +291,5 @@ READERS = [
     Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
     Reader("prompts", _write_prompts, lambda folder: read_prompts([], str(folder / "p")), ("p",)),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
+    *TASK_READERS,
 ]

@@ -1,0 +1,74 @@
+"""The readers of the tasks' files that are fuzzed: a line of `TASK_READERS` each."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from reader import GZ, NONE, ZST, Packing, Reader
+
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.readers import read_records
+from megajax.tasks.records import Pair
+
+_WORDS = [f'word{n} and {n * n} "é"' for n in range(12)]
+
+
+def _write(name: str, text: str, packing: Packing = NONE) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(packing.pack(text.encode()))
+
+    return write
+
+
+def _read(task: str, name: str) -> Callable[[Path], object]:
+    def read(folder: Path) -> None:
+        records = read_records(task, [str(folder / name)], TaskConfig(), "--data.train")
+        assert records.entries and all(isinstance(record, Pair) or record.context for record in records.entries)
+        assert all(len(line.splitlines()) == 1 for line in records.lines())
+        str(records.entries).encode()
+
+    return read
+
+
+def _rows(*columns: str, labels: tuple[str, ...]) -> str:
+    rows = [(str(n), "telephone", text, text[::-1], labels[n % len(labels)]) for n, text in enumerate(_WORDS)]
+    return "".join("\t".join(row) + "\n" for row in [columns, *rows])
+
+
+_MNLI = _rows("index", "genre", "sentence1", "sentence2", "gold_label", labels=("neutral", "entailment", "-"))
+_QQP = _rows("id", "more", "question1", "question2", "is_duplicate", labels=("0", "1"))
+
+
+def _squad(**more: Any) -> str:
+    paragraphs = []
+    for number, text in enumerate(_WORDS):
+        answers = [{"text": "word", "answer_start": 0}, {"text": "and", "answer_start": text.index("and")}]
+        asked = {"question": f" What is {number}?", "id": str(number), "answers": answers} | more
+        paragraphs.append({"context": text, "qas": [asked, asked | {"id": f"other {number}"}]})
+    return json.dumps({"version": "v2.0", "data": [{"title": "t", "paragraphs": paragraphs}]})
+
+
+def _passage(number: int) -> dict[str, Any]:
+    options = [["yes", "no"], ["a", "b", "c", "d"], ["one"]]
+    found = {"id": f"middle{number}.txt", "article": "\n".join(_WORDS), "options": options, "answers": ["B", "D", "A"]}
+    return found | {"questions": ["Is _ it?", "Which?", "What?"]}
+
+
+_LINES = "".join(json.dumps(_passage(number)) + "\n" for number in range(6))
+
+TASK_READERS = [
+    Reader("MNLI", _write("a.tsv", _MNLI), _read("mnli", "a.tsv"), ("a.tsv",)),
+    Reader("QQP", _write("a.tsv.gz", _QQP, GZ), _read("qqp", "a.tsv.gz"), ("a.tsv.gz",), GZ),
+    Reader("SQuAD 1.1", _write("a.json", _squad()), _read("squad1", "a.json"), ("a.json",)),
+    Reader(
+        "SQuAD 2.0",
+        _write("a.json.zst", _squad(is_impossible=False, plausible_answers=[]), ZST),
+        _read("squad2", "a.json.zst"),
+        ("a.json.zst",),
+        ZST,
+    ),
+    Reader("RACE: folder", _write("d/1.txt", json.dumps(_passage(1), indent=1)), _read("race", "d"), ("d/1.txt",)),
+    Reader("RACE: lines", _write("a.jsonl", _LINES), _read("race", "a.jsonl"), ("a.jsonl",)),
+]
