@@ -117,7 +117,6 @@ class Config:
         bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
     ] = False
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
-    task: TaskConfig = TaskConfig()
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -126,6 +125,7 @@ class Config:
     loss_scale: LossScaleConfig = LossScaleConfig()
     data: DataConfig = DataConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+    task: TaskConfig = TaskConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()

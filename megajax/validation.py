@@ -118,10 +118,10 @@ def _check_length(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     epochs = ", or of a task --train.epochs" if config.pretrains else " or --train.epochs"
     if not train.steps and not train.epochs:
-        raise UserError(f"--train.steps missing (step at which training ends); valid: 1 or more{epochs}")
+        raise UserError(f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}{epochs}")
     if optimizer.schedule != "constant" and not optimizer.decay_steps and not train.epochs:
         raise UserError(
-            "--optimizer.decay-steps missing (step at which the decay reaches the floor); valid: 1 or more, or "
+            f"--optimizer.decay-steps 0, so that nothing says how the learning rate falls; valid: 1 to {MOST}, "
             f"--optimizer.schedule constant{epochs}"
         )
     if optimizer.warmup_steps and optimizer.warmup_fraction:

@@ -45,7 +45,9 @@ def test_a_switch_is_a_flag_without_a_value() -> None:
 
 
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
-NOT_ALONE = [*SWITCHES, "optimizer.gradient_dtype", "model.layer_order"]  # which need another value beside them
+OF_TASKS = ["task.name", "model.head", "seeds", "train.epochs", "data.train", "data.dev"]
+# Which need another value beside them, or not beside those of the preset.
+NOT_ALONE = [*SWITCHES, *OF_TASKS, "optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction"]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import AT_LEAST_ZERO, OneOf, Range, between
+from megajax.options import AT_LEAST_ZERO, MOST, OneOf, between
 from megajax.tasks.registry import NAMES, PRETRAINING
 
 _TOKENS = between(1, 1_000_000)
-_ANY = Range(lambda _: True, "")
+_THRESHOLD = between(-MOST, MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class TaskConfig:
     answer_tokens: Annotated[int, "squad: tokens of an answer at most", _TOKENS] = 30
     n_best: Annotated[int, "squad: starts and ends per window that answers are made of", _TOKENS] = 20
     null_threshold: Annotated[
-        float, "squad2: there is no answer where that scores more than this above the best one", _ANY
+        float, "squad2: there is no answer where that scores more than this above the best one", _THRESHOLD
     ] = 0.0
     option_tokens: Annotated[int, "race: tokens of a question with an option in it, the rest is cut off", _TOKENS] = 128
     strict: Annotated[bool, "stop at a record that would be skipped or is odd"] = False
