@@ -1,4 +1,5 @@
-"""Pretrain a model: `python train.py PRESET [--flag value ...]`; `python train.py demo --help` lists every flag."""
+"""Pretrain or fine-tune a model: `python train.py PRESET [--flag value ...]`; `python train.py demo --help` lists every
+flag."""
 
 import sys
 

@@ -36,6 +36,12 @@ def check_values(config: Config) -> None:
             f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
             f"valid: {' or '.join(family.layer_orders)}"
         )
+    if not config.pretrains and TASKS[config.task.name].head not in family.heads:
+        able = (name for name, entry in FAMILIES.items() if TASKS[config.task.name].head in entry.heads)
+        raise UserError(
+            f"--task.name {config.task.name} with --model.family {model.family}; valid: --model.family "
+            f"{' or '.join(able)}"
+        )
     if model.head not in family.heads:
         raise UserError(
             f"--model.head {model.head} with --model.family {model.family}; valid: {' or '.join(family.heads)}"
