@@ -140,7 +140,10 @@ OTHER_COMMANDS = [  # arguments, what the line says
     (f"eval.py perplexity --checkpoint {LONG}", "File name too long; valid: names of at most 255 bytes"),
     ("eval.py perplexity --checkpoint=", "--checkpoint is empty; valid: "),
     (f"eval.py perplexity --checkpoint RUN --data {LONG}", "--data 'aaa"),
-    ("eval.py perplexitty --checkpoint RUN", "TASK 'perplexitty'; valid: lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103"),
+    (
+        "eval.py perplexitty --checkpoint RUN",
+        "TASK 'perplexitty'; valid: lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103",
+    ),
     (f"-m megajax generate --checkpoint RUN --prompt a --max-tokens {10**10}", "--max-tokens 10000000000; valid: 1 to"),
     (f"-m megajax generate --checkpoint {LONG} --prompt a", "--checkpoint 'aaa"),
     (f"-m megajax generate --checkpoint RUN --prompt-file {LONG}", "--prompt-file 'aaa"),
