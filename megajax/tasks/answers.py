@@ -40,9 +40,9 @@ def find_answers(
     """An answer to every question.
 
     In every window the `config.n_best` best starts and ends make spans, of up to `config.answer_tokens` tokens of the
-    context, which score the sum of the two logits. Of all windows' `n_best` best ones the first is the answer. With
-    `unanswerable`, "none" is among them and scores the least that token 0 does in any window; it is the answer where
-    that is more than `config.null_threshold` above the best span.
+    context, which score the sum of the two logits. The best one of all windows is the answer. With `unanswerable`, the
+    least that token 0 scores in any window speaks for "none", which is the answer where that is more than
+    `config.null_threshold` above the best span.
 
     Of equal logits the later token's is taken first; of equal scores that of the earlier window, then of the better
     start.
@@ -65,12 +65,10 @@ def find_answers(
         characters = np.concatenate([span.characters for span in found])
         pairs = np.concatenate([span.pairs for span in found])
         null = null_W[first:last].min()
-        scores = np.append(scores, null) if unanswerable else scores  # the last one
-        best, of_start, of_end = NO_SPAN, np.float32(0), np.float32(0)
-        for place in np.argsort(-scores, kind="stable")[: config.n_best].tolist():
-            if place < len(characters) and (text := record.context[slice(*characters[place].tolist())]):
-                best, (of_start, of_end) = text, pairs[place]
-                break
+        best, (of_start, of_end) = NO_SPAN, np.zeros(2, np.float32)
+        if len(scores):
+            place = scores.argmax()
+            best, (of_start, of_end) = record.context[slice(*characters[place].tolist())], pairs[place]
         difference = float(null - of_start - of_end) if unanswerable else 0.0
         is_null = unanswerable and difference > config.null_threshold
         answers.append(FoundAnswer("" if is_null else best, best, difference))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_records import SQUAD1, SQUAD2, letters, real_tokenizer, squad
+from real_records import SPECIAL, SQUAD1, SQUAD2, letters, real_tokenizer, squad
 
 from megajax.batch import IGNORED, span_form
 from megajax.data.wordpiece import WordPieceTokenizer
@@ -78,13 +78,24 @@ def test_answers_that_cannot_be_placed():
     assert list(blank.counts.values()) == [1]
 
 
+def test_tokens_of_one_character():
+    """A Korean syllable is three tokens of the same character. As the example has it, the answer begins with the last
+    one in the window, and ends with the first."""
+    tokens = [*SPECIAL, "x", "\u1112", "##\u1161", "##\u11ab"]
+    tokenizer = WordPieceTokenizer({token: number for number, token in enumerate(tokens)})
+    record = Question("one", "x", "\ud55c", (Answer("\ud55c", 0),))
+    samples = SpanWindows([record], tokenizer, sequence_length=6, config=TaskConfig(doc_stride=1), training=True)
+    assert [samples.characters(number)[1].tolist() for number in (0, 1)] == [[[0, 1]] * 2] * 2
+    assert spans(samples) == [(4, 3), (4, 3)]
+
+
 def test_questions_are_cut():
     samples = windows([Question("one", "x y z", "a b", (Answer("b", 2),))], 9, 2, question_tokens=2)
     assert words(samples[0]) == "[CLS] x y [SEP] a b [SEP]" and spans(samples) == [(5, 5)]
     assert samples.counts == {"questions cut at 2 tokens": 1} and samples.characters(0)[0] == 4
 
 
-@given(st.integers(1, 6), st.integers(0, 30), st.integers(12, 40), st.integers(1, 3))
+@given(st.integers(1, 6), st.integers(0, 30), st.integers(13, 40), st.integers(1, 3))
 def test_windows_cover_the_context(question, context, length, stride):
     """Each but the last is full, and begins where the one before has so many tokens left."""
     record = Question("one", "x " * question, "a " * context, ())
