@@ -66,22 +66,39 @@ class Fields:
         for name, value in valid.items():
             self.check(name, value)
 
-    def sizes(self, names: Mapping[str, str]) -> dict[str, int]:
+    def sizes(self, names: Mapping[str, str], missing: int | None = None) -> dict[str, int]:
         """Numbers by our keys.
 
         Args:
             names: theirs -> ours.
+            missing: what stands for one that is missing.
 
         Raises:
             UserError: one is missing, or none that is valid.
         """
         found = {}
         for name, key in names.items():
-            found[key] = size = self.get(name)
+            found[key] = size = self.get(name, missing)
             option = options(Config)[key]
             if type(size) is not int or option.problem(size):
                 raise self.refusal(name, size, option.valid)
         return found
+
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers; those of transformers where only their number is given,
+        of two where not even that.
+
+        Raises:
+            UserError: they have no such numbers, or are fewer than two.
+        """
+        given = self.get("id2label")
+        if given is None:
+            number = self.sizes({"num_labels": "model.num_classes"}, missing=2)["model.num_classes"]
+            return tuple(f"LABEL_{n}" for n in range(number))
+        numbers = [str(n) for n in range(len(given))] if isinstance(given, dict) and len(given) > 1 else []
+        if not numbers or given.keys() != {*numbers} or not all(isinstance(name, str) for name in given.values()):
+            raise self.refusal("id2label", given, "a name for each of two classes or more, by their numbers from 0 on")
+        return tuple(given[number] for number in numbers)
 
     def check_widths(self, hidden: str, heads: str, inner: str, *, null: bool) -> None:
         """Check the widths in the fields of these names: the heads divide the first, the MLP's is four times it.
@@ -128,4 +145,4 @@ class Fields:
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""
-        return UserError(f"{self.file}: {name} is {json.dumps(value)}; valid: {valid}")
+        return UserError(f"{self.file}: {name} is {json.dumps(value)[:200]}; valid: {valid}")
