@@ -94,13 +94,14 @@ def write_bert(
     return folder
 
 
-def peer_bert(model: ModelConfig, kind: str = "") -> Any:
-    """A BERT of `transformers`, of this class or with the model's head, whose random weights all matter."""
+def peer_bert(model: ModelConfig, kind: str = "", **settings: Any) -> Any:
+    """A BERT of `transformers`, of this class or with the model's head, whose random weights all matter; `settings` are
+    further fields of config.json."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    settings = {"pre": transformers.MegatronBertConfig, "post": transformers.BertConfig}[model.layer_order](
+    config = {"pre": transformers.MegatronBertConfig, "post": transformers.BertConfig}[model.layer_order](
         vocab_size=model.vocab_size,
         max_position_embeddings=model.sequence_length,
         hidden_size=model.hidden_size,
@@ -112,8 +113,9 @@ def peer_bert(model: ModelConfig, kind: str = "") -> Any:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         num_labels=model.num_classes,
+        **settings,
     )
-    peer = getattr(transformers, kind or class_of(model.layer_order, model.head))(settings)
+    peer = getattr(transformers, kind or class_of(model.layer_order, model.head))(config)
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

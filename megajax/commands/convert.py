@@ -16,13 +16,13 @@ from megajax.tasks.registry import TASKS
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.
+    """Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.
 
     Raises:
         UserError: the model, the run directory or a flag cannot be used.
     """
     parser = Parser(
-        "Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.",
+        "Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_argument("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")

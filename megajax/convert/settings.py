@@ -66,19 +66,18 @@ class Fields:
         for name, value in valid.items():
             self.check(name, value)
 
-    def sizes(self, names: Mapping[str, str], missing: int | None = None) -> dict[str, int]:
+    def sizes(self, names: Mapping[str, str]) -> dict[str, int]:
         """Numbers by our keys.
 
         Args:
             names: theirs -> ours.
-            missing: what stands for one that is missing.
 
         Raises:
             UserError: one is missing, or none that is valid.
         """
         found = {}
         for name, key in names.items():
-            found[key] = size = self.get(name, missing)
+            found[key] = size = self.get(name)
             option = options(Config)[key]
             if type(size) is not int or option.problem(size):
                 raise self.refusal(name, size, option.valid)
@@ -93,7 +92,8 @@ class Fields:
         """
         given = self.get("id2label")
         if given is None:
-            number = self.sizes({"num_labels": "model.num_classes"}, missing=2)["model.num_classes"]
+            sizes = {"num_labels": "model.num_classes"}
+            number = 2 if self.get("num_labels") is None else self.sizes(sizes)["model.num_classes"]
             return tuple(f"LABEL_{n}" for n in range(number))
         numbers = [str(n) for n in range(len(given))] if isinstance(given, dict) and len(given) > 1 else []
         if not numbers or given.keys() != {*numbers} or not all(isinstance(name, str) for name in given.values()):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, class_of, write_bert
@@ -11,16 +12,15 @@ from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
 from megajax.config import Config, to_toml
-from megajax.convert.bert import places
+from megajax.convert.bert import EXCHANGE, places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors
+from megajax.convert.weights import from_tensors, to_tensors
 from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
 from megajax.tasks.config import TaskConfig
-
-LABELS = {f"LABEL_{n}": n for n in range(4)}
+from megajax.tasks.registry import TASKS
 
 
 def exported(run: Path, folder: Path) -> tuple[dict[str, np.ndarray], dict]:
@@ -44,80 +44,66 @@ def written(folder: Path, order: str, head: str, classes: int = 2, **settings: o
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("order", "head", "classes"),
-    [("pre", "classes", 3), ("post", "classes", 2), ("pre", "span", 2), ("post", "span", 2), ("post", "choice", 4)],
-)
-def test_import_then_export(order: str, head: str, classes: int, tmp_path: Path) -> None:
-    """The identical tensors, the class and its number of labels; the run knows its head."""
+def fine_tuned(order: str, task: str, mesh: tuple[int, int, int] = (1, 1, 1), **fields: object) -> Config:
+    """A configuration of a task, of the model that `written` writes."""
+    sizes = {"num_layers": 2, "num_heads": 4, "sequence_length": 24, "dropout": 0.0}
+    head = {"head": TASKS[task].head, "num_classes": TASKS[task].classes}
+    config = tiny_config(mesh, family="bert", layer_order=order, **sizes, **head)
+    return dataclasses.replace(config, task=TaskConfig(name=task), **fields)
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize(("head", "classes"), [("classes", 2), ("classes", 5), ("span", 2), ("choice", 4)])
+def test_weights_and_settings(order: str, head: str, classes: int, tmp_path: Path) -> None:
+    """All weights are read, those of the head where they belong, and turned to the identical tensors; config.json has
+    the class and its labels."""
     tensors = written(tmp_path / "hf", order, head, 2 if head == "choice" else classes)
     source = open_source(tmp_path / "hf")
-    assert not source.weights.fresh
-    output = source.weights.natural(0)["shared"]["head"]["output"]
-    name = "qa_outputs" if head == "span" else "classifier"
+    model = source.config.model
+    assert (model.layer_order, model.head, model.num_classes) == (order, head, classes) and not source.weights.fresh
+    weights = source.weights.natural(0)
+    output, name = weights["shared"]["head"]["output"], "qa_outputs" if head == "span" else "classifier"
     np.testing.assert_array_equal(output["weight"], tensors[f"{name}.weight"].T)
     np.testing.assert_array_equal(output["bias"], tensors[f"{name}.bias"])
-    import_hf(source, tmp_path / "run")
-    model = resolve(load_preset(tmp_path / "run" / "config.toml")).model
-    assert (model.layer_order, model.head, model.num_classes) == (order, head, classes)
+    assert_same(to_tensors(places(model), weights, model), tensors)
 
-    back, fields = exported(tmp_path / "run", tmp_path / "back")
-    assert_same(back, tensors)
+    fields = EXCHANGE.settings(model, (), None)["config.json"]
     assert fields["architectures"] == [class_of(order, head)]
-    assert fields["label2id"] == {name: n for name, n in LABELS.items() if n < classes}
-    assert fields["id2label"] == {str(n): name for name, n in fields["label2id"].items()}
+    assert fields["id2label"] == {str(n): f"LABEL_{n}" for n in range(classes)}
+    assert fields["label2id"] == {f"LABEL_{n}": n for n in range(classes)}
     assert fields.get("problem_type") == ("single_label_classification" if head == "classes" else None)
-    assert open_source(tmp_path / "back").config == source.config
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields))
+    assert open_source(tmp_path / "hf").config == source.config
 
 
-def run_of(folder: Path, order: str, task: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> dict[str, np.ndarray]:
-    """A run of a task at step 7; its tensors as transformers has them."""
-    config = fine_tuned(order, task, mesh)
-    layout = tiny_program(config).layout
-    tensors = bert_tensors(order, SETTINGS, config.model.head, config.model.num_classes)
-    checkpoints = Checkpoints(folder, layout, keep=1)
-    weights = from_tensors(places(config.model), tensors.__getitem__, config.model)
+_full = pytest.mark.full
+_TASKS = [
+    ("mnli", "pre", ["entailment", "neutral", "contradiction"]),
+    pytest.param("qqp", "post", ["0", "1"], marks=_full),
+    pytest.param("squad2", "post", ["LABEL_0", "LABEL_1"], marks=_full),
+    pytest.param("race", "pre", ["A", "B", "C", "D"], marks=_full),
+]
+
+
+@pytest.mark.parametrize(("task", "order", "names"), _TASKS)
+def test_a_run_of_a_task_goes_out_and_in(task: str, order: str, names: list[str], tmp_path: Path) -> None:
+    """From (1, 2, 2) with the task's names of its classes; an import finds the same model and tensors."""
+    config = fine_tuned(order, task, (1, 2, 2))
+    layout, model = tiny_program(config).layout, config.model
+    tensors = bert_tensors(order, SETTINGS, model.head, model.num_classes)
+    checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
+    weights = from_tensors(places(model), tensors.__getitem__, model)
     checkpoints.save(7, layout.from_natural(layout.begin(weights)))
     checkpoints.close()
-    (folder / "config.toml").write_text(to_toml(config))
-    return tensors
-
-
-def fine_tuned(order: str, task: str, mesh: tuple[int, int, int] = (1, 1, 1), **fields: object) -> Config:
-    sizes = {"num_layers": 2, "num_heads": 4, "sequence_length": 24, "dropout": 0.0}
-    plain = tiny_config(mesh, family="bert", layer_order=order, **sizes)
-    preset = {"model." + name: value for name, value in dataclasses.asdict(plain.model).items()}
-    for name in "head", "num_classes":
-        del preset[f"model.{name}"]
-    model = resolve({**preset, "task.name": task, **REST}).model
-    return dataclasses.replace(plain, model=model, task=TaskConfig(name=task), **fields)
-
-
-REST = {"train.steps": 1, "train.global_batch": 1, "train.microbatch": 1, "optimizer.learning_rate": 1e-3} | {
-    "optimizer.decay_steps": 1
-}
-
-
-@pytest.mark.parametrize(
-    ("task", "order", "names"),
-    [
-        ("mnli", "pre", ["entailment", "neutral", "contradiction"]),
-        ("qqp", "post", ["0", "1"]),
-        ("squad2", "post", ["LABEL_0", "LABEL_1"]),
-        ("race", "pre", ["A", "B", "C", "D"]),
-    ],
-)
-def test_export_of_a_task_then_import(task: str, order: str, names: list[str], tmp_path: Path) -> None:
-    """From (1, 2, 2): the task's names of its classes; what comes in again is what was in the run."""
-    tensors = run_of(tmp_path / "run", order, task, (1, 2, 2))
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config))
     found, fields = exported(tmp_path / "run", tmp_path / "hf")
     assert_same(found, tensors)
-    head = fine_tuned(order, task).model.head
-    assert fields["architectures"] == [class_of(order, head)] and head in TASK_CLASSES
+    assert fields["architectures"] == [class_of(order, model.head)]
     assert fields["id2label"] == {str(n): name for n, name in enumerate(names)}
     assert fields["label2id"] == {name: n for n, name in enumerate(names)}
+
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
-    assert source.config.model == dataclasses.replace(fine_tuned(order, task).model, scan_layers="auto")
+    assert source.config.model == dataclasses.replace(model, scan_layers="auto")
     for name, tensor in tensors.items():
         assert source.weights.read(name).tobytes() == tensor.tobytes(), name
 
@@ -129,9 +115,6 @@ def test_names_of_classes(tmp_path: Path) -> None:
     tensors = written(tmp_path / "three", "post", "classes", 3, id2label=names, num_labels=None)
     assert open_source(tmp_path / "three").config.model.num_classes == 3
     written(tmp_path / "two", "post", "classes", 2, num_labels=None, problem_type="single_label_classification")
-    write_bert(tmp_path / "two", "post", bert_tensors("post", SETTINGS, "classes"), without=["num_labels"])
-    fields = json.loads((tmp_path / "two" / "config.json").read_text()) | {"architectures": [TASK_CLASSES["classes"]]}
-    (tmp_path / "two" / "config.json").write_text(json.dumps(fields))
     assert open_source(tmp_path / "two").config.model.num_classes == 2
     pooler = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.pooler")}
     span = bert_tensors("post", SETTINGS, "span") | pooler
@@ -139,20 +122,32 @@ def test_names_of_classes(tmp_path: Path) -> None:
     assert open_source(tmp_path / "span").config.model.head == "span" and len(pooler) == 2
 
 
-def test_a_run_begins_with_an_imported_one(tmp_path: Path) -> None:
-    """All weights where the answers are the same ones; where they are not, of the head the pooler only."""
+_OUTPUT = ["head.output.bias", "head.output.weight"]
+
+
+@pytest.mark.parametrize(
+    ("task", "fresh"),
+    [
+        ("qqp", _OUTPUT),
+        *(pytest.param(*row, marks=_full) for row in (("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT))),
+    ],
+)
+def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path: Path) -> None:
+    """It has all weights where the answers are the same ones; where they are not, those but the outputs."""
     tensors = written(tmp_path / "hf", "post", "classes", 3)
-    import_hf(open_source(tmp_path / "hf", {"model.vocab_multiple": 64}), tmp_path / "run")
-    output = ["head.output.bias", "head.output.weight"]
-    for task, fresh in ("mnli", []), ("qqp", output), ("race", output), ("squad1", output):
-        program = tiny_program(fine_tuned("post", task, init=str(tmp_path / "run"), seed=3))
-        state, told = first_state(program)
-        assert told == f"weights: of step 0 of {tmp_path / 'run'}, fresh {', '.join(fresh) or 'none'}"
-        head = program.layout.natural_weights(state.params)["shared"]["head"]
-        if task != "squad1":
-            np.testing.assert_array_equal(head["pooler"]["dense"]["weight"], tensors["bert.pooler.dense.weight"].T)
-        else:
-            assert "pooler" not in head
-        own = program.layout.natural_weights(program.layout.init().params)["shared"]["head"]["output"]["weight"]
-        expected = own if fresh else tensors["classifier.weight"].T
-        np.testing.assert_array_equal(head["output"]["weight"], expected)
+    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
+    import_hf(source, tmp_path / "run")
+    preset = resolve(load_preset(tmp_path / "run" / "config.toml"))
+    assert preset.model == source.config.model and preset.pretrains
+    config = fine_tuned("post", task, init=str(tmp_path / "run"))
+    program = tiny_program(config)
+    state, told = first_state(program)
+    assert told == f"weights: of step 0 of {tmp_path / 'run'}, fresh {', '.join(fresh) or 'none'}"
+    expected = {name: tensor for name, tensor in tensors.items() if not fresh or not name.startswith("classifier")}
+    if config.model.head == "span":
+        expected = {name: tensor for name, tensor in expected.items() if not name.startswith("bert.pooler")}
+    natural = jax.device_get(program.layout.natural_weights(state.params))
+    found = to_tensors(places(config.model), natural, config.model)
+    outputs = [found.pop(name) for name in list(found) if name not in expected]
+    assert len(outputs) == len(fresh) and all(0 < np.abs(output).sum() < 5 for output in outputs if output.ndim == 2)
+    assert_same(found, expected)
