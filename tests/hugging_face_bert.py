@@ -20,6 +20,11 @@ from megajax.program.program import Program, vocabulary_axes
 
 TYPES = {"pre": "megatron-bert", "post": "bert"}
 CLASSES = {"pre": "MegatronBertForPreTraining", "post": "BertForPreTraining"}
+TASK_CLASSES = {  # by our head
+    "classes": "BertForSequenceClassification",
+    "span": "BertForQuestionAnswering",
+    "choice": "BertForMultipleChoice",
+}
 SETTINGS = {
     "vocab_size": 101,
     "max_position_embeddings": 24,
@@ -32,18 +37,31 @@ SETTINGS = {
 }
 
 
-def bert_tensors(order: str, settings: dict[str, Any] = SETTINGS) -> dict[str, np.ndarray]:
-    """Every tensor of a model."""
+def class_of(order: str, head: str) -> str:
+    """The class of a layer order with a head of ours."""
+    return CLASSES[order] if head == "pretraining" else {"pre": "Megatron", "post": ""}[order] + TASK_CLASSES[head]
+
+
+def bert_tensors(
+    order: str, settings: dict[str, Any] = SETTINGS, head: str = "pretraining", classes: int = 2
+) -> dict[str, np.ndarray]:
+    """Every tensor of a model; `classes` of the head classes."""
     size, inner, rng = settings["hidden_size"], settings["intermediate_size"], np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "bert.embeddings.word_embeddings.weight": (settings["vocab_size"], size),
         "bert.embeddings.position_embeddings.weight": (settings["max_position_embeddings"], size),
         "bert.embeddings.token_type_embeddings.weight": (2, size),
-        "cls.predictions.bias": (settings["vocab_size"],),
     }
-    linear = {"bert.pooler.dense": (size, size), "cls.seq_relationship": (2, size)}
-    linear |= {"cls.predictions.transform.dense": (size, size)}
-    norms = ["cls.predictions.transform.LayerNorm"]
+    pooler, norms = {"bert.pooler.dense": (size, size)}, []
+    if head == "pretraining":
+        shapes["cls.predictions.bias"] = (settings["vocab_size"],)
+        norms = ["cls.predictions.transform.LayerNorm"]
+    linear = {
+        "pretraining": pooler | {"cls.seq_relationship": (2, size), "cls.predictions.transform.dense": (size, size)},
+        "classes": pooler | {"classifier": (classes, size)},
+        "span": {"qa_outputs": (2, size)},
+        "choice": pooler | {"classifier": (1, size)},
+    }[head]
     norms.append("bert.encoder.ln" if order == "pre" else "bert.embeddings.LayerNorm")
     for layer in range(settings["num_hidden_layers"]):
         start = f"bert.encoder.layer.{layer}."
@@ -76,13 +94,14 @@ def write_bert(
     return folder
 
 
-def peer_bert(model: ModelConfig, kind: str = "") -> Any:
-    """A BERT of `transformers`, of this class or with both heads, whose random weights all matter."""
+def peer_bert(model: ModelConfig, kind: str = "", **settings: Any) -> Any:
+    """A BERT of `transformers`, of this class or with the model's head, whose random weights all matter; `settings` are
+    further fields of config.json."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    settings = {"pre": transformers.MegatronBertConfig, "post": transformers.BertConfig}[model.layer_order](
+    config = {"pre": transformers.MegatronBertConfig, "post": transformers.BertConfig}[model.layer_order](
         vocab_size=model.vocab_size,
         max_position_embeddings=model.sequence_length,
         hidden_size=model.hidden_size,
@@ -93,8 +112,10 @@ def peer_bert(model: ModelConfig, kind: str = "") -> Any:
         attn_implementation="eager",
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        num_labels=model.num_classes,
+        **settings,
     )
-    peer = getattr(transformers, kind or CLASSES[model.layer_order])(settings)
+    peer = getattr(transformers, kind or class_of(model.layer_order, model.head))(config)
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

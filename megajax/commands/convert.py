@@ -12,16 +12,17 @@ from megajax.errors import UserError
 from megajax.flags import Parser
 from megajax.launch import start
 from megajax.paths import check_path
+from megajax.tasks.registry import TASKS
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.
+    """Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.
 
     Raises:
         UserError: the model, the run directory or a flag cannot be used.
     """
     parser = Parser(
-        "Make a run directory at step 0 from a GPT-2 or BERT in Hugging Face's format.",
+        "Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_argument("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
@@ -51,7 +52,7 @@ def import_hf(argv: Sequence[str]) -> None:
         args,
         {"run_dir": str(run_dir), "step": 0, "fresh": list(source.weights.fresh), **_describe(source.config)},
         f"imported {args.path} into {run_dir}: {model.num_layers} layers of {model.hidden_size}, vocabulary "
-        f"{model.vocab_size}; train on with: python train.py {run_dir / 'config.toml'} --data.path TEXT",
+        f"{model.vocab_size}{_training_further(source.config, run_dir)}",
     )
 
 
@@ -116,6 +117,16 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 def _start(config: Config) -> None:
     """Start JAX on one CPU device, also where there are GPUs: nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
+
+
+def _training_further(config: Config, run_dir: Path) -> str:
+    """The command that trains an imported run on: a pretrained one in its folder, on a task one that begins with it."""
+    model, command = config.model, f"; train on with: python train.py {run_dir / 'config.toml'}"
+    if model.head == "pretraining":
+        return f"{command} --data.path TEXT"
+    tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]
+    flags = f"--task.name {'|'.join(tasks)} --init {run_dir} --run-dir NEW --data.train FILE"
+    return f"{command} {flags}" if tasks else ""
 
 
 def _describe(config: Config) -> dict[str, Any]:

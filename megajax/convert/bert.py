@@ -1,9 +1,10 @@
-"""BERT: `MegatronBertForPreTraining` of transformers where a layer's LayerNorms come first, `BertForPreTraining` where
-they follow the additions, and both without the order head. The output product is tied."""
+"""BERT: `MegatronBertFor…` of transformers where a layer's LayerNorms come first, `BertFor…` where they follow the
+additions; `bert_heads.py` has the heads. The output product of pretraining is tied."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from megajax.convert.bert_heads import HEADS
 from megajax.convert.exchange import Exchange
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, Places, linear, norm
@@ -13,10 +14,7 @@ from megajax.models.bert.model import LAYER_NORM_EPSILON, TOKEN_TYPES
 from megajax.models.config import ModelConfig
 
 _ORDERS = {"megatron-bert": "pre", "bert": "post"}  # their `model_type` -> our layer order
-_CLASSES = {  # the first of an order has both heads
-    "pre": ("MegatronBertForPreTraining", "MegatronBertForMaskedLM"),
-    "post": ("BertForPreTraining", "BertForMaskedLM"),
-}
+_PREFIXES = {"pre": "Megatron", "post": ""}  # of a class's name
 _SIZES = {  # theirs -> ours
     "num_hidden_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",
@@ -38,16 +36,19 @@ _FIXED = {  # what our model is; also the defaults of both configurations, so a 
 
 def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
     order = _ORDERS[fields.get("model_type")]
-    if fields.get("architectures") is not None:
-        fields.check("architectures", *([name] for name in _CLASSES[order]))
+    known = {_PREFIXES[order] + name: head for head in HEADS.values() for name in head.classes}
+    named = fields.get("architectures")
+    if named is not None:
+        fields.check("architectures", *([name] for name in known))
+    head = known[named[0]] if named else HEADS["pretraining"]
     fields.check_all(_FIXED)
     sizes = fields.sizes(_SIZES)
     fields.check_widths("hidden_size", "num_attention_heads", "intermediate_size", null=False)
     model = {"model.family": "bert", "model.layer_order": order}
-    return model | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
+    return model | head.read(fields) | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
 
 
-def _settings(model: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     kind = next(name for name, order in _ORDERS.items() if order == model.layer_order)
     sizes = {
         "num_hidden_layers": model.num_layers,
@@ -59,26 +60,21 @@ def _settings(model: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, dict
     }
     config = {"architectures": [_architecture(model)], "model_type": kind, "dtype": "float32", **sizes, **_FIXED}
     config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std}
+    config |= HEADS[model.head].settings(model, labels)
     padding = special_ids(tokenizer).get("[PAD]") if tokenizer else None
     return {"config.json": config | {"pad_token_id": padding}}
 
 
 def _architecture(model: ModelConfig) -> str:
-    return _CLASSES[model.layer_order][0]
+    return _PREFIXES[model.layer_order] + HEADS[model.head].classes[0]
 
 
 _LAYER = "bert.encoder.layer.{layer}."
-_HEAD = "cls.predictions."
 
 _SHARED = {
     "table": Place("bert.embeddings.word_embeddings.weight", "VD"),
     "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
     "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
-    **linear("head/masked/dense", f"{_HEAD}transform.dense", "DD"),
-    **norm("head/masked/norm", f"{_HEAD}transform.LayerNorm"),
-    "head/masked/bias": Place(f"{_HEAD}bias", "V"),
-    **linear("head/pooler/dense", "bert.pooler.dense", "DD"),
-    **linear("head/order", "cls.seq_relationship", "CD"),
 }
 _BLOCKS = {
     **linear("attention/query", f"{_LAYER}attention.self.query", "DD"),
@@ -107,23 +103,21 @@ def _spelling(there: Collection[str]) -> Callable[[str], str]:
 
 def places(model: ModelConfig) -> Places:
     """Where the weights of a model are."""
+    head = HEADS[model.head]
     outside, attention, mlp = _NORMS[model.layer_order]
     return Places(
-        shared=_SHARED | norm("norm", outside),
+        shared={**_SHARED, **norm("norm", outside), **head.shared},
         blocks=_BLOCKS | norm("attention_norm", attention) | norm("mlp_norm", mlp),
-        copies={
-            f"{_HEAD}decoder.weight": "bert.embeddings.word_embeddings.weight",
-            f"{_HEAD}decoder.bias": f"{_HEAD}bias",
-        },
-        unused=("bert.embeddings.position_ids",),
-        fresh={"head/pooler": "the pooler", "head/order": "the order head"},
+        copies=head.copies,
+        unused=("bert.embeddings.position_ids", *head.unused),
+        fresh=head.fresh,
         spelling=_spelling,
     )
 
 
 EXCHANGE = Exchange(
     model_types=tuple(_ORDERS),
-    kind="a BERT with a head of masked tokens",
+    kind=lambda model: HEADS[model.head].kind,
     special_tokens="BERT's five special tokens",
     layers="num_hidden_layers",
     read_settings=_read_settings,

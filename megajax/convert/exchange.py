@@ -1,7 +1,7 @@
 """What a family says of its models in Hugging Face's format. To add one, write a module with such an `Exchange`, and
 enter it in `families.py`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ class Exchange:
 
     Attributes:
         model_types: its values of `model_type` in config.json.
-        kind: one of its models in messages, as in "a GPT-2".
+        kind: model -> what it is in messages, as in "a GPT-2".
         special_tokens: that its tokenizer knows, in messages.
         layers: what config.json calls the number of layers.
         read_settings: (config.json, values by key that the user gave) -> values by key of a run's preset; raises
             `UserError` where the model is not ours.
-        settings: (model, tokenizer) -> contents of the JSON files by name, config.json among them.
+        settings: (model, names of the classes that it tells apart, none if they have none, tokenizer) -> contents of
+            the JSON files by name, config.json among them.
         architecture: model -> the class of transformers that loads it.
         places: model -> where its weights are.
         read_tokenizer: folder -> its tokenizer, and its added tokens that ours leaves out; None and no tokens where
@@ -32,11 +33,11 @@ class Exchange:
     """
 
     model_types: tuple[str, ...]
-    kind: str
+    kind: Callable[[ModelConfig], str]
     special_tokens: str
     layers: str
     read_settings: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
-    settings: Callable[[ModelConfig, Tokenizer | None], dict[str, dict[str, Any]]]
+    settings: Callable[[ModelConfig, Sequence[str], Tokenizer | None], dict[str, dict[str, Any]]]
     architecture: Callable[[ModelConfig], str]
     places: Callable[[ModelConfig], Places]
     read_tokenizer: Callable[[Path], tuple[Tokenizer | None, list[str]]]

@@ -21,6 +21,7 @@ from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, restore_params
+from megajax.tasks.registry import TASKS
 
 
 def export_config(run_dir: Path) -> Config:
@@ -59,7 +60,8 @@ def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest")
     own = run_dir / "data" / "tokenizer"
     tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
     exchange = EXCHANGES[config.model.family]
-    settings = exchange.settings(config.model, tokenizer)
+    labels = () if config.pretrains else TASKS[config.task.name].labels
+    settings = exchange.settings(config.model, labels, tokenizer)
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
     check_memory(program, training=False)
     params, number = restore_params(program, run_dir, step)

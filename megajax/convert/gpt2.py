@@ -1,7 +1,7 @@
 """GPT-2: `GPT2LMHeadModel` of transformers. The head is tied; older files begin names without a prefix, or hold the
 causal mask."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megajax.convert.byte_pair_files import read_byte_pair, write_byte_pair
@@ -38,7 +38,7 @@ def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"model.family": "gpt2"} | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
 
 
-def _settings(model: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
+def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
     special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text if tokenizer else None)
     sizes = {
         "n_layer": model.num_layers,
@@ -93,7 +93,7 @@ PLACES = Places(
 
 EXCHANGE = Exchange(
     model_types=("gpt2",),
-    kind="a GPT-2",
+    kind=lambda _: "a GPT-2",
     special_tokens="only one special token",
     layers="n_layer",
     read_settings=_read_settings,

@@ -83,6 +83,23 @@ class Fields:
                 raise self.refusal(name, size, option.valid)
         return found
 
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers; those of transformers where only their number is given,
+        of two where not even that.
+
+        Raises:
+            UserError: they have no such numbers, or are fewer than two.
+        """
+        given = self.get("id2label")
+        if given is None:
+            sizes = {"num_labels": "model.num_classes"}
+            number = 2 if self.get("num_labels") is None else self.sizes(sizes)["model.num_classes"]
+            return tuple(f"LABEL_{n}" for n in range(number))
+        numbers = [str(n) for n in range(len(given))] if isinstance(given, dict) and len(given) > 1 else []
+        if not numbers or given.keys() != {*numbers} or not all(isinstance(name, str) for name in given.values()):
+            raise self.refusal("id2label", given, "a name for each of two classes or more, by their numbers from 0 on")
+        return tuple(given[number] for number in numbers)
+
     def check_widths(self, hidden: str, heads: str, inner: str, *, null: bool) -> None:
         """Check the widths in the fields of these names: the heads divide the first, the MLP's is four times it.
 
@@ -128,4 +145,4 @@ class Fields:
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""
-        return UserError(f"{self.file}: {name} is {json.dumps(value)}; valid: {valid}")
+        return UserError(f"{self.file}: {name} is {json.dumps(value)[:200]}; valid: {valid}")

@@ -55,7 +55,7 @@ class StoredWeights:
         places, tensors, spelled = self._places, self._tensors, self._spelled
         fresh = {places.shared[name].name for names in self.fresh.values() for name in names}
         shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in fresh}
-        tensors.check(shapes, exchange.kind)
+        tensors.check(shapes, exchange.kind(self._config))
         unused = {spelled(name) for name in places.names_unused(self._config)}
         tensors.check_no_others(shapes.keys() | unused | places.copies.keys(), exchange.architecture(self._config))
         for copy, name in places.copies.items():

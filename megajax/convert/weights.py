@@ -1,7 +1,8 @@
 """Our weights as the tensors of Hugging Face's format, and back, by a table of where each of them is.
 
 Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Letters: V vocabulary, T
-positions, S segments (token types), C classes, D model, Q query, key and value of all heads, F feed-forward, L layers.
+positions, S segments (token types), C classes, D model, Q query, key and value of all heads, F feed-forward, L layers;
+a digit is that many.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +27,7 @@ class Place:
 
     Attributes:
         name: of their tensor; a layer's has `{layer}` in it.
-        dims: theirs, in letters.
+        dims: theirs, in letters and digits.
         third: which third of the last dim; None: all of it.
         turned: theirs is [out, in], as a `Linear` of PyTorch has it, ours [in, out].
     """
@@ -75,11 +76,13 @@ class Places:
         """Shape of every tensor of the model by name, without copies and what is not read."""
         hidden = config.hidden_size
         sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": hidden, "Q": 3 * hidden}
-        sizes |= {"F": config.mlp_size, "S": 2, "C": 2}
+        sizes |= {"F": config.mlp_size, "S": 2, "C": config.num_classes}
         dims = {place.name: place.dims for place in self.shared.values()}
         for layer in range(config.num_layers):
             dims |= {place.name.format(layer=layer): place.dims for place in self.blocks.values()}
-        return {name: tuple(sizes[dim] for dim in letters) for name, letters in dims.items()}
+        return {
+            name: tuple(sizes[dim] if dim in sizes else int(dim) for dim in letters) for name, letters in dims.items()
+        }
 
     def names_unused(self, config: ModelConfig) -> set[str]:
         """Names of the tensors that may be there and are not read."""

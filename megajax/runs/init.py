@@ -26,6 +26,7 @@ from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import check_run
 
 _SAME = ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "padded_vocab_size", "layer_order")
+_OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 _POSITIONS = "position"  # the logical dim of which a shorter model takes the first
 
 
@@ -67,7 +68,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and where its weights are from, in words.
 
     With `--init` every weight is that of the other run's newest checkpoint that has the same name there: not those of
-    a head that it lacks, of learned positions the first ones, and of the optimizer nothing.
+    a head that it lacks, nor what answers are made by where those are others, of learned positions the first ones, and
+    of the optimizer nothing.
 
     Raises:
         UserError: the run of `--init` has no checkpoint, or is of another model.
@@ -95,8 +97,10 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     there = dict(jax.tree_util.tree_leaves_with_path(found))
     fresh: list[str] = []
 
+    other_answers = _answers(config.model) != _answers(theirs)
+
     def choose(path: Any, ours: Array) -> Array:
-        if path not in there:
+        if path not in there or (other_answers and _name(path).startswith(_OUTPUT)):
             fresh.append(_name(path))
             return ours
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
@@ -106,6 +110,11 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     if theirs.sequence_length > config.model.sequence_length:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     return transfer.to_devices(dataclasses.replace(natural, params=params)), told
+
+
+def _answers(model: ModelConfig) -> tuple[str, int]:
+    """What a model answers: what its head is, and how many classes it knows by their numbers."""
+    return model.head, model.num_classes if model.head == "classes" else 0
 
 
 def _layout(config: Config, model: ModelConfig, program: Program) -> StateLayout:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hugging_face_bert import bert_tensors, write_bert
+from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, write_bert
 from refusals import assert_setting_refused, refusal
 from tiny import tiny_config
 
@@ -41,6 +41,71 @@ from megajax.errors import UserError
 )
 def test_settings(field: str, value: object, valid: str, tmp_path: Path) -> None:
     assert_setting_refused(write_bert(tmp_path, **{field: value}), field, valid)
+
+
+@pytest.mark.parametrize(
+    ("head", "field", "value", "valid"),
+    [
+        ("classes", "problem_type", "regression", 'null, "single_label_classification"'),
+        ("classes", "problem_type", "multi_label_classification", 'null, "single_label_classification"'),
+        ("classes", "num_labels", 1, "2 to 10000"),
+        ("classes", "num_labels", "2", "whole number"),
+        ("classes", "id2label", {"0": "one"}, "two classes or more"),
+        ("classes", "id2label", {"1": "a", "2": "b"}, "numbers from 0 on"),
+        ("classes", "id2label", {"0": "a", "1": 1}, "a name for each"),
+        ("classes", "id2label", ["a", "b"], "a name for each"),
+        ("classes", "id2label", {"0": "1", "1": "0"}, "in the order of qqp, 0, 1"),
+        (
+            "classes",
+            "id2label",
+            {"0": "CONTRADICTION", "1": "NEUTRAL", "2": "ENTAILMENT"},
+            "in the order of mnli, entailment, neutral, contradiction",
+        ),
+        ("span", "id2label", {"0": "a", "1": "b", "2": "c"}, "two labels, a span's start and its end"),
+        ("span", "num_labels", 3, "two labels, a span's start and its end"),
+    ],
+)
+def test_labels(head: str, field: str, value: object, valid: str, tmp_path: Path) -> None:
+    """What does not tell two classes or more apart, or has a task's classes under other numbers."""
+    tensors, architectures = bert_tensors("post", SETTINGS, head), [TASK_CLASSES[head]]
+    write_bert(tmp_path, "post", tensors, architectures=architectures, **{field: value})
+    assert_setting_refused(tmp_path, field, valid)
+
+
+def test_tensors_of_heads(tmp_path: Path) -> None:
+    """Missing, of another number of classes, pretraining's or another head's."""
+    heads = {head: bert_tensors("pre", SETTINGS, head) for head in TASK_CLASSES}
+    bias = {name: tensor for name, tensor in bert_tensors("pre").items() if name == "cls.predictions.bias"}
+    missing = r"holds? .*cls\.predictions\.bias; valid: only what a MegatronBertForSequenceClassification has"
+    unpooled = {name: tensor for name, tensor in heads["choice"].items() if "pooler" not in name}
+    cases = [
+        ("classes", heads["choice"], r"classifier\.weight has shape \[1, 24\]; valid: \[2, 24\], by config"),
+        (
+            "classes",
+            heads["span"],
+            r"classifier\.weight and 1 more missing .*valid: all of a BERT with a head of cl",
+        ),
+        ("classes", heads["classes"] | bias, missing),
+        (
+            "span",
+            heads["classes"],
+            r"qa_outputs\.weight, qa_outputs\.bias missing .*valid: all of a BERT with a head of sp",
+        ),
+        (
+            "span",
+            heads["span"] | heads["classes"],
+            r"holds classifier\.bias, .*only what a MegatronBertForQuestionAnswering",
+        ),
+        ("choice", heads["classes"], r"classifier\.weight has shape \[2, 24\]; valid: \[1, 24\], by config"),
+        (
+            "choice",
+            unpooled,
+            r"bert\.pooler\.dense\.weight, bert\.pooler\.dense\.bias missing .*with a head of choices",
+        ),
+    ]
+    for head, tensors, words in cases:
+        write_bert(tmp_path, "pre", tensors, architectures=["Megatron" + TASK_CLASSES[head]])
+        assert re.search(words, refusal(tmp_path)), (words, refusal(tmp_path))
 
 
 def test_what_may_be_left_out(tmp_path: Path) -> None:
@@ -123,4 +188,4 @@ def test_a_byte_level_tokenizer_is_not_exported() -> None:
     """Before anything is read of the checkpoint."""
     tokenizer = train_tokenizer(["text"], 280)
     with pytest.raises(UserError, match="byte-level BPE; valid: a WordPiece vocabulary"):
-        EXCHANGE.settings(tiny_config(family="bert").model, tokenizer)
+        EXCHANGE.settings(tiny_config(family="bert").model, (), tokenizer)

@@ -204,6 +204,12 @@ def _write_bert_vocabulary(folder: Path) -> None:
     _tokenizer("wordpiece").save(folder)
 
 
+def _write_bert_classes(folder: Path) -> None:
+    tensors, labels = bert_tensors("post", head="classes", classes=3), {"0": "no", "1": "yes", "2": "maybe"}
+    kind = {"architectures": ["BertForSequenceClassification"], "problem_type": "single_label_classification"}
+    write_bert(folder, "post", tensors, **kind, id2label=labels)
+
+
 def _use_bert(folder: Path) -> None:
     source = open_source(folder)
     source.weights.read("cls.predictions.bias")
@@ -288,6 +294,7 @@ READERS = [
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
     Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
+    Reader("Hugging Face BERT: classes", _write_bert_classes, open_source, ("config.json",)),
     Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
     Reader("prompts", _write_prompts, lambda folder: read_prompts([], str(folder / "p")), ("p",)),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),

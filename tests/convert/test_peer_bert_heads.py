@@ -1,0 +1,185 @@
+"""A fine-tuned BERT as `transformers` computes it: logits after an import and after an export, and the losses of three
+optimizer steps."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hugging_face_bert import class_of, peer_bert
+from safetensors.numpy import load_file
+from tiny import tiny_config, tiny_program
+
+from megajax.batch import IGNORED
+from megajax.config import Config, to_toml
+from megajax.convert.bert import places
+from megajax.convert.exporting import export_config, export_hf
+from megajax.convert.importing import open_source
+from megajax.convert.weights import to_tensors
+from megajax.optim.adam import NOT_DECAYED
+from megajax.optim.config import OptimizerConfig
+from megajax.program.program import Program
+from megajax.program.scoring import answers
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step
+from megajax.runs.checkpoint import Checkpoints
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.registry import TASKS
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+
+HEADS = {"classes": 3, "span": 2, "choice": 4}
+LABELS = ["entailment", "neutral", "contradiction"]
+FIELDS = {  # of config.json
+    "classes": {"id2label": dict(enumerate(LABELS)), "label2id": {name: n for n, name in enumerate(LABELS)}},
+    # Else they never train the embedding of padding, which matters where cross-entropy is over all tokens.
+    "span": {"pad_token_id": None},
+    "choice": {},
+}
+ORDERS = ["pre", "post"]
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-3, schedule="constant", warmup_steps=0, weight_decay=0.1, clip_norm=1.0, zero=0
+)
+
+
+def configuration(order: str, head: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Config:
+    sizes = {"num_layers": 2, "hidden_size": 40, "num_heads": 4, "sequence_length": 23, "dropout": 0.0, "init_std": 0.2}
+    config = tiny_config(
+        mesh, family="bert", layer_order=order, head=head, num_classes=HEADS[head], microbatch=2, **sizes
+    )
+    return dataclasses.replace(config, optimizer=OPTIMIZER)
+
+
+def full_batch(config: Config, step: int) -> dict[str, np.ndarray]:
+    """A random batch with padding, of a choice with missing options, in which every row has its answer, and no token
+    the id 0, whose row gets no gradient of the embedding in transformers."""
+    batch, rng = random_batch(config, step), np.random.default_rng(step)
+    length = batch["length"]
+    there = np.arange(config.model.sequence_length) < length[..., None]
+    assert (length[length > 0] < config.model.sequence_length).any() and (batch["token_types"] == 1).any()
+    batch["tokens"] = np.where(there & (batch["tokens"] == 0), np.int32(7), batch["tokens"])
+    if config.model.head == "choice":
+        assert (length == 0).any()
+        most = (length > 0).sum(axis=1)
+    else:
+        most = np.full(len(length), config.model.num_classes) if config.model.head == "classes" else length
+    for name in {"label", "start", "end"} & batch.keys():
+        batch[name] = np.where(batch[name] == IGNORED, rng.integers(0, most), batch[name]).astype(np.int32)
+    return batch
+
+
+def _logits(peer: Any, batch: dict[str, np.ndarray]) -> Any:
+    """As `Model.answers`."""
+    there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
+    found = peer(
+        input_ids=torch.tensor(batch["tokens"], dtype=torch.long),
+        token_type_ids=torch.tensor(batch["token_types"], dtype=torch.long),
+        attention_mask=torch.tensor(there, dtype=torch.long),
+    )
+    if batch["length"].ndim == 2:  # the class knows nothing of options that are missing
+        return found.logits.masked_fill(torch.tensor(batch["length"] == 0), torch.finfo(found.logits.dtype).min)
+    return found.logits if "logits" in found else torch.stack([found.start_logits, found.end_logits], -1)
+
+
+def _loss(peer: Any, batch: dict[str, np.ndarray]) -> Any:
+    """The class's own, but of a choice, where options may be missing."""
+    there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
+    if batch["length"].ndim == 2:
+        return torch.nn.functional.cross_entropy(_logits(peer, batch), _long(batch["label"]))
+    names = {"label": "labels", "start": "start_positions", "end": "end_positions"}
+    targets = {theirs: _long(batch[ours]) for ours, theirs in names.items() if ours in batch}
+    tokens, types = _long(batch["tokens"]), _long(batch["token_types"])
+    return peer(input_ids=tokens, token_type_ids=types, attention_mask=_long(there), **targets).loss
+
+
+def _long(array: np.ndarray) -> Any:
+    return torch.tensor(array, dtype=torch.long)
+
+
+def state_of(program: Program, natural: Any) -> TrainState:
+    return program.layout.from_natural(program.layout.begin(natural))
+
+
+def assert_same_logits(program: Program, state: TrainState, peer: Any, batch: dict[str, np.ndarray]) -> None:
+    """Within 1e-5 of the largest, of tokens and of padding; options that are missing cannot be chosen."""
+    with torch.no_grad():
+        theirs = _logits(peer, batch).numpy()
+    ours = np.asarray(answers(program)(state.params, program.put_batch(batch, program.local_rows)))
+    there = np.ones(ours.shape, bool)
+    if batch["length"].ndim == 2:
+        there = batch["length"] > 0
+        assert (ours[~there] == np.finfo(np.float32).min).all()
+    assert ours.shape == theirs.shape and ours.dtype == np.float32
+    np.testing.assert_allclose(ours[there], theirs[there], rtol=0, atol=1e-5 * np.abs(theirs[there]).max())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head", HEADS)
+def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
+    """Its logits; then three steps of AdamW with weight decay and clipping, whose losses are the same to 1e-5."""
+    config = configuration(order, head)
+    peer = peer_bert(config.model, **FIELDS[head]).train()  # nothing is dropped
+    peer.save_pretrained(tmp_path / "hf")
+    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
+    assert source.config.model == dataclasses.replace(config.model, scan_layers="auto") and not source.weights.fresh
+    natural = source.weights.natural(0)
+    tensors = to_tensors(places(config.model), natural, config.model)
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert tensors.keys() == written.keys()
+    assert all(tensor.tobytes() == written[name].tobytes() for name, tensor in tensors.items())
+    program = tiny_program(config)
+    state = state_of(program, natural)
+    assert_same_logits(program, state, peer, full_batch(config, 9))
+
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for weight in peer.parameters():
+        groups[weight.ndim > 1].append(weight)
+    assert NOT_DECAYED == ("bias", "scale")  # which have one dim there
+    adam = torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.epsilon,
+    )
+    step_function, ours, theirs = train_step(program), [], []
+    for step in range(4):
+        batch = full_batch(config, step % 2)
+        state, metrics = step_function(state, program.put_batch(batch, program.local_rows))
+        adam.zero_grad()
+        loss = _loss(peer, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), OPTIMIZER.clip_norm)
+        adam.step()
+        ours.append(float(metrics["loss"]))
+        theirs.append(loss.item())
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert min(abs(ours[2] - ours[0]), abs(ours[3] - ours[1])) > 0.1  # of the same batch
+    peer.save_pretrained(tmp_path / "after")  # with the type of problem that a loss was taken of
+    assert open_source(tmp_path / "after").config.model.num_classes == HEADS[head]
+
+
+@pytest.mark.parametrize(("task", "order"), [("mnli", "pre"), ("squad1", "post"), ("race", "post")])
+def test_an_export_answers_the_same_there(task: str, order: str, tmp_path: Path) -> None:
+    """From a checkpoint of a mesh of four devices with a padded vocabulary."""
+    config = dataclasses.replace(configuration(order, TASKS[task].head, (1, 2, 2)), task=TaskConfig(name=task))
+    program, run, head = tiny_program(config), tmp_path / "run", config.model.head
+    state = program.layout.init()
+    checkpoints = Checkpoints(run, program.layout, keep=1)
+    checkpoints.save(7, state)
+    checkpoints.close()
+    (run / "config.toml").write_text(to_toml(config))
+    assert export_hf(run, export_config(run), tmp_path / "hf")[0] == 7
+
+    peer, told = getattr(transformers, class_of(order, head)).from_pretrained(
+        tmp_path / "hf", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(told[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    auto = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}[head]
+    assert type(getattr(transformers, f"AutoModelFor{auto}").from_pretrained(tmp_path / "hf")) is type(peer)
+    names = [*TASKS[task].labels] or ["LABEL_0", "LABEL_1"]
+    assert peer.config.id2label == dict(enumerate(names)) and peer.config.num_labels == HEADS[head]
+    assert_same_logits(program, state, peer, full_batch(config, 0))
