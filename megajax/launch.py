@@ -62,6 +62,9 @@ def start(config: Config) -> None:
         _keep_freed_memory()
     import jax
 
+    if config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config):
+        # Else a step takes its temporaries, on CPUs hundreds of megabytes, before those of the step before are free.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
         jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
@@ -69,7 +72,7 @@ def start(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.simulate_devices)
     cluster = config.distributed
-    if not cluster.coordinator and not in_cluster(os.environ):
+    if not _of_several(config):
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
@@ -97,6 +100,18 @@ def start(config: Config) -> None:
             f"{where}: the processes did not find each other: {str(error).splitlines()[0]}; valid: an address that all "
             "of them reach, and as many processes as were announced"
         ) from error
+
+
+def _of_several(config: Config) -> bool:
+    """Whether this is one of several processes."""
+    return bool(config.distributed.coordinator) or in_cluster(os.environ)
+
+
+def runs_at_once() -> bool:
+    """Whether a compiled program has run when its call returns, so that there is nothing to do meanwhile."""
+    import jax
+
+    return jax.default_backend() == "cpu" and not jax.config.jax_cpu_enable_async_dispatch
 
 
 @contextlib.contextmanager

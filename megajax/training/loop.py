@@ -17,7 +17,7 @@ from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
-from megajax.launch import give_back_freed_memory
+from megajax.launch import give_back_freed_memory, runs_at_once
 from megajax.processes import Poll, is_first_process, say
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -117,6 +117,7 @@ class Run:
             self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
         )
         pending: _Pending | None = None
+        at_once = runs_at_once()
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
             self.step = step
@@ -141,9 +142,13 @@ class Run:
             if pending:
                 self._read(pending)
             pending = _Pending(step, metrics, dispatched, data_seconds, asked_after)
-            if self._due(step, config.train.eval_every) or self._saves(step):
+            if at_once:
                 self._read(pending)
                 pending = None
+            if self._due(step, config.train.eval_every) or self._saves(step):
+                if pending:
+                    self._read(pending)
+                    pending = None
                 self._validate_and_save(step)
             for problem in self.checkpoints.news():
                 self.log.print(problem)

@@ -36,8 +36,7 @@ HEADS = {"classes": 3, "span": 2, "choice": 4}
 LABELS = ["entailment", "neutral", "contradiction"]
 FIELDS = {  # of config.json
     "classes": {"id2label": dict(enumerate(LABELS)), "label2id": {name: n for n, name in enumerate(LABELS)}},
-    # Else they never train the embedding of padding, which matters where cross-entropy is over all tokens.
-    "span": {"pad_token_id": None},
+    "span": {},
     "choice": {},
 }
 ORDERS = ["pre", "post"]

@@ -31,5 +31,5 @@ FAMILY = Family(
     model=Bert,
     form=_form,
     products=_products,
-    linear_embedding=lambda config: config.layer_order == "pre",
+    linear_embedding=lambda config: config.layer_order == "pre" and config.head != "span",
 )

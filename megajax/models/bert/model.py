@@ -9,6 +9,7 @@ C texts to choose from, T tokens, D model, V vocabulary.
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -71,9 +72,13 @@ class Bert(nnx.Module):
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Token, position and token-type embedding with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
-        parallelism of this device's tokens."""
+        parallelism of this device's tokens. The token of padding is not trained, as in Hugging Face's transformers."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.borders)
+        if isinstance(self.head, SpanHead):  # which compares padding, too; others have no gradient there anyway
+            padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
+            own_BT1 = self.borders.own_tokens(padding_BT)[..., None]
+            x_BTD = jnp.where(own_BT1, jax.lax.stop_gradient(x_BTD), x_BTD)
         x_BTD += self.borders.own_tokens(self.positions[...][: tokens_BT.shape[1]], 0)[None]
         x_BTD += jnp.take(self.token_types[...], self.borders.own_tokens(types_BT), axis=0, mode="clip")
         if self.order == "post":
