@@ -62,8 +62,8 @@ def start(config: Config) -> None:
         _keep_freed_memory()
     import jax
 
-    if config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config):
-        # Else a step takes its temporaries, on CPUs hundreds of megabytes, before those of the step before are free.
+    if runs_at_once(config):
+        # Else a step takes its temporaries, hundreds of megabytes, before those of the step before are free.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
@@ -107,11 +107,10 @@ def _of_several(config: Config) -> bool:
     return bool(config.distributed.coordinator) or in_cluster(os.environ)
 
 
-def runs_at_once() -> bool:
-    """Whether a compiled program has run when its call returns, so that there is nothing to do meanwhile."""
-    import jax
-
-    return jax.default_backend() == "cpu" and not jax.config.jax_cpu_enable_async_dispatch
+def runs_at_once(config: Config) -> bool:
+    """Whether a compiled program has run when its call returns, so that there is nothing to do meanwhile: on one CPU
+    device of one process."""
+    return config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ class Run:
             self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
         )
         pending: _Pending | None = None
-        at_once = runs_at_once()
+        at_once = runs_at_once(config)
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
             self.step = step
