@@ -75,10 +75,10 @@ class Finetuning:
         made_once(folder, lambda: self.train(task, folder))
         return folder
 
-    def figures(self, task: str, run_dir: Path, *flags: object) -> dict[str, Any]:
+    def figures(self, task: str, *runs_and_flags: object) -> dict[str, Any]:
         """What eval.py prints of the dev file, without the task and the step; must succeed."""
-        data = () if "--data" in flags else ("--data", self.file(task, "dev"))
-        found = self.commands.evaluate(task, run_dir, *data, *flags)
+        data = () if "--data" in runs_and_flags else ("--data", self.file(task, "dev"))
+        found = self.commands.evaluate(task, *runs_and_flags, *data)
         assert found.pop("task") == task
         del found["step"]
         return found

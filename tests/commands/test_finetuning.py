@@ -183,7 +183,6 @@ def test_dev_records_that_are_trained_on_are_told(tuning: Finetuning, tmp_path: 
     assert f"warning: the contexts of {TRAIN} dev records are trained on, too" in done.out
 
 
-
 def test_a_run_goes_on_with_the_same_records_elsewhere(tuning: Finetuning, tmp_path: Path) -> None:
     run = shutil.copytree(tuning.run("mnli"), tmp_path / "run")
     moved = shutil.copy(tuning.file("mnli", "train"), tmp_path / "moved.tsv")

@@ -1,39 +1,77 @@
 """--init: a run begins with the weights of another one, and nothing else of it."""
 
+import dataclasses
 import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetuning import MESH_222, MODEL, PRESET, Finetuning, dev_of
+from finetuning import MESH_222, MODEL, PRESET, Finetuning, dev_of, stop_after
 from made_up_tasks import text
 from mistakes import assert_says, one_line, redundant
-from processes import Commands, assert_same_checkpoint, checkpoint_arrays, contents, curve
+from processes import Commands, assert_same_checkpoint, checkpoint_arrays, contents, curve, made_once
 
+from megajax.config import to_toml
+from megajax.program.program import Program
 from megajax.program.state import TrainState
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.ownership import mark
 from megajax.runs.step_folders import complete
 from megajax.training import loop
 
 STEPS = 2
 
 
+PRETRAINING = ("--task.name", "pretraining", "--train.epochs", 0, "--train.steps", STEPS, "--precision", "bf16")
+PRETRAINING += ("--optimizer.schedule", "constant", "--optimizer.warmup-fraction", 0, "--model.sequence-length", 64)
+
+
 @pytest.fixture(scope="module")
 def pretrained(tuning: Finetuning) -> Path:
-    """A BERT in bf16, on other devices, of more positions, whose moments are not zero."""
-    rng, folder = random.Random(5), tuning.folder / "pretrained"
-    documents = tuning.folder / "documents.jsonl"
+    """A BERT in bf16 of more positions as pretraining leaves it on two devices, its moments other than zero. It was not
+    trained, which would take seconds to compile; `test_from_pretraining_to_a_task` has one that was."""
+    folder = tuning.folder / "pretrained"
+    made_once(folder, lambda: make_pretrained(folder, tuning.file("mnli", "pretraining")))
+    return folder
+
+
+def make_pretrained(folder: Path, words: Path) -> None:
+    import jax
+
+    from megajax.data.tokenizers import train_tokenizer
+    from megajax.flags import parse
+
+    flags = map(str, (*MODEL, *PRETRAINING, "--mesh.data", 2, "--train.microbatch", 2, "--data.path", "x"))
+    config = parse([PRESET, "--run-dir", str(folder), *flags], "", "")
+    layout = Program.on(config, jax.devices()[:2]).layout
+    state = layout.init()
+    state = dataclasses.replace(state, optimizer=jax.tree.map(lambda x: x + jnp.ones_like(x), state.optimizer))
+    checkpoints = Checkpoints(folder, layout, keep=1)
+    checkpoints.save(STEPS, state)
+    checkpoints.wait()
+    checkpoints.close()
+    train_tokenizer([words.read_text()], config.model.vocab_size, "wordpiece").save(folder / "data" / "tokenizer")
+    mark(folder)
+    (folder / "config.toml").write_text(to_toml(config))
+
+
+@pytest.mark.full
+def test_from_pretraining_to_a_task(tuning: Finetuning, tmp_path: Path) -> None:
+    """By the commands alone; the pretrained run on a mesh of its own has no figures of a task."""
+    rng, run, documents = random.Random(5), tmp_path / "bert", tmp_path / "documents.jsonl"
     texts = [" ".join(text(rng, 3, 9).capitalize() + "." for _ in range(1 + n % 12)) for n in range(60)]
     documents.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
-    flags = ("--task.name", "pretraining", "--data.path", documents, "--data.validation-fraction", 0.2)
-    flags += ("--train.epochs", 0, "--train.steps", STEPS, "--optimizer.schedule", "constant", "--precision", "bf16")
-    mesh = ("--mesh.data", 2, "--simulate-devices", 2, "--train.microbatch", 2, "--model.sequence-length", 64)
-    if not folder.exists():
-        done = tuning.commands.run("train.py", PRESET, "--run-dir", folder, *MODEL, *flags, *mesh)
-        assert done.code == 0, done.err
-    return folder
+    flags = (*PRETRAINING, "--data.path", documents, "--data.validation-fraction", 0.2, "--train.microbatch", 2)
+    mesh = ("--mesh.data", 2, "--simulate-devices", 2)
+    done = tuning.commands.run("train.py", PRESET, "--run-dir", run, *MODEL, *flags, *mesh)
+    assert done.code == 0, done.err
+    told = tuning.train("mnli", tmp_path / "run", "--init", run, "--train.steps", 2).out
+    assert f"weights: of step {STEPS} of {run}, fresh head.output.bias, head.output.weight; the first 48 of" in told
+    assert curve(tmp_path / "run")[0][1] != curve(tuning.run("mnli"))[0][1]
 
 
 def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -53,7 +91,9 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("task", "precision"), [("mnli", "fp32"), redundant("squad2", "bf16"), redundant("race", "fp32")])
+@pytest.mark.parametrize(
+    ("task", "precision"), [("mnli", "fp32"), redundant("squad2", "bf16"), redundant("race", "fp32")]
+)
 def test_only_the_weights_are_taken(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, precision: str
 ) -> None:
@@ -88,26 +128,20 @@ def test_only_the_weights_are_taken(
     ).read_bytes()
 
 
-def test_the_run_of_init_may_be_gone_when_it_goes_on(tuning: Finetuning, pretrained: Path, tmp_path: Path) -> None:
+def test_the_run_of_init_may_be_gone_when_it_goes_on(
+    tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same command, to the same end, and the run's own config.toml."""
     source = shutil.copytree(pretrained, tmp_path / "source")
     run, whole, flags = tmp_path / "run", tmp_path / "whole", ("--init", source)
     tuning.train("mnli", whole, *flags, "--train.steps", 4)
-    tuning.train("mnli", run, *flags, "--train.steps", 2)
+    stop_after(monkeypatch, 1)
+    assert tuning.start("mnli", run, *flags).code == 143
     shutil.rmtree(source)
-    done = tuning.train("mnli", run, *flags, "--train.steps", 3)
-    assert "resumed from step 2" in done.out
     done = tuning.commands.run("train.py", run / "config.toml", "--train.steps", 4)
-    assert done.code == 0 and "resumed from step 3" in done.out, done.err
-    assert curve(run) == curve(whole) and dev_of(whole).items() <= dict(dev_last(run)).items()
+    assert done.code == 0 and "resumed from step" in done.out, done.err
+    assert curve(run) == curve(whole) and dev_of(run) == dev_of(whole)
     assert_same_checkpoint(run, whole, 4)
-
-
-def dev_last(run_dir: Path) -> dict[str, float]:
-    """The newest figures of dev."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if "dev/accuracy" in line][-1]
-    return {name.removeprefix("dev/"): value for name, value in found.items()}
 
 
 @pytest.mark.full
@@ -121,11 +155,12 @@ def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path
         assert abs(loss - wanted) <= 1e-6 * wanted
 
 
-OTHER_TASKS = [("mnli", "race"), redundant("mnli", "qqp"), redundant("qqp", "mnli"), redundant("race", "mnli")]
+OTHERS = [("mnli", "squad2"), ("squad2", "mnli")]
+OTHERS += [redundant(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "mnli"), ("race", "mnli"))]
 
 
 @pytest.mark.xfail(strict=True, reason="defect 1: a head of another task is taken, whatever it is for")
-@pytest.mark.parametrize(("source", "task"), [("mnli", "squad2"), *OTHER_TASKS, redundant("squad2", "mnli")])
+@pytest.mark.parametrize(("source", "task"), OTHERS)
 def test_the_head_of_another_task_is_not_taken(tuning: Finetuning, tmp_path: Path, source: str, task: str) -> None:
     """A run of another task gives all but its head."""
     done = tuning.start(task, tmp_path / "run", "--init", tuning.run(source), "--train.steps", 1)
@@ -174,7 +209,9 @@ def test_what_is_no_run_of_bert(tuning: Finetuning, tmp_path: Path, kind: str, p
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(strict=True, reason="defect 3: --init is not named, and the run directory is there, with a tokenizer")
+@pytest.mark.xfail(
+    strict=True, reason="defect 3: --init is not named, and the run directory is there, with a tokenizer"
+)
 def test_a_run_without_a_checkpoint(tuning: Finetuning, pretrained: Path, tmp_path: Path) -> None:
     source = shutil.copytree(pretrained, tmp_path / "source")
     shutil.rmtree(source / "checkpoints")
