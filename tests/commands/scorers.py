@@ -42,7 +42,9 @@ def squad_percent(predictions: Path, data: Path) -> tuple[float, float]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
                 golds = [answer["text"] for answer in question["answers"]] or [""]
-                scores.append(max(_exact_and_f1(gold, found.pop(question["id"])) for gold in golds))
+                answer = found.pop(question["id"])
+                each = [_exact_and_f1(gold, answer) for gold in golds]
+                scores.append((max(exact for exact, _ in each), max(f1 for _, f1 in each)))
     assert not found
     return 100 * sum(exact for exact, _ in scores) / len(scores), 100 * sum(f1 for _, f1 in scores) / len(scores)
 

@@ -32,7 +32,6 @@ PRETRAINING = ("--task.name", "pretraining", "--train.epochs", 0, "--train.steps
         redundant(("--model.head", "nothing"), [r"--model\.head 'nothing'", "pretraining, classes, span, choice"]),
         redundant(("--task.doc-stride", 0), [r"--task\.doc-stride 0", "valid: 1 to"]),
         redundant(("--task.n-best", "x"), [r"--task\.n-best", "valid: a whole number"]),
-        redundant(("--task.strict", "maybe"), [r"--task\.strict", "valid: true or false"]),
         redundant(("--train.epochs", 0, "--train.steps", 5), [r"--optimizer\.decay-steps missing", r"--train\.epochs"]),
         redundant(("--optimizer.warmup-fraction", 1), [r"--optimizer\.warmup-fraction 1", "less than 1"]),
         redundant(("--data.validation-fraction", 1), [r"--data\.validation-fraction 1", "less than 1"]),
