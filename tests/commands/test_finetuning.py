@@ -138,7 +138,7 @@ def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path, giv
     [
         ((), math.ceil(2 * TRAIN / BATCH)),
         (("--train.steps", 3), 3),
-        (("--train.steps", 100), 10),
+        redundant(("--train.steps", 100), 10),
         redundant(("--train.epochs", 0.3), 2),
         redundant(("--train.epochs", 1.01), 6),
     ],
