@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from finetuning import Finetuning
 from processes import PRESET, Commands, Run, made_once
 
 
@@ -58,3 +59,11 @@ def half(commands: Commands, shared_folder: Path) -> Run:
     """The first 10 of the 20 steps."""
     folder = shared_folder / "half"
     return Run(folder, made_once(folder, lambda: commands.train(folder, "--train.steps", 10)))
+
+
+@pytest.fixture(scope="session")
+def tuning(commands: Commands, shared_folder: Path) -> Finetuning:
+    """Fine-tunes a small model."""
+    folder = shared_folder / "finetuning"
+    folder.mkdir(exist_ok=True)
+    return Finetuning(commands, folder)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import jax
+from jax.sharding import Mesh
 
 from megajax import ending, launch
 from megajax.config import Config
@@ -23,7 +24,8 @@ from megajax.data.files import file_atomically
 from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
-from megajax.training import run_log
+from megajax.runs import init as runs_init
+from megajax.training import begin, run_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +52,9 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(os, "_exit", leave),
         mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
+        mock.patch.object(begin, "Program", _Programs()),
         mock.patch.object(checkpoint, "Transfer", _transfer),
+        mock.patch.object(runs_init, "Transfer", _transfer),
         mock.patch.object(run_log, "plot_loss", _plot_loss),
         contextlib.suppress(_Ended, SystemExit),
     ):
@@ -87,11 +91,24 @@ _programs: dict[Any, Program] = {}
 
 def _program_on(config: Config, devices: list[jax.Device] | None = None) -> Program:
     """`Program.on`, with what a command before has traced and compiled for the same programs."""
+    return _shared(config, (config.mesh, *(devices or jax.devices())), lambda: _on(config, devices))
+
+
+class _Programs:
+    """In place of `Program` where a training makes one."""
+
+    on = staticmethod(_program_on)
+
+    def __call__(self, config: Config, mesh: Mesh) -> Program:
+        return _shared(config, (mesh,), lambda: Program(config, mesh))
+
+
+def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
     names = ("seed", "precision", "sequence_parallel", "model", "mesh", "pipeline", "optimizer", "loss_scale")
     batches = config.train.global_batch, config.train.microbatch, config.train.remat, config.data.reset_attention
-    key = *(getattr(config, name) for name in names), *batches, *(devices or jax.devices())
+    key = *(getattr(config, name) for name in names), *batches, *place
     if key not in _programs:
-        _programs[key] = _on(config, devices)
+        _programs[key] = make()
     program = copy.copy(_programs[key])
     program.config = config
     return program
