@@ -60,11 +60,12 @@ def evaluate_task(
     inputs, logits, steps = [], [], []
     for run_dir in run_dirs:
         own = config if run_dir == run_dirs[0] else _run_config(name, run_dir, overrides, mesh=config.mesh)
-        inputs.append((own.model.sequence_length, run_tokenizer(run_dir, own)))
+        windows = own.model.sequence_length, own.task.doc_stride, own.task.question_tokens
+        inputs.append((windows, run_tokenizer(run_dir, own)))
         if TASKS[name].head == "span" and inputs[-1] != inputs[0]:
             raise UserError(
-                f"--checkpoint {run_dir}: another tokenizer or model.sequence_length than {run_dirs[0]}, whose windows "
-                "its answers cannot be put together with; valid: runs with the same"
+                f"--checkpoint {run_dir}: another tokenizer, model.sequence_length, task.doc_stride or "
+                f"task.question_tokens than {run_dirs[0]}, so that answers cannot be put together; valid: the same"
             )
         samples = task_samples(
             name,

@@ -22,6 +22,7 @@ from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
 from megajax.runs.mismatch import check_fits
+from megajax.runs.step_folders import complete
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import check_run
 
@@ -52,6 +53,8 @@ def check_init(config: Config) -> None:
         )
         ours = ", ".join(str(getattr(model, name)) for name in differ)
         raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
+    if not complete(run_dir / "checkpoints"):
+        raise UserError(f"--init {run_dir} holds no checkpoint; valid: the run directory of a training that wrote one")
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megajax import reading
 from megajax.config import Config
@@ -17,13 +16,15 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
+from megajax.runs.directory import has_checkpoints
 from megajax.runs.init import init_tokenizer
 from megajax.tasks.readers import read_records
-from megajax.tasks.records import Record, Records
+from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import EpochOrder, TaskSamples, shared_contexts, split_by_context, task_samples
 
 _REPORT = "records.json"  # in a run's data: written last
+_SPLIT = 0  # seed of what is held out, the same for all seeds of a run: their scores are compared
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ def make_task_data(config: Config, folder: Path) -> None:
     """Choose the tokenizer of a run and remember its records, in its folder. One process calls this, then all may
     `open_task_data`.
 
-    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records.
+    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records. As long as the
+    run has no checkpoint both are chosen anew.
 
     Raises:
         UserError: the files or the tokenizer cannot be used.
     """
-    if reading.kind(folder / _REPORT):
+    if reading.kind(folder / _REPORT) and has_checkpoints(folder.parent):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)
@@ -94,6 +96,7 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
                 "files, or another --run-dir"
             )
     tokenizer = load_tokenizer(folder / "tokenizer")
+    _check_size(config, tokenizer)
     samples = _samples(config, train, tokenizer, training=True)
     if not len(samples):
         raise UserError("--data.train: no record can be trained on; valid: one or more")
@@ -101,25 +104,16 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     return TaskData(tokenizer, EpochOrder(samples, config.seed), dev_samples, samples, odd)
 
 
-def task_records(config: Config, paths: Sequence[str], flag: str) -> Records[Any]:
-    """The records in some files of a run's task.
-
-    Raises:
-        UserError: the files cannot be used.
-    """
-    return read_records(config.task.name, paths, config.task, flag)
-
-
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     """Those to train on, those of dev, and what was odd."""
     if not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
-    found = task_records(config, config.data.train, "--data.train")
+    found = read_records(config.task.name, config.data.train, config.task, "--data.train")
     if config.data.dev:
-        dev = task_records(config, config.data.dev, "--data.dev")
+        dev = read_records(config.task.name, config.data.dev, config.task, "--data.dev")
         return found.entries, dev.entries, [*found.lines(), *dev.lines()]
-    train, dev_entries = split_by_context(found.entries, config.data.validation_fraction, config.seed)
-    return list(train), list(dev_entries), list(found.lines())
+    train, held_out = split_by_context(found.entries, config.data.validation_fraction, _SPLIT)
+    return list(train), list(held_out), list(found.lines())
 
 
 def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *, training: bool) -> TaskSamples:
@@ -148,12 +142,16 @@ def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokeniz
         texts = list(itertools.chain.from_iterable(map(_texts, train)))
         part = training_part(texts, sum(map(len, texts)))
         tokenizer = train_tokenizer(part, config.model.vocab_size, FAMILIES[config.model.family].tokenizer)
+    _check_size(config, tokenizer)
+    return tokenizer
+
+
+def _check_size(config: Config, tokenizer: Tokenizer) -> None:
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
-            f"the tokenizer of {config.tokenizer.path or config.init} has {tokenizer.size} ids; valid: at most "
-            f"--model.vocab-size {config.model.vocab_size}, or a larger one"
+            f"the tokenizer of {config.tokenizer.path or config.init or config.run_dir} has {tokenizer.size} ids; "
+            f"valid: at most --model.vocab-size {config.model.vocab_size}, or a larger one"
         )
-    return tokenizer
 
 
 def _texts(record: Record) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
 from megajax.config import Config
@@ -12,10 +13,10 @@ def in_steps(config: Config, samples: Any) -> Config:
     those that are trained on (`EpochSamples`), of which an epoch has each once."""
     train, optimizer = config.train, config.optimizer
     if train.epochs:
-        end = max(1, math.ceil(train.epochs * samples.epoch_size / train.global_batch))
+        end = max(1, math.ceil(Fraction(str(train.epochs)) * samples.epoch_size / train.global_batch))
         optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or end)
         train = dataclasses.replace(train, steps=min(train.steps or end, end))
     if optimizer.warmup_fraction:
-        warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
+        warmup = round(optimizer.warmup_fraction * (optimizer.decay_steps or train.steps))
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     return dataclasses.replace(config, train=train, optimizer=optimizer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from megajax.errors import RunError, UserError
 from megajax.launch import start
 from megajax.processes import on_first_process, say
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
-from megajax.runs.parts import marked_format
+from megajax.runs.parts import check_outside_runs, marked_format
 from megajax.tasks.registry import TASKS
 from megajax.training.begin import check_given, train_here
 
 _REPORT = "seeds.json"
 _KIND = "seeds of a task"
+_OWN = re.compile(r"seed-\d+|seeds\.json(\.partial.*)?")
 
 
 def train_seeds(config: Config) -> None:
@@ -36,19 +38,27 @@ def train_seeds(config: Config) -> None:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
     start(config)
     on_first_process(lambda: _check_folder(folder))
-    done: dict[int, dict[str, Any]] = {}
-    for seed in range(config.seed, last + 1):
+    seeds = range(config.seed, last + 1)
+    for seed in seeds:
         run_dir = folder / f"seed-{seed}"
         own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
         say(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}")
         train_here(own, skip_finished=True)
-        done[seed] = _dev(run_dir)
-    on_first_process(lambda: _report(config, folder, done))
+    on_first_process(lambda: _report(config, folder, {seed: _dev(folder / f"seed-{seed}") for seed in seeds}))
 
 
 def _check_folder(folder: Path) -> None:
+    """Raises `UserError` where the seeds' folder is something else."""
+    valid = "valid: a new folder, an empty one, or that of earlier seeds"
+    check_outside_runs(folder, "--run-dir")
+    there = reading.kind(folder)
+    if there and there != "a folder":
+        raise UserError(f"--run-dir {folder} is {there}; {valid}")
     if marked_format(folder) is not None:
         raise UserError(f"--run-dir {folder} is the directory of one run; valid: a new folder, or without --seeds")
+    foreign = sorted(name for name in reading.names(folder) if not _OWN.fullmatch(name))
+    if foreign:
+        raise UserError(f"--run-dir {folder} holds no seeds of a task, but {foreign[0]}; {valid}")
     file = folder / _REPORT
     if not reading.kind(file):
         return

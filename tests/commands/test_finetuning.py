@@ -159,7 +159,6 @@ def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) ->
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="defect 9: 1.1 * 50 is a little more than 55 in floating point")
 @pytest.mark.parametrize(("epochs", "records", "batch", "steps"), [(1.1, 50, 5, 11), (0.28, 100, 4, 7)])
 def test_steps_of_a_share_of_an_epoch(epochs: float, records: int, batch: int, steps: int) -> None:
     """As they are in decimals."""

@@ -159,7 +159,6 @@ OTHERS = [("mnli", "squad2"), redundant("squad2", "mnli")]
 OTHERS += [redundant(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "mnli"), ("race", "mnli"))]
 
 
-@pytest.mark.xfail(strict=True, reason="defect 1: a head of another task is taken, whatever it is for")
 @pytest.mark.parametrize(("source", "task"), OTHERS)
 def test_the_head_of_another_task_is_not_taken(tuning: Finetuning, tmp_path: Path, source: str, task: str) -> None:
     """A run of another task gives all but its head."""
@@ -209,9 +208,6 @@ def test_what_is_no_run_of_bert(tuning: Finetuning, tmp_path: Path, kind: str, p
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(
-    strict=True, reason="defect 3: --init is not named, and the run directory is there, with a tokenizer"
-)
 def test_a_run_without_a_checkpoint(tuning: Finetuning, pretrained: Path, tmp_path: Path) -> None:
     source = shutil.copytree(pretrained, tmp_path / "source")
     shutil.rmtree(source / "checkpoints")
@@ -220,7 +216,6 @@ def test_a_run_without_a_checkpoint(tuning: Finetuning, pretrained: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="defect 4: the tokenizer of a start that trained nothing stays")
 @pytest.mark.parametrize("first", ["fresh", redundant("another run")])
 def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str

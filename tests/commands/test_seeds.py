@@ -128,7 +128,6 @@ def test_the_directory_of_seeds_is_no_run(tuning: Finetuning, tmp_path: Path) ->
     assert contents(tmp_path) == before
 
 
-@pytest.mark.xfail(strict=True, reason="defect 5: --seeds does not look at what its folder is")
 @pytest.mark.parametrize("kind", ["a file", "a folder of something else"])
 def test_a_place_of_something_else_is_refused(tuning: Finetuning, tmp_path: Path, kind: str) -> None:
     """As by one run, before the data are looked at."""
