@@ -28,7 +28,6 @@ from megajax.runs.trained import check_run
 
 _SAME = ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "padded_vocab_size", "layer_order")
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
-_POSITIONS = "position"  # the logical dim of which a shorter model takes the first
 
 
 def check_init(config: Config) -> None:
