@@ -20,7 +20,9 @@ class OptimizerConfig:
         Literal["cosine", "linear", "constant"], "way of the learning rate from the peak down to the floor"
     ] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
-    warmup_fraction: Annotated[float, "the same as a share of the steps of the decay; 0: warmup_steps", SHARE] = 0.0
+    warmup_fraction: Annotated[
+        float, "the same as a share of decay_steps, or where that is 0 of all steps; 0: warmup_steps", SHARE
+    ] = 0.0
     min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", between(0, 1000)] = 0.0
     beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9
     beta2: Annotated[float, "decay of the mean of their squares", SHARE] = 0.999

@@ -16,6 +16,6 @@ def in_steps(config: Config, samples: Any) -> Config:
         optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or end)
         train = dataclasses.replace(train, steps=min(train.steps or end, end))
     if optimizer.warmup_fraction:
-        warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
+        warmup = round(optimizer.warmup_fraction * (optimizer.decay_steps or train.steps))
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     return dataclasses.replace(config, train=train, optimizer=optimizer)
