@@ -47,9 +47,7 @@ def test_the_first_record_may_be_one_that_is_not_trained_on(tmp_path: Path) -> N
     assert len(open_task_data(config, tmp_path / "data").train_samples) == 2
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=(squad(tmp_path, "no", [9]),)))
     make_task_data(config, tmp_path / "other")
-    with pytest.raises(
-        UserError, match=r"^--data\.train: none of its 1 records has an answer that is at its offset"
-    ):
+    with pytest.raises(UserError, match=r"^--data\.train: none of its 1 records has an answer that is at its offset"):
         open_task_data(config, tmp_path / "other")
 
 
