@@ -72,11 +72,15 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
     it: the weights know no other ids.
 
     Raises:
-        UserError: it cannot be read, or there is none.
+        UserError: it cannot be read, there is none, or an earlier start has made the corpora with another.
     """
-    if has_run_data(config, folder) or is_tokenizer_folder(folder / "tokenizer"):
-        return
     tokenizer = init_tokenizer(config)
+    if is_tokenizer_folder(folder / "tokenizer"):
+        if tokenizer is not None and kept_tokenizer(folder) != tokenizer:
+            raise UserError(f"--init {config.init}: not the tokenizer in {folder}; valid: another --run-dir")
+        return
+    if has_run_data(config, folder):
+        return
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer")
     elif config.data.path and not config.tokenizer.path and not prepared_prefix(config.data.path):

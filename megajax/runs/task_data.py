@@ -60,16 +60,21 @@ class TaskData:
         yield from self.odd
 
 
-def make_task_data(config: Config, folder: Path) -> None:
+def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
     """Choose the tokenizer of a run and remember its records, in its folder. One process calls this, then all may
     `open_task_data`.
 
     The tokenizer is that of `--init`, or the one that is given, or is trained on the training records.
 
+    Args:
+        config: of the run.
+        folder: the data of the run.
+        again: also where an earlier start did so, which has trained nothing and may have had other files or weights.
+
     Raises:
         UserError: the files or the tokenizer cannot be used.
     """
-    if reading.kind(folder / _REPORT):
+    if not again and reading.kind(folder / _REPORT):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)

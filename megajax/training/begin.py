@@ -73,11 +73,15 @@ def check_given(config: Config) -> None:
 def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
     def begin() -> None:
         with claimed(run_dir, config, lock):
-            if config.init and not has_checkpoints(run_dir):
+            is_new = not has_checkpoints(run_dir)
+            if config.init and is_new:
                 check_init(config)
-                if config.pretrains:
-                    keep_init_tokenizer(config, run_dir / "data")
-            (make_run_data if config.pretrains else make_task_data)(config, run_dir / "data")
+            if not config.pretrains:
+                make_task_data(config, run_dir / "data", again=is_new)
+                return
+            if config.init and is_new:
+                keep_init_tokenizer(config, run_dir / "data")
+            make_run_data(config, run_dir / "data")
 
     on_first_process(begin)
     keep_traces_in(run_dir)

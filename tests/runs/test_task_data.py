@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import Config
+from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
 from megajax.presets import resolve
 from megajax.runs.init import keep_init_tokenizer
@@ -71,7 +72,24 @@ def test_corpora_are_tokenized_as_the_run_of_init_has_it(tmp_path: Path) -> None
     keep_init_tokenizer(pretraining, tmp_path / "new")
     kept = (tmp_path / "run" / "data" / "tokenizer" / "vocab.txt").read_bytes()
     assert (tmp_path / "new" / "tokenizer" / "vocab.txt").read_bytes() == kept
+    keep_init_tokenizer(pretraining, tmp_path / "new")
+    (tmp_path / "new" / "tokenizer" / "vocab.txt").write_bytes(kept + b"another\n")
+    with pytest.raises(UserError, match=r"^--init .*run: not the tokenizer in .*new; valid: another --run-dir$"):
+        keep_init_tokenizer(pretraining, tmp_path / "new")
     (tmp_path / "bare").mkdir()
     other = dataclasses.replace(pretraining, init=str(tmp_path / "bare"))
     with pytest.raises(UserError, match=r"^--init .*bare has no tokenizer; valid: --tokenizer\.path with that of"):
         keep_init_tokenizer(other, tmp_path / "third")
+
+
+def test_a_start_that_trained_nothing_decides_nothing(tmp_path: Path) -> None:
+    """Neither records nor tokenizer: the next one may have other files, or begin with the weights of a run."""
+    folder, questions, train = tmp_path / "data", squad(tmp_path, "squad", [4]), pairs(tmp_path)
+    make_task_data(configuration("squad1", **{"data.train": [questions], "data.dev": [questions]}), folder)
+    config = configuration("qqp", **{"data.train": [train], "data.dev": [train]})
+    with pytest.raises(UserError, match=r"^--data\.train: other records than when the run began"):
+        make_task_data(config, folder)
+        open_task_data(config, folder)
+    before = load_tokenizer(folder / "tokenizer")
+    make_task_data(config, folder, again=True)
+    assert open_task_data(config, folder).tokenizer != before
