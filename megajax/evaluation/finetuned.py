@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.config import Config, MeshConfig
+from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.scoring import answer_samples
 from megajax.processes import on_first_process, say
@@ -57,31 +58,41 @@ def evaluate_task(
         on_first_process(lambda: check_predictions(predictions, found.entries))
     for line in found.lines():
         say(line)
-    inputs, logits, steps = [], [], []
-    for run_dir in run_dirs:
-        own = config if run_dir == run_dirs[0] else _run_config(name, run_dir, overrides, mesh=config.mesh)
-        windows = own.model.sequence_length, own.task.doc_stride, own.task.question_tokens
-        inputs.append((windows, run_tokenizer(run_dir, own)))
-        if TASKS[name].head == "span" and inputs[-1] != inputs[0]:
-            raise UserError(
-                f"--checkpoint {run_dir}: another tokenizer, model.sequence_length, task.doc_stride or "
-                f"task.question_tokens than {run_dirs[0]}, so that answers cannot be put together; valid: the same"
-            )
-        samples = task_samples(
-            name,
-            found.entries,
-            inputs[-1][1],
-            sequence_length=own.model.sequence_length,
-            config=own.task,
-            training=False,
-        )
+    configs = [config, *(_run_config(name, run_dir, overrides, mesh=config.mesh) for run_dir in run_dirs[1:])]
+    tokenizers = [run_tokenizer(run_dir, own) for run_dir, own in zip(run_dirs, configs, strict=True)]
+    if TASKS[name].head == "span":
+        _check_same_windows(run_dirs, configs, tokenizers)
+    logits, steps = [], []
+    for run_dir, own, tokenizer in zip(run_dirs, configs, tokenizers, strict=True):
+        length = own.model.sequence_length
+        samples = task_samples(name, found.entries, tokenizer, sequence_length=length, config=own.task, training=False)
         trained = TrainedModel.restore(run_dir, own, step)
         logits.append(answer_samples(trained.program, trained.params, samples))
         steps.append(trained.step)
+        del trained  # the next one's weights may need its memory
     figures, answers = task_answers(config, samples, logits)
     if predictions:
         on_first_process(lambda: write_predictions(predictions, name, samples.records, answers))
     return {"task": name, "step": steps[0] if len(steps) == 1 else steps, **figures}
+
+
+def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
+    """Check that runs have the same windows, whose answers are put together.
+
+    Raises:
+        UserError: they have not.
+    """
+    inputs = [
+        (tokenizer, config.model.sequence_length, config.task.doc_stride, config.task.question_tokens)
+        for tokenizer, config in zip(tokenizers, configs, strict=True)
+    ]
+    for run_dir, own in zip(run_dirs, inputs, strict=True):
+        if own != inputs[0]:
+            raise UserError(
+                f"--checkpoint {run_dir}: another tokenizer, model.sequence_length, task.doc_stride or "
+                f"task.question_tokens than {run_dirs[0]}, with whose windows its answers cannot be put together; "
+                "valid: runs with the same, or --task.doc-stride and --task.question-tokens for all"
+            )
 
 
 def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:

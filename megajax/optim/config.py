@@ -21,7 +21,7 @@ class OptimizerConfig:
     ] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
     warmup_fraction: Annotated[
-        float, "the same as a share of decay_steps, or without a decay of all steps; 0: warmup_steps", SHARE
+        float, "the same as a share of decay_steps, or where that is 0 of all steps; 0: warmup_steps", SHARE
     ] = 0.0
     min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", between(0, 1000)] = 0.0
     beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9

@@ -11,7 +11,9 @@ from jax import Array
 from megajax import reading
 from megajax.config import Config
 from megajax.data.corpus import kept_tokenizer
+from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
@@ -20,6 +22,7 @@ from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
+from megajax.runs.data import has_run_data
 from megajax.runs.directory import kept_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import complete
@@ -64,6 +67,26 @@ def init_tokenizer(config: Config) -> Tokenizer | None:
     """
     folder = Path(config.init) / "data"
     return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+
+
+def keep_init_tokenizer(config: Config, folder: Path) -> None:
+    """Put the tokenizer of the run that `--init` names in a new run's folder of data, where its corpora are made with
+    it: the weights know no other ids.
+
+    Raises:
+        UserError: it cannot be read, there is none, or an earlier start has made the corpora with another.
+    """
+    tokenizer = init_tokenizer(config)
+    if is_tokenizer_folder(folder / "tokenizer"):
+        if tokenizer is not None and kept_tokenizer(folder) != tokenizer:
+            raise UserError(f"--init {config.init}: not the tokenizer in {folder}; valid: another --run-dir")
+        return
+    if has_run_data(config, folder):
+        return
+    if tokenizer is not None:
+        tokenizer.save(folder / "tokenizer")
+    elif config.data.path and not config.tokenizer.path and not prepared_prefix(config.data.path):
+        raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
 
 
 def first_state(program: Program) -> tuple[TrainState, str]:

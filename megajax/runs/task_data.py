@@ -16,7 +16,6 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
-from megajax.runs.directory import has_checkpoints
 from megajax.runs.init import init_tokenizer
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Record
@@ -24,7 +23,7 @@ from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import EpochOrder, TaskSamples, shared_contexts, split_by_context, task_samples
 
 _REPORT = "records.json"  # in a run's data: written last
-_SPLIT = 0  # seed of what is held out, the same for all seeds of a run: their scores are compared
+_SPLIT_SEED = 0  # of dev's share of the training records: the same records for all of `--seeds`, which are compared
 
 
 @dataclass(frozen=True)
@@ -60,23 +59,27 @@ class TaskData:
         yield from self.odd
 
 
-def make_task_data(config: Config, folder: Path) -> None:
+def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
     """Choose the tokenizer of a run and remember its records, in its folder. One process calls this, then all may
     `open_task_data`.
 
-    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records. As long as the
-    run has no checkpoint both are chosen anew.
+    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records.
+
+    Args:
+        config: of the run.
+        folder: the data of the run.
+        again: also where an earlier start did so, which has trained nothing and may have had other files or weights.
 
     Raises:
         UserError: the files or the tokenizer cannot be used.
     """
-    if reading.kind(folder / _REPORT) and has_checkpoints(folder.parent):
+    if not again and reading.kind(folder / _REPORT):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)
     WordPieces.of(tokenizer, "the tokenizer")
-    for entries, training in ((train, True), (dev, False)):  # what cannot be cut in samples is found here
-        _samples(config, entries[:1], tokenizer, training=training)
+    for entries in (train, dev):  # what cannot be cut in samples is found here
+        _samples(config, entries[:1], tokenizer, training=False)
     tokenizer.save(folder / "tokenizer")
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
 
@@ -98,8 +101,6 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     tokenizer = load_tokenizer(folder / "tokenizer")
     _check_size(config, tokenizer)
     samples = _samples(config, train, tokenizer, training=True)
-    if not len(samples):
-        raise UserError("--data.train: no record can be trained on; valid: one or more")
     dev_samples = _samples(config, dev, tokenizer, training=False)
     return TaskData(tokenizer, EpochOrder(samples, config.seed), dev_samples, samples, odd)
 
@@ -112,8 +113,8 @@ def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     if config.data.dev:
         dev = read_records(config.task.name, config.data.dev, config.task, "--data.dev")
         return found.entries, dev.entries, [*found.lines(), *dev.lines()]
-    train, held_out = split_by_context(found.entries, config.data.validation_fraction, _SPLIT)
-    return list(train), list(held_out), list(found.lines())
+    train, dev_entries = split_by_context(found.entries, config.data.validation_fraction, _SPLIT_SEED)
+    return list(train), list(dev_entries), list(found.lines())
 
 
 def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *, training: bool) -> TaskSamples:

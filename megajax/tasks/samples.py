@@ -76,7 +76,8 @@ def task_samples(
         if len(kept) < len(records):
             samples.counts["records without a label, left out"] = len(records) - len(kept)
     if training and not len(samples):
-        raise UserError(f"--data.train: none of its {len(records)} records has a label; valid: at least one that has")
+        what = "an answer that is at its offset" if head == "span" else "a label"
+        raise UserError(f"--data.train: none of its {len(records)} records has {what}; valid: at least one that has")
     return samples
 
 

@@ -1,5 +1,6 @@
 """SQuAD's figures, as the official scripts of versions 1.1 and 2.0 compute them."""
 
+import math
 import re
 import string
 from collections import Counter
@@ -56,12 +57,15 @@ def squad_figures(
         unanswerable: as SQuAD 2.0 counts.
 
     Returns:
-        `exact_match`, `f1`, and `records`, how many there are; of SQuAD 2.0 also those of the questions that have an
-        answer, `HasAns_exact` and `HasAns_f1`, and that have none, `NoAns_exact` and `NoAns_f1`, where there are such;
-        and the best that another threshold gives, `best_exact` and `best_f1`, with that threshold,
-        `best_exact_thresh` and `best_f1_thresh`.
+        `exact_match`, `f1`, and `records`, how many there are; of SQuAD 1.1 all are of the questions that have an
+        answer, and NaN where none has, as in a test set; of SQuAD 2.0 also those of the questions that have an answer,
+        `HasAns_exact` and `HasAns_f1`, and that have none, `NoAns_exact` and `NoAns_f1`, where there are such; and the
+        best that another threshold gives, `best_exact` and `best_f1`, with that threshold, `best_exact_thresh` and
+        `best_f1_thresh`.
     """
     pairs = list(zip(questions, answers, strict=True))
+    if not unanswerable:
+        pairs = [(question, answer) for question, answer in pairs if question.answers]
     scores = [question_scores(question, answer.text, unanswerable=unanswerable) for question, answer in pairs]
     exact, f1 = _percent(scores)
     figures: dict[str, float | int] = {"exact_match": exact, "f1": f1, "records": len(scores)}
@@ -81,6 +85,8 @@ def squad_figures(
 
 
 def _percent(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    if not scores:
+        return math.nan, math.nan
     exact, f1 = (100 * sum(column) / len(scores) for column in zip(*scores, strict=True))
     return exact, f1
 

@@ -10,12 +10,12 @@ from megajax.data.files import write_atomically
 from megajax.ending import keep_traces_in
 from megajax.errors import UserError
 from megajax.launch import start
-from megajax.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.processes import of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import make_run_data, open_run_data
 from megajax.runs.directory import claimed, has_checkpoints
-from megajax.runs.init import check_init
+from megajax.runs.init import check_init, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
@@ -73,9 +73,15 @@ def check_given(config: Config) -> None:
 def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
     def begin() -> None:
         with claimed(run_dir, config, lock):
-            if config.init and not has_checkpoints(run_dir):
+            is_new = not has_checkpoints(run_dir)
+            if config.init and is_new:
                 check_init(config)
-            (make_run_data if config.pretrains else make_task_data)(config, run_dir / "data")
+            if not config.pretrains:
+                make_task_data(config, run_dir / "data", again=is_new)
+                return
+            if config.init and is_new:
+                keep_init_tokenizer(config, run_dir / "data")
+            make_run_data(config, run_dir / "data")
 
     on_first_process(begin)
     keep_traces_in(run_dir)
@@ -96,8 +102,12 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
 def _is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
 
-    def look() -> bool:
-        recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
-        return recorded and steps in complete(run_dir / "checkpoints")
+    found = False
 
-    return bool(of_first_process(is_first_process() and look()))
+    def look() -> None:
+        nonlocal found
+        recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
+        found = recorded and steps in complete(run_dir / "checkpoints")
+
+    on_first_process(look)
+    return bool(of_first_process(found))

@@ -2,6 +2,7 @@
 checkpoint."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -154,9 +155,7 @@ class Run:
                 self.log.print(problem)
         self.checkpoints.wait()
         if isinstance(self.data, TaskData):
-            self.watchdog.at(self.step, COMPILING)
-            self.dev_figures = dev_figures(self.program, self.state.params, self.data)
-            self.log.record_dev(self.step, self.dev_figures)
+            self._score_dev(self.data)
 
     def _asks(self) -> tuple[int, int]:
         """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
@@ -244,6 +243,24 @@ class Run:
         loss = total_loss(parts)
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
         return loss
+
+    def _score_dev(self, data: TaskData) -> None:
+        """Compute and record a task's figures on its dev records.
+
+        Raises:
+            Stopped: a signal came meanwhile; the next start computes them.
+        """
+        doing = itertools.chain([COMPILING], itertools.repeat(COMPUTING))
+
+        def before_batch() -> None:
+            self.watchdog.at(self.step, next(doing))
+            self._look_for_a_signal()
+
+        try:
+            self.dev_figures = dev_figures(self.program, self.state.params, data, before_batch)
+        except _SignalSeen:
+            self._stop_by_signal(self.step)
+        self.log.record_dev(self.step, self.dev_figures)
 
     def _summary(self) -> None:
         steps = self.config.train.steps

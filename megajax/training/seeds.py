@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megajax import reading
 from megajax.config import Config
 from megajax.data.files import write_atomically
-from megajax.errors import RunError, UserError
+from megajax.errors import UserError
 from megajax.launch import start
 from megajax.processes import on_first_process, say
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
@@ -40,11 +41,15 @@ def train_seeds(config: Config) -> None:
     on_first_process(lambda: _check_folder(folder))
     seeds = range(config.seed, last + 1)
     for seed in seeds:
-        run_dir = folder / f"seed-{seed}"
+        run_dir = _run_dir(folder, seed)
         own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
         say(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}")
         train_here(own, skip_finished=True)
-    on_first_process(lambda: _report(config, folder, {seed: _dev(folder / f"seed-{seed}") for seed in seeds}))
+    on_first_process(lambda: _report(config, folder, seeds))
+
+
+def _run_dir(folder: Path, seed: int) -> Path:
+    return folder / f"seed-{seed}"
 
 
 def _check_folder(folder: Path) -> None:
@@ -74,17 +79,18 @@ def _dev(run_dir: Path) -> dict[str, Any]:
     """The figures of a finished run on its dev records, and the step that they are of."""
     records = [record for record in read_metrics(run_dir) if is_of_dev(record)]
     if not records:
-        raise RunError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; the same command trains on")
+        raise UserError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; valid: the same command again")
     return {name.removeprefix(DEV): value for name, value in records[-1].items()}
 
 
-def _report(config: Config, folder: Path, done: dict[int, dict[str, Any]]) -> None:
+def _report(config: Config, folder: Path, numbers: Iterable[int]) -> None:
+    done = {seed: _dev(_run_dir(folder, seed)) for seed in numbers}
     figure = TASKS[config.task.name].figure
-    ranked = sorted(done, key=lambda seed: (done[seed][figure] is not None, done[seed][figure] or 0.0))
+    ranked = sorted(done, key=lambda seed: done[seed][figure])
     median = ranked[(len(ranked) - 1) // 2]
-    run_dir = folder / f"seed-{median}"
+    run_dir = _run_dir(folder, median)
     checkpoint = run_dir / "checkpoints" / str(done[median]["step"])
-    seeds = [{"seed": seed, "run": str(folder / f"seed-{seed}"), **figures} for seed, figures in done.items()]
+    seeds = [{"seed": seed, "run": str(_run_dir(folder, seed)), **figures} for seed, figures in done.items()]
     report = {
         "kind": _KIND,
         "task": config.task.name,

@@ -134,6 +134,10 @@ def test_figures_at_thresholds():
         "best_f1_thresh": -3.0,
     }
     assert squad_figures(questions[:3], given[:3], unanswerable=False).keys() == {"exact_match", "f1", "records"}
+    mixed = squad_figures(questions, given, unanswerable=False)
+    assert mixed == squad_figures(questions[:3], given[:3], unanswerable=False)
+    unknown = squad_figures(questions[3:], given[3:], unanswerable=False)
+    assert math.isnan(unknown["f1"]) and math.isnan(unknown["exact_match"]) and unknown["records"] == 0
     only = squad_figures(questions[3:], given[3:], unanswerable=True)
     assert not any("HasAns" in name for name in only) and (only["best_f1"], only["best_f1_thresh"]) == (100, 0)
 
