@@ -57,7 +57,7 @@ def hand_written(program: Program):
             x = ends.embed(microbatch, context)
             blocks = jax.tree.map(lambda w: w[0, 0], params["blocks"])
             x, _ = lax.scan(layer, x, (blocks, jnp.arange(config.model.num_layers)), unroll=unroll)
-            return ends.losses(x, microbatch)["next_token"] / count.astype(x.dtype)
+            return ends.losses(x, microbatch, context)["next_token"] / count.astype(x.dtype)
 
         def accumulate(carry, microbatch):
             loss, grads = jax.value_and_grad(loss_of)(params, microbatch)

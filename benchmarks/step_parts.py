@@ -92,12 +92,16 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     def attention(module, x_BTD, dropout):
         return module(x_BTD, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
 
+    def head(module, x_BTD, dropout):
+        context = module.context({"tokens": targets_BT}, dropout)
+        return module.losses(x_BTD, {"targets": targets_BT}, context)["next_token"][None]
+
     block = layer_of(gpt.blocks, 0)
     calls = {
         "attention": (block.attention, attention, layers),
         "MLP": (block.mlp, lambda module, x, _: module(x), layers),
         "LayerNorm": (LayerNorm(model.hidden_size, LAYER_NORM_EPSILON), lambda module, x, _: module(x), 2 * layers),
-        "head and loss": (gpt, lambda module, x, _: module.losses(x, {"targets": targets_BT})["next_token"][None], 1),
+        "head and loss": (gpt, head, 1),
     }
     products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}

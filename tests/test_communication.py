@@ -204,7 +204,8 @@ def test_embedding_and_head_communicate_a_few_scalars_per_token():
         x_BTD = jnp.ones(ACTIVATION)
 
         def loss(shared, x_BTD):
-            return model.ends(shared).losses(x_BTD, {"targets": tokens_BT})["next_token"]
+            context = model.context({"tokens": tokens_BT}, dropout)
+            return model.ends(shared).losses(x_BTD, {"targets": tokens_BT}, context)["next_token"]
 
         return jax.grad(loss, (0, 1))(shared, x_BTD)
 
