@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
 from megajax.data.samples import Sample
+from megajax.data.split import held_out
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -85,15 +86,8 @@ def split_documents(
             f"{documents.name} has {len(order)} documents; training and validation need at "
             "least 2 (a single text file is cut in pieces when it is named itself, not its folder)"
         )
-    budget = validation_fraction * documents.num_tokens
-    candidates = order[lengths[order] <= budget]
-    if len(candidates):
-        totals = np.cumsum(lengths[candidates])[: len(order) - 1]
-        validation = candidates[: np.argmin(np.abs(totals - budget)) + 1]
-    else:
-        validation = order[[np.argmin(lengths[order])]]
     is_validation = np.zeros(len(lengths), bool)
-    is_validation[validation] = True
+    is_validation[held_out(lengths, order, validation_fraction)] = True
     return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 

@@ -31,6 +31,6 @@ TASKS = {
     "squad2": Task("span", 2, "f1"),
     "race": Task("choice", 4, "accuracy", ("A", "B", "C", "D")),
 }
-"""Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053, table 5)."""
+"""Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053)."""
 
 NAMES = (PRETRAINING, *TASKS)

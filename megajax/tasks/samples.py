@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from megajax.data.bits import hashed, key_of
 from megajax.data.samples import Sample, Samples
+from megajax.data.split import held_out
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
@@ -131,14 +132,7 @@ def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[
         )
     sizes = np.bincount(of_entry)
     order = np.argsort(hashed(np.arange(len(sizes), dtype=np.uint64) + key_of(_HOLD_OUT, seed)), kind="stable")
-    budget = fraction * len(entries)
-    candidates = order[sizes[order] <= budget]
-    if len(candidates):
-        totals = np.cumsum(sizes[candidates])[: len(order) - 1]
-        held_out = candidates[: np.argmin(np.abs(totals - budget)) + 1]
-    else:
-        held_out = order[[np.argmin(sizes[order])]]
-    is_dev = np.isin(of_entry, held_out).tolist()
+    is_dev = np.isin(of_entry, held_out(sizes, order, fraction)).tolist()
     train = [entry for entry, out in zip(entries, is_dev, strict=True) if not out]
     return train, [entry for entry, out in zip(entries, is_dev, strict=True) if out]
 

@@ -1,4 +1,4 @@
-"""Fine-tuning with several seeds, one after the other, and the median of them (paper §5.4)."""
+"""Fine-tuning with several seeds, one after the other, and the median of them, as the paper reports it."""
 
 import dataclasses
 import json

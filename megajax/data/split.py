@@ -1,0 +1,22 @@
+"""What is held out of a corpus, or of a task's records, in whole parts."""
+
+import numpy as np
+import numpy.typing as npt
+
+
+def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
+    """The first parts of an order that have about a share of all sizes; not all parts, and at least one.
+
+    A part larger than that share is not held out; if all are, it is the smallest.
+
+    Args:
+        sizes: of every part.
+        order: numbers of at least two parts.
+        fraction: the share, between 0 and 1.
+    """
+    budget = fraction * int(sizes.sum())
+    candidates = order[sizes[order] <= budget]
+    if not len(candidates):
+        return order[[np.argmin(sizes[order])]]
+    totals = np.cumsum(sizes[candidates])[: len(order) - 1]
+    return candidates[: np.argmin(np.abs(totals - budget)) + 1]
