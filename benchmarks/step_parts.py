@@ -39,9 +39,9 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     from megajax.mesh import make_mesh
     from megajax.models.attention import attend
-    from megajax.models.gpt2.model import GPT2, LAYER_NORM_EPSILON
+    from megajax.models.decoder.model import TransformerDecoder
+    from megajax.models.norms import norm_of
     from megajax.models.stack import layer_of
-    from megajax.models.transformer import LayerNorm
     from megajax.models.visibility import CAUSAL
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.borders import F_AND_G
@@ -53,7 +53,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
-    gpt = GPT2(model, NamedKey.from_seed(0), F_AND_G, program.backend)
+    decoder = TransformerDecoder(model, NamedKey.from_seed(0), F_AND_G, program.backend)
     dtype = program.layout.compute_dtype
     x_BTD = jax.random.normal(jax.random.key(0), (rows, model.sequence_length, model.hidden_size), jnp.float32)
     targets_BT = jax.random.randint(jax.random.key(1), (rows, model.sequence_length), 0, model.vocab_size, jnp.int32)
@@ -96,12 +96,12 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         context = module.context({"tokens": targets_BT}, dropout)
         return module.losses(x_BTD, {"targets": targets_BT}, context)["next_token"][None]
 
-    block = layer_of(gpt.blocks, 0)
+    block = layer_of(decoder.blocks, 0)
     calls = {
         "attention": (block.attention, attention, layers),
         "MLP": (block.mlp, lambda module, x, _: module(x), layers),
-        "LayerNorm": (LayerNorm(model.hidden_size, LAYER_NORM_EPSILON), lambda module, x, _: module(x), 2 * layers),
-        "head and loss": (gpt, head, 1),
+        "norms": (norm_of(model), lambda module, x, _: module(x), 2 * layers),
+        "head and loss": (decoder, head, 1),
     }
     products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}

@@ -24,8 +24,7 @@ RULES: Mapping[str, Axes | None] = {
     "head_size": None,
 }
 
-# `--pipeline.vocabulary split`: no stage holds the whole table.
-SPLIT_VOCABULARY_RULES = {**RULES, "vocabulary": (PIPE, TENSOR)}
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp"}  # dims of weights that tensor-parallel regions have inside
 
 BATCH_SPEC = PartitionSpec(DATA)
 
@@ -40,6 +39,23 @@ def make_mesh(data: int, pipe: int, tensor: int, devices: Sequence[jax.Device] |
     assert len(devices) == data * pipe * tensor, (len(devices), data, pipe, tensor)
     grid = np.asarray(devices).reshape(pipe, data, tensor).transpose(1, 0, 2)
     return Mesh(grid, AXES)
+
+
+def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:
+    """The table for a model on a mesh.
+
+    Args:
+        split_vocabulary: no stage holds the whole table (`--pipeline.vocabulary split`).
+        split_kv_heads: there are heads of keys and values for all devices of a tensor group; else each holds all.
+    """
+    vocabulary = {"vocabulary": (PIPE, TENSOR)} if split_vocabulary else {}
+    return {**RULES, **vocabulary} if split_kv_heads else {**RULES, **vocabulary, "kv_heads": None}
+
+
+def partly_used(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
+    """Whether a weight is whole on every device of a tensor group, but each uses it for its own heads only, so that its
+    gradients there are parts of a sum."""
+    return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
 
 
 def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> PartitionSpec:

@@ -6,6 +6,7 @@ import re
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
+from megajax.models.checks import check_model
 from megajax.models.registry import FAMILIES
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
@@ -23,28 +24,13 @@ def check_values(config: Config) -> None:
     """
     check(config)
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
-    if model.hidden_size % model.num_heads:
-        below = model.head_size * model.num_heads
-        valid = " or ".join(str(size) for size in (below, below + model.num_heads) if size)
-        raise UserError(
-            f"--model.hidden-size {model.hidden_size} is not divisible by --model.num-heads {model.num_heads}; "
-            f"valid: a multiple of {model.num_heads}, such as {valid}"
-        )
+    check_model(model)
     family = FAMILIES[model.family]
-    if model.layer_order not in family.layer_orders:
-        raise UserError(
-            f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
-            f"valid: {' or '.join(family.layer_orders)}"
-        )
     if not config.pretrains and TASKS[config.task.name].head not in family.heads:
         able = (name for name, entry in FAMILIES.items() if TASKS[config.task.name].head in entry.heads)
         raise UserError(
             f"--task.name {config.task.name} with --model.family {model.family}; valid: --model.family "
             f"{' or '.join(able)}"
-        )
-    if model.head not in family.heads:
-        raise UserError(
-            f"--model.head {model.head} with --model.family {model.family}; valid: {' or '.join(family.heads)}"
         )
     _check_task(config)
     _check_length(config)
@@ -253,7 +239,7 @@ def validate_mesh(config: Config, num_devices: int) -> None:
     split = {
         f"--model.num-heads {model.num_heads}": model.num_heads,
         vocabulary: model.padded_vocab_size,
-        f"the MLP width of {model.mlp_size} (4 x --model.hidden-size)": model.mlp_size,
+        f"--model.mlp-size {model.mlp_size}": model.mlp_size,
     }
     for name, size in split.items():
         if size % mesh.tensor:
@@ -263,3 +249,11 @@ def validate_mesh(config: Config, num_devices: int) -> None:
                 multiple = math.lcm(model.vocab_multiple, mesh.tensor)
                 valid += f"; or in a new run --model.vocab-multiple {multiple}"
             raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {name}; valid: {valid}")
+    if model.num_kv_heads % mesh.tensor and mesh.tensor % model.num_kv_heads:
+        common = math.gcd(*split.values())
+        sizes = [size for size in range(1, common + 1) if common % size == 0]
+        fit = [str(size) for size in sizes if model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0]
+        raise UserError(
+            f"--mesh.tensor {mesh.tensor} does not divide --model.num-kv-heads {model.num_kv_heads}, nor is it a "
+            f"multiple of it; valid: {', '.join(fit)}"
+        )

@@ -10,7 +10,7 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, Places, linear, norm
 from megajax.convert.wordpiece_files import read_wordpiece, special_ids, write_wordpiece
 from megajax.data.tokenizer import Tokenizer
-from megajax.models.bert.model import LAYER_NORM_EPSILON, TOKEN_TYPES
+from megajax.models.bert.model import TOKEN_TYPES
 from megajax.models.config import ModelConfig
 
 _ORDERS = {"megatron-bert": "pre", "bert": "post"}  # their `model_type` -> our layer order
@@ -25,7 +25,7 @@ _SIZES = {  # theirs -> ours
 _DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _FIXED = {  # what our model is; also the defaults of both configurations, so a field may be missing
     "hidden_act": "gelu",
-    "layer_norm_eps": LAYER_NORM_EPSILON,
+    "layer_norm_eps": 1e-12,
     "type_vocab_size": TOKEN_TYPES,
     "position_embedding_type": "absolute",
     "is_decoder": False,

@@ -4,7 +4,7 @@ from megajax.convert import bert, gpt2
 from megajax.convert.exchange import Exchange
 from megajax.convert.settings import Fields
 
-EXCHANGES: dict[str, Exchange] = {"gpt2": gpt2.EXCHANGE, "bert": bert.EXCHANGE}
+EXCHANGES: dict[str, Exchange] = {"decoder": gpt2.EXCHANGE, "bert": bert.EXCHANGE}
 
 
 def exchange_of(fields: Fields) -> Exchange:

@@ -10,7 +10,6 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, Places, norm
 from megajax.data.tokenizer import Tokenizer
 from megajax.models.config import ModelConfig
-from megajax.models.gpt2.model import LAYER_NORM_EPSILON
 
 _SIZES = {  # theirs -> ours
     "n_layer": "model.num_layers",
@@ -22,7 +21,7 @@ _SIZES = {  # theirs -> ours
 _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _FIXED = {  # what our model is; also the defaults of GPT2Config, so a field may be missing
     "activation_function": "gelu_new",
-    "layer_norm_epsilon": LAYER_NORM_EPSILON,
+    "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
@@ -35,7 +34,7 @@ def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
     fields.check_all(_FIXED)
     sizes = fields.sizes(_SIZES)
     fields.check_widths("n_embd", "n_head", "n_inner", null=True)
-    return {"model.family": "gpt2"} | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
+    return {"model.family": "decoder"} | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
 
 
 def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:

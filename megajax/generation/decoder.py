@@ -173,11 +173,11 @@ class Decoder:
 
     def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
-        position_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-        x_BTD = self._embed(weights, tokens_BT, position_T[None])
+        context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
+        attend = reading(num_slots, context.visible, self._backend)
         caches = []
         for layer in weights["layers"]:
-            x_BTD, cache = self._model.block(layer).run(x_BTD, Dropout.off(), reading(num_slots, self._backend))
+            x_BTD, cache = self._model.block(layer).run(x_BTD, context, attend)
             caches.append(cache)
         state = {
             "caches": caches,
@@ -214,19 +214,20 @@ class Decoder:
         """Put the last tokens of all rows through the layers, [B, 1, D]."""
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
-        x_B1D = self._embed(weights, state["token"][:, None], position_B[:, None])
-        num_slots = state["caches"][0].key_BHSK.shape[2]
-        visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot)
+        tokens = {"tokens": state["token"][:, None], "positions": position_B[:, None]}
+        context, x_B1D = self._embed(weights, tokens)
+        num_slots, window = state["caches"][0].key_BHSK.shape[2], self._config.sliding_window
+        visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
         caches = []
         for layer, cache in zip(weights["layers"], state["caches"], strict=True):
-            x_B1D, cache = self._model.block(layer).run(x_B1D, Dropout.off(), following(cache, slot, visible_BS))
+            x_B1D, cache = self._model.block(layer).run(x_B1D, context, following(cache, slot, visible_BS))
             caches.append(cache)
         return x_B1D, state | {"caches": caches}
 
-    def _embed(self, weights: Tree, tokens_BT: Array, positions_BT: Array) -> Array:
-        """The first layer's input of tokens that stand at these positions."""
-        batch = {"tokens": tokens_BT, "positions": positions_BT}
-        return self._model.ends(weights["shared"]).embed(batch, self._model.context(batch, Dropout.off()))
+    def _embed(self, weights: Tree, batch: State) -> tuple[Tree, Array]:
+        """What every layer gets of a batch, and the first layer's input."""
+        context = self._model.context(batch, Dropout.off())
+        return context, self._model.ends(weights["shared"]).embed(batch, context)
 
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:
         """The state with the next token of every row; the tokens, `IGNORED` in rows that have stopped."""

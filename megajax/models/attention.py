@@ -1,6 +1,6 @@
 """Self-attention, sharded over `tensor` by heads.
 
-Letters: B batch, T query positions, S key positions, D model, H heads, K head size.
+Letters: B batch, T query positions, S key positions, D model, H heads, of keys and values maybe fewer, K head size.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.backend import Backend
 from megajax.models.blocked_attention import blocked_attention
 from megajax.models.config import ModelConfig
+from megajax.models.norms import RMSNorm
+from megajax.models.rotary import Rotary, rotated
 from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import TENSOR, axis_index
@@ -27,27 +29,54 @@ FUSED_FORWARD = "dot_product_attention_fwd"  # starts the names of cuDNN's opera
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention: query, key and value by columns (that is by heads), the output projection by rows."""
+    """Self-attention: query, key and value by columns (that is by heads), the output projection by rows.
+
+    There may be fewer heads of keys and values than of queries, each for as many of these (Ainslie et al., arXiv
+    2305.13245). Where there are fewer than devices in a tensor group, every device holds all of them and computes the
+    one that its queries need.
+    """
 
     def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        hidden, shape = config.hidden_size, (config.num_heads, config.head_size)
+        hidden, size = config.hidden_size, config.head_size
+        heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
 
-        def projection(part: int, heads: str) -> ColumnParallelLinear:
-            def initial(shape: tuple[int, ...]) -> Array:  # the three are parts of one draw
-                joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))
+        def projection(part: int, name: str, dim: str) -> ColumnParallelLinear:
+            def initial(shape: tuple[int, ...]) -> Array:
+                if config.num_kv_heads != config.num_heads:
+                    return normal(key / name, config.init_std)(shape)
+                joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # the three are parts of one
                 return joint[:, part]
 
-            return ColumnParallelLinear(initial, borders, hidden, shape, (heads, "head_size"), backend)
+            shape, dims, bias = (heads[dim], size), (dim, "head_size"), config.bias != "none"
+            return ColumnParallelLinear(initial, borders, hidden, shape, dims, backend, bias=bias)
 
-        self.query, self.key, self.value = (projection(c, d) for c, d in enumerate(("heads", "kv_heads", "kv_heads")))
-        residual = normal(key / "output", config.residual_init_std)
-        self.output = RowParallelLinear(residual, borders, shape, ("heads", "head_size"), hidden, backend)
+        self.query, self.key = projection(0, "query", "heads"), projection(1, "key", "kv_heads")
+        self.value = projection(2, "value", "kv_heads")
+        residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size)
+        self.output = RowParallelLinear(
+            residual, borders, shape, ("heads", "head_size"), hidden, backend, bias=config.bias == "all"
+        )
+        self.query_norm, self.key_norm = (
+            RMSNorm(size, config.norm_epsilon, "head_size") if config.query_key_norm else None for _ in range(2)
+        )
+        self.rotary = Rotary.of(config) if config.rotary else None
 
-    def __call__(self, x_BTD: Array, attend: Attend) -> tuple[Array, Any]:
+    def __call__(self, x_BTD: Array, position_BT: Array | None, attend: Attend) -> tuple[Array, Any]:
         """`attend` between the projections; also returns what it remembers (`models/cache.py`)."""
         projected = column_parallel(x_BTD, self.query, self.key, self.value)
-        heads_BTHK, memory = attend(*(checkpoint_name(x_BTHK, "attention_qkv") for x_BTHK in projected))
+        query_BTHK, key_BSHK, value_BSHK = (checkpoint_name(x_BTHK, "attention_qkv") for x_BTHK in projected)
+        query_BTHK, key_BSHK = self._placed(query_BTHK, key_BSHK, position_BT)
+        heads_BTHK, memory = attend(query_BTHK, key_BSHK, value_BSHK)
         return self.output(heads_BTHK), memory
+
+    def _placed(self, q_BTHK: Array, k_BSHK: Array, position_BT: Array | None) -> tuple[Array, Array]:
+        """Queries and keys, normalized and turned by their tokens' positions, if they are."""
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHK, k_BSHK = self.query_norm(q_BTHK), self.key_norm(k_BSHK)
+        if self.rotary is None:
+            return q_BTHK, k_BSHK
+        assert position_BT is not None
+        return rotated(q_BTHK, position_BT, self.rotary), rotated(k_BSHK, position_BT, self.rotary)
 
 
 def attend(

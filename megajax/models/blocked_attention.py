@@ -1,7 +1,8 @@
 """Attention in blocks of queries, whose scores are computed again in the backward pass (Dao et al., arXiv 2205.14135),
 with dropout that no mesh changes.
 
-Letters: B batch, T query positions, S key positions, H heads, K head size, N heads of all samples, one after the other.
+Letters: B batch, T query positions, S key positions, H heads, K head size, N heads of keys of all samples, one after
+the other, G heads of queries for each of them, R = G T their rows in a product.
 """
 
 from collections.abc import Callable
@@ -36,26 +37,35 @@ def blocked_attention(
 def _forward(
     q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: Visibility, bits_BH: Bits, rate: float, backend: Backend
 ) -> tuple[Array, tuple]:
-    batch, num_queries, heads, _ = q_BTHK.shape
-    arrays_NTK = (_heads_first(x) for x in (q_BTHK, k_BSHK, v_BSHK))
-    inputs = *arrays_NTK, visible.of_heads(heads), jax.tree.map(jnp.ravel, bits_BH)
+    (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
+    group = heads // kv_heads
+    inputs = (
+        _grouped(_heads_first(q_BTHK), group),
+        *map(_heads_first, (k_BSHK, v_BSHK)),
+        visible.of_heads(kv_heads),
+        _grouped_bits(bits_BH, group),
+    )
     forward = partial(_forward_of_heads, rate=rate, block=backend.block_of(num_queries))
-    out_NTK, *statistics_NT1 = _in_groups(forward, inputs, backend)
+    out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
-    out_BTHK = checkpoint_name(_heads_last(out_NTK, batch, heads), "attention_heads")
-    statistics_NT1 = checkpoint_name(statistics_NT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, out_BTHK, *statistics_NT1)
+    out_BTHK = checkpoint_name(_heads_last(_ungrouped(out_NGTK), batch, heads), "attention_heads")
+    statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, out_BTHK, *statistics_NGT1)
 
 
 def _backward(
     rate: float, backend: Backend, residuals: tuple, grad_BTHK: Array
 ) -> tuple[Array, Array, Array, None, None]:
-    q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, out_BTHK, *statistics_NT1 = residuals
-    batch, num_queries, heads, _ = q_BTHK.shape
-    arrays_NTK = (_heads_first(x) for x in (q_BTHK, k_BSHK, v_BSHK, out_BTHK, grad_BTHK))
-    inputs = *arrays_NTK, visible.of_heads(heads), jax.tree.map(jnp.ravel, bits_BH), *statistics_NT1
+    q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, out_BTHK, *statistics_NGT1 = residuals
+    (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
+    group = heads // kv_heads
+    of_queries = (_grouped(_heads_first(x), group) for x in (q_BTHK, out_BTHK, grad_BTHK))
+    of_keys = map(_heads_first, (k_BSHK, v_BSHK))
+    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), _grouped_bits(bits_BH, group), *statistics_NGT1
     backward = partial(_backward_of_heads, rate=rate, block=backend.block_of(num_queries))
-    dq_BTHK, dk_BSHK, dv_BSHK = (_heads_last(x, batch, heads) for x in _in_groups(backward, inputs, backend))
+    dq_NGTK, dk_NSK, dv_NSK = _in_groups(backward, inputs, backend)
+    dq_BTHK = _heads_last(_ungrouped(dq_NGTK), batch, heads)
+    dk_BSHK, dv_BSHK = (_heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
     return dq_BTHK, dk_BSHK, dv_BSHK, None, None
 
 
@@ -63,64 +73,90 @@ blocked_attention.defvjp(_forward, _backward)
 
 
 def _forward_of_heads(
-    q_NTK: Array, k_NSK: Array, v_NSK: Array, visible: Visibility, bits_N: Bits, *, rate: float, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: Visibility, bits_NG: Bits, *, rate: float, block: int
 ) -> tuple:
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
+    group = q_NGTK.shape[1]
     out, highest, total = [], [], []
-    for start, end in _blocks(q_NTK.shape[1], block):
-        keys, scores_NTS = _seen_scores(q_NTK, k_NSK, visible, start, end)
-        highest_NT1 = jnp.max(scores_NTS, axis=-1, keepdims=True)
-        weights_NTS = jnp.exp(scores_NTS - highest_NT1)
-        total_NT1 = jnp.sum(weights_NTS, axis=-1, keepdims=True)
-        drop = _dropped(bits_N, slice(start, end), keys, rate)
-        sum_NTK = _product("NTS,NSK->NTK", drop(weights_NTS).astype(v_NSK.dtype), v_NSK[:, keys])
-        out.append((sum_NTK / total_NT1).astype(q_NTK.dtype))
-        highest.append(highest_NT1)
-        total.append(total_NT1)
-    return tuple(jnp.concatenate(blocks, axis=1) for blocks in (out, highest, total))
+    for start, end in _blocks(q_NGTK.shape[2], block):
+        own = slice(start, end)
+        keys, scores_NRS = _seen_scores(q_NGTK, k_NSK, visible, own)
+        highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
+        weights_NRS = jnp.exp(scores_NRS - highest_NR1)
+        total_NR1 = jnp.sum(weights_NRS, axis=-1, keepdims=True)
+        drop = _dropped(bits_NG, own, keys, rate)
+        sum_NRK = _product("NRS,NSK->NRK", drop(weights_NRS).astype(v_NSK.dtype), v_NSK[:, keys])
+        out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
+        highest.append(_grouped_rows(highest_NR1, group))
+        total.append(_grouped_rows(total_NR1, group))
+    return tuple(jnp.concatenate(blocks, axis=2) for blocks in (out, highest, total))
 
 
 def _backward_of_heads(
-    q_NTK: Array,
+    q_NGTK: Array,
+    out_NGTK: Array,
+    grad_NGTK: Array,
     k_NSK: Array,
     v_NSK: Array,
-    out_NTK: Array,
-    grad_NTK: Array,
     visible: Visibility,
-    bits_N: Bits,
-    highest_NT1: Array,
-    total_NT1: Array,
+    bits_NG: Bits,
+    highest_NGT1: Array,
+    total_NGT1: Array,
     *,
     rate: float,
     block: int,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values."""
-    dtype = at_least_fp32(q_NTK.dtype)
+    dtype, group = at_least_fp32(q_NGTK.dtype), q_NGTK.shape[1]
     # The sum over keys of probability times its gradient, for every query.
-    inner_NT1 = jnp.sum(out_NTK.astype(dtype) * grad_NTK.astype(dtype), axis=-1, keepdims=True)
+    inner_NGT1 = jnp.sum(out_NGTK.astype(dtype) * grad_NGTK.astype(dtype), axis=-1, keepdims=True)
     # XLA keeps the exponentials of unrolled layers from the forward pass. Nothing is added here but a dependency on the
     # gradient: it would divide them there already, and keep both.
-    total_NT1 = total_NT1 + 0 * inner_NT1
-    q_NKT, grad_NKT = _scaled(q_NTK).swapaxes(1, 2), grad_NTK.swapaxes(1, 2)
+    total_NGT1 = total_NGT1 + 0 * inner_NGT1
+    q_NKGT, grad_NKGT = (_feature_first(x) for x in (_scaled(q_NGTK), grad_NGTK))
     dq_blocks: list[Array] = []
     dk_NKS: Array | None = None
     dv_NKS: Array | None = None
-    for start, end in reversed(_blocks(q_NTK.shape[1], block)):
+    for start, end in reversed(_blocks(q_NGTK.shape[2], block)):
         own = slice(start, end)
-        keys, scores_NTS = _seen_scores(q_NTK, k_NSK, visible, start, end)
-        weights_NTS = jnp.exp(scores_NTS - highest_NT1[:, own]) / total_NT1[:, own]
-        drop = _dropped(bits_N, own, keys, rate)
-        dweights_NTS = drop(_product("NTK,NSK->NTS", grad_NTK[:, own], v_NSK[:, keys]))
-        dscores_NTS = (weights_NTS * (dweights_NTS - inner_NT1[:, own])).astype(q_NTK.dtype)
-        dq_NTK = _product("NTS,NSK->NTK", dscores_NTS, k_NSK[:, keys])
-        dq_blocks.insert(0, _scaled(dq_NTK).astype(q_NTK.dtype))
-        dv_block = _product("NKT,NTS->NKS", grad_NKT[:, :, own], drop(weights_NTS).astype(q_NTK.dtype))
-        dk_block = _product("NKT,NTS->NKS", q_NKT[:, :, own], dscores_NTS)
+        highest_NR1, total_NR1, inner_NR1, grad_NRK = (
+            _rows(x, own) for x in (highest_NGT1, total_NGT1, inner_NGT1, grad_NGTK)
+        )
+        keys, scores_NRS = _seen_scores(q_NGTK, k_NSK, visible, own)
+        weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
+        drop = _dropped(bits_NG, own, keys, rate)
+        dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
+        dscores_NRS = (weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
+        dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
+        dq_blocks.insert(0, _grouped_rows(_scaled(dq_NRK).astype(q_NGTK.dtype), group))
+        dv_block = _product("NKR,NRS->NKS", _columns(grad_NKGT, own), drop(weights_NRS).astype(q_NGTK.dtype))
+        dk_block = _product("NKR,NRS->NKS", _columns(q_NKGT, own), dscores_NRS)
         dk_NKS = _added(dk_NKS, dk_block, keys, k_NSK.shape[1])
         dv_NKS = _added(dv_NKS, dv_block, keys, k_NSK.shape[1])
     assert dk_NKS is not None and dv_NKS is not None
-    dk_NSK, dv_NSK = (grad.swapaxes(1, 2).astype(q_NTK.dtype) for grad in (dk_NKS, dv_NKS))
-    return jnp.concatenate(dq_blocks, axis=1), dk_NSK, dv_NSK
+    dk_NSK, dv_NSK = (grad.swapaxes(1, 2).astype(q_NGTK.dtype) for grad in (dk_NKS, dv_NKS))
+    return jnp.concatenate(dq_blocks, axis=2), dk_NSK, dv_NSK
+
+
+def _rows(x_NGTK: Array, queries: slice) -> Array:
+    """Some queries of all heads of a group as rows of a product."""
+    own_NGTK = x_NGTK[:, :, queries]
+    return own_NGTK.reshape(own_NGTK.shape[0], -1, own_NGTK.shape[-1])
+
+
+def _grouped_rows(x_NRK: Array, group: int) -> Array:
+    """The rows of a product as queries of the heads of a group."""
+    return x_NRK.reshape(x_NRK.shape[0], group, -1, x_NRK.shape[-1])
+
+
+def _feature_first(x_NGTK: Array) -> Array:
+    """[N, K, G, T], so that the rows of a product are its columns."""
+    return jnp.moveaxis(x_NGTK, 3, 1)
+
+
+def _columns(x_NKGT: Array, queries: slice) -> Array:
+    own_NKGT = x_NKGT[..., queries]
+    return own_NKGT.reshape(*own_NKGT.shape[:2], -1)
 
 
 def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) -> Array:
@@ -130,18 +166,19 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
     return total_NKS.at[:, :, keys].add(block)
 
 
-def _seen_scores(q_NTK: Array, k_NSK: Array, visible: Visibility, start: int, end: int) -> tuple[slice, Array]:
-    """Which keys the queries `start` to `end` may see, and the scaled products with them, in at least fp32; of keys
-    that a query does not see -inf."""
-    first, last = visible.key_range(start, end, k_NSK.shape[1])
+def _seen_scores(q_NGTK: Array, k_NSK: Array, visible: Visibility, queries: slice) -> tuple[slice, Array]:
+    """Which keys these queries may see, and the scaled products with them, in at least fp32; of keys that a query does
+    not see -inf."""
+    first, last = visible.key_range(queries.start, queries.stop, k_NSK.shape[1])
     keys = slice(first, last)
-    scores_NTS = _product("NTK,NSK->NTS", _scaled(q_NTK[:, start:end]), k_NSK[:, keys])
-    query_T = start + jnp.arange(end - start, dtype=jnp.int32)
+    scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
+    query_T = jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
     key_S = first + jnp.arange(last - first, dtype=jnp.int32)
-    seen_NTS = visible.mask(query_T, key_S, slice(start, end))
+    seen_NTS = visible.mask(query_T, key_S, queries)
     if seen_NTS is None:
-        return keys, scores_NTS
-    return keys, jnp.where(seen_NTS, scores_NTS, jnp.asarray(-jnp.inf, scores_NTS.dtype))
+        return keys, scores_NRS
+    seen_NRS = jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
+    return keys, jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
 
 
 def _scaled(x_NTK: Array) -> Array:
@@ -153,14 +190,16 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=at_least_fp32(x.dtype))
 
 
-def _dropped(bits_N: Bits, queries: slice, keys: slice, rate: float) -> Callable[[Array], Array]:
+def _dropped(bits_NG: Bits, queries: slice, keys: slice, rate: float) -> Callable[[Array], Array]:
     """Dropout of a block's probabilities."""
-    if bits_N is None:
-        return lambda x_NTS: x_NTS
+    if bits_NG is None:
+        return lambda x_NRS: x_NRS
     query_T = jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
     key_S = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
-    mask_NTS = bits_N[:, None].fold(query_T[None, :])[:, :, None].last(key_S[None, None, :])
-    return lambda x_NTS: Dropout(rate, bits_N).apply(x_NTS, mask_NTS)
+    bits_NGT = bits_NG[:, :, None].fold(query_T[None, None, :])
+    bits_NR = jax.tree.map(lambda word: word.reshape(word.shape[0], -1), bits_NGT)
+    mask_NRS = bits_NR[:, :, None].last(key_S[None, None, :])
+    return lambda x_NRS: Dropout(rate, bits_NR).apply(x_NRS, mask_NRS)
 
 
 def _blocks(length: int, block: int) -> list[tuple[int, int]]:
@@ -169,16 +208,17 @@ def _blocks(length: int, block: int) -> list[tuple[int, int]]:
 
 def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     """`function` of arrays [N, …], as many heads at a time as the backend wants."""
-    num_heads, length = inputs[0].shape[:2]
-    group = num_heads
+    num_heads, group, length = inputs[0].shape[:3]
+    at_once = num_heads
     if backend.scores_bytes is not None:
-        one_head = min(backend.block_of(length), length) * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
+        rows = group * min(backend.block_of(length), length)
+        one_head = rows * length * jnp.dtype(at_least_fp32(inputs[0].dtype)).itemsize
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * one_head <= backend.scores_bytes]
-        group = max(fits, default=1)
-    if group == num_heads:
+        at_once = max(fits, default=1)
+    if at_once == num_heads:
         return function(*inputs)
-    grouped = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), inputs)
-    outputs = lax.map(lambda arguments: function(*arguments), grouped)
+    divided = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), inputs)
+    outputs = lax.map(lambda arguments: function(*arguments), divided)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
@@ -189,3 +229,16 @@ def _heads_first(x_BTHK: Array) -> Array:
 
 def _heads_last(x_NTK: Array, batch: int, heads: int) -> Array:
     return x_NTK.reshape(batch, heads, *x_NTK.shape[1:]).swapaxes(1, 2)
+
+
+def _grouped(x_MTK: Array, group: int) -> Array:
+    """Heads of queries by the heads of keys that they are for."""
+    return x_MTK.reshape(-1, group, *x_MTK.shape[1:])
+
+
+def _ungrouped(x_NGTK: Array) -> Array:
+    return x_NGTK.reshape(-1, *x_NGTK.shape[2:])
+
+
+def _grouped_bits(bits_BH: Bits, group: int) -> Bits:
+    return jax.tree.map(lambda word: word.reshape(-1, group), bits_BH)

@@ -2,7 +2,7 @@
 
 All rows of a batch move in step: the prompts lie in the first slots, each from slot 0 on, and whatever follows them
 takes the same slot in every row. The slots between a short prompt and those are never seen (`visible_slots`).
-Letters: B batch, T query positions, S slots, H heads, K head size.
+Letters: B batch, T query positions, S slots, H heads of keys, K head size, G heads of queries for each of them.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.models.attention import Attend, attend
-from megajax.models.visibility import CAUSAL
+from megajax.models.visibility import Visibility
 from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
@@ -39,18 +39,24 @@ class Cache(NamedTuple):
         return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
 
 
-def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array) -> Array:
-    """The slots that the token in `slot` sees: its prompt's, and those from `first_slot` up to its own. Bool [B, S]."""
+def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array, window: int = 0) -> Array:
+    """The slots that the token in `slot` sees: its prompt's, and those from `first_slot` up to its own; with a window,
+    of the tokens that are the last so many, itself included. Bool [B, S]."""
     slot_S = jnp.arange(num_slots, dtype=jnp.int32)
     generated_S = (slot_S >= first_slot) & (slot_S <= slot)
-    return (slot_S[None] < length_B[:, None]) | generated_S[None]
+    visible_BS = (slot_S[None] < length_B[:, None]) | generated_S[None]
+    if not window:
+        return visible_BS
+    position_BS = jnp.where(generated_S[None], length_B[:, None] + (slot_S - first_slot)[None], slot_S[None])
+    own_B1 = (length_B + slot - first_slot)[:, None]
+    return visible_BS & (own_B1 - position_BS < window)
 
 
-def reading(num_slots: int, backend: Backend) -> Attend:
+def reading(num_slots: int, visible: Visibility, backend: Backend) -> Attend:
     """Attention of whole prompts, which end anywhere, that remembers them in a cache of `num_slots` slots."""
 
     def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array) -> tuple[Array, Cache]:
-        heads_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, CAUSAL, Dropout.off(), backend)
+        heads_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, visible, Dropout.off(), backend)
         return heads_BTHK, Cache.of(k_BSHK, v_BSHK, num_slots)
 
     return read
@@ -59,17 +65,18 @@ def reading(num_slots: int, backend: Backend) -> Attend:
 def following(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
     """Attention of one token per row to what is visible of a cache, after the token is put into `slot`."""
 
-    def follow(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array) -> tuple[Array, Cache]:
-        filled = cache.put(k_BTHK, v_BTHK, slot)
-        product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_BTHK.dtype))
-        q_BHTK = q_BTHK.swapaxes(1, 2) * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
-        scores_BHTS = product("BHTK,BHSK->BHTS", q_BHTK, filled.key_BHSK)
-        lowest = jnp.asarray(-jnp.inf, scores_BHTS.dtype)
-        scores_BHTS = jnp.where(visible_BS[:, None, None], scores_BHTS, lowest)
-        weights_BHTS = jnp.exp(scores_BHTS - jnp.max(scores_BHTS, axis=-1, keepdims=True))
-        total_BHT1 = jnp.sum(weights_BHTS, axis=-1, keepdims=True)
-        weights_BHTS = (weights_BHTS / total_BHT1).astype(q_BTHK.dtype)
-        heads_BHTK = product("BHTS,BHSK->BHTK", weights_BHTS, filled.value_BHSK)
-        return heads_BHTK.swapaxes(1, 2).astype(q_BTHK.dtype), filled
+    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array) -> tuple[Array, Cache]:
+        filled = cache.put(k_B1HK, v_B1HK, slot)
+        product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
+        batch, _, num_heads, size = q_B1MK.shape
+        q_BHGK = q_B1MK.reshape(batch, k_B1HK.shape[2], -1, size) * jnp.asarray(size**-0.5, q_B1MK.dtype)
+        scores_BHGS = product("BHGK,BHSK->BHGS", q_BHGK, filled.key_BHSK)
+        lowest = jnp.asarray(-jnp.inf, scores_BHGS.dtype)
+        scores_BHGS = jnp.where(visible_BS[:, None, None], scores_BHGS, lowest)
+        weights_BHGS = jnp.exp(scores_BHGS - jnp.max(scores_BHGS, axis=-1, keepdims=True))
+        total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
+        weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
+        heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, filled.value_BHSK)
+        return heads_BHGK.reshape(batch, 1, num_heads, size).astype(q_B1MK.dtype), filled
 
     return follow

@@ -1,25 +1,66 @@
 """Models, as configuration."""
 
+from collections import ChainMap
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.models.registry import FAMILIES
-from megajax.options import SHARE, OneOf, above, between
+from megajax.models.registry import DECODER, EARLIER_NAMES, FAMILIES
+from megajax.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, above, between
+
+_SIZE = between(0, 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture, the same on every mesh."""
+    """Architecture, the same on every mesh.
 
-    family: Annotated[str, "kind of model", OneOf(FAMILIES)] = "gpt2"
+    Options that are left to others (0, or "auto") have their value as soon as there is such an object, so that
+    `dataclasses.replace` keeps it.
+    """
+
+    family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES))] = DECODER
     num_layers: Annotated[int, "transformer layers", between(1, 10_000)]
     hidden_size: Annotated[int, "width of the residual stream", between(1, 1_000_000)]
-    num_heads: Annotated[int, "attention heads; must divide the hidden size", between(1, 100_000)]
+    num_heads: Annotated[int, "attention heads", between(1, 100_000)]
+    num_kv_heads: Annotated[
+        int, "heads of keys and values, each for as many heads of queries; 0: as many as these", between(0, 100_000)
+    ] = 0
+    head_size: Annotated[int, "width of an attention head; 0: model.hidden-size / model.num-heads", _SIZE] = 0
+    mlp_size: Annotated[int, "width of the MLP's inner layer; 0: 4 x model.hidden-size", between(0, 10_000_000)] = 0
     sequence_length: Annotated[int, "tokens per sequence, and number of learned positions", between(1, 1_000_000)]
     vocab_size: Annotated[int, "tokens in the vocabulary, before padding", between(1, 100_000_000)]
     vocab_multiple: Annotated[
         int, "the vocabulary is padded to a multiple of this, on every mesh", between(1, 1_000_000)
     ] = 1024
+    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization of the layers' inputs"] = "layernorm"
+    norm_epsilon: Annotated[float, "is added to the variance; 0: 1e-5, of BERT 1e-12", between(0, 1)] = 0
+    positions: Annotated[
+        Literal["learned", "rotary"], "an embedding for each, or queries and keys turned by angles that grow with them"
+    ] = "learned"
+    rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12)] = 10_000.0
+    rope_scaling: Annotated[
+        Literal["none", "linear", "llama3"], "slower rotary angles, for sequences longer than those trained on"
+    ] = "none"
+    rope_factor: Annotated[float, "how much slower rotary angles grow that are scaled", between(1, 1e6)] = 1.0
+    rope_low_frequency: Annotated[
+        float, "llama3 scales angles that turn less often than this in model.rope-original-length tokens", above(0, 1e6)
+    ] = 1.0
+    rope_high_frequency: Annotated[
+        float, "llama3 does not scale angles that turn more often, and those in between in part", above(0, 1e6)
+    ] = 4.0
+    rope_original_length: Annotated[int, "tokens per sequence that llama3 scales from", AT_LEAST_ONE] = 8192
+    activation: Annotated[
+        Literal["auto", "gelu", "gelu-tanh", "swiglu"],
+        "of the MLP; swiglu has a gate, a third matrix; auto: gelu-tanh, of BERT gelu",
+    ] = "auto"
+    bias: Annotated[
+        Literal["none", "all", "query-key-value"], "which matrix products have one; all: LayerNorms, too"
+    ] = "all"
+    query_key_norm: Annotated[bool, "an RMSNorm on every head of queries and keys"] = False
+    tied_embedding: Annotated[bool, "the output product is with the embedding table"] = True
+    sliding_window: Annotated[
+        int, "a token sees this many tokens, itself included; 0: all before it", AT_LEAST_ZERO
+    ] = 0
     dropout: Annotated[
         float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE
     ] = 0.1
@@ -39,22 +80,32 @@ class ModelConfig:
         Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
     ] = "auto"
 
+    def __post_init__(self) -> None:
+        family, heads = EARLIER_NAMES.get(self.family, self.family), self.num_heads
+        fixed = FAMILIES[family].fixed if family in FAMILIES else {}
+        divisible = heads > 0 and self.hidden_size % heads == 0
+        left_to_others = {
+            "family": family,
+            "num_kv_heads": self.num_kv_heads or heads,
+            "head_size": self.head_size or (self.hidden_size // heads if divisible else 0),
+            "mlp_size": self.mlp_size or 4 * self.hidden_size,
+            "norm_epsilon": self.norm_epsilon or fixed.get("norm_epsilon", 1e-5),
+            "activation": fixed.get("activation", "gelu-tanh") if self.activation == "auto" else self.activation,
+        }
+        for name, value in left_to_others.items():
+            object.__setattr__(self, name, value)
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def mlp_size(self) -> int:
-        """Width of the MLP's inner layer."""
-        return 4 * self.hidden_size
-
-    @property
     def residual_init_std(self) -> float:
         """Standard deviation of the weights right before each residual addition: scaled by 1/sqrt(2 · layers)."""
         return self.init_std / (2 * self.num_layers) ** 0.5
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions turn queries and keys, and no weight depends on their number."""
+        return self.positions == "rotary"

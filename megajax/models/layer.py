@@ -1,11 +1,10 @@
-"""The layer of a transformer: attention and MLP, each with a LayerNorm, dropout and a residual addition.
+"""The layer of a transformer: attention and MLP, each with a norm, dropout and a residual addition.
 
-The paper's figure 7: the LayerNorm stands before each of the two, inside the residual branch ("pre", (b)), or after the
+The paper's figure 7: the norm stands before each of the two, inside the residual branch ("pre", (b)), or after the
 addition ("post", (a)). Letters: B batch, T tokens, D model.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.backend import Backend
 from megajax.models.attention import Attend, Attention, attend
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import MLP, LayerNorm
+from megajax.models.norms import norm_of
+from megajax.models.transformer import MLP
 from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.random import Dropout, NamedKey
@@ -34,40 +34,27 @@ class Context:
     Attributes:
         dropout: of the microbatch.
         visible: what its tokens see.
+        position_BT: where its tokens stand, int32, B possibly 1, for layers that turn queries and keys by it.
     """
 
     dropout: Dropout
     visible: Visibility
+    position_BT: Array | None = None
 
     def of_layer(self, layer: Array | int) -> "Context":
         """With the dropout of one layer."""
         return dataclasses.replace(self, dropout=self.dropout.fold(layer))
 
 
-@dataclass(frozen=True)
-class LayerForm:
-    """What families differ in.
-
-    Attributes:
-        order: "pre" or "post".
-        epsilon: of every LayerNorm.
-        activation: of the MLP.
-    """
-
-    order: str
-    epsilon: float
-    activation: Callable[[Array], Array]
-
-
 class Block(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, form: LayerForm, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders, self.backend, self.order = borders, backend, form.order
-        self.attention_norm = LayerNorm(config.hidden_size, form.epsilon)
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+        self.borders, self.backend, self.order = borders, backend, config.layer_order
+        self.attention_norm = norm_of(config)
         self.attention = Attention(config, key / "attention", borders, backend)
-        self.mlp_norm = LayerNorm(config.hidden_size, form.epsilon)
-        self.mlp = MLP(config, form.activation, key / "mlp", borders, backend)
+        self.mlp_norm = norm_of(config)
+        self.mlp = MLP(config, key / "mlp", borders, backend)
 
     def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> Array:
         """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's."""
@@ -77,14 +64,14 @@ class Block(nnx.Module):
             dropout = own.dropout.fold(ATTENTION_WEIGHTS)
             return attend(q_BTHK, k_BSHK, v_BSHK, own.visible, dropout, self.backend), None
 
-        return self.run(x_BTD, own.dropout, attend_to_visible)[0]
+        return self.run(x_BTD, own, attend_to_visible)[0]
 
-    def run(self, x_BTD: Array, dropout: Dropout, attend: Attend) -> tuple[Array, Any]:
+    def run(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
-        token_T = self.borders.token_index(x_BTD)
+        dropout, token_T = context.dropout, self.borders.token_index(x_BTD)
 
         def attention(x_BTD: Array) -> tuple[Array, Any]:
-            y_BTD, memory = self.attention(x_BTD, attend)
+            y_BTD, memory = self.attention(x_BTD, context.position_BT, attend)
             return dropout.fold(ATTENTION_OUTPUT)(checkpoint_name(y_BTD, "attention_output"), token_T), memory
 
         def mlp(x_BTD: Array) -> Array:

@@ -8,25 +8,28 @@ from megajax.models.flops import MatrixProduct
 
 def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
     """All products of the layers; attention takes the queries in blocks, each against all keys, or, causal, against
-    those up to its end."""
+    those up to its end, and of a sliding window those that one of its queries sees."""
     hidden, layers = model.hidden_size, model.num_layers
+    queries = model.num_heads * model.head_size
+    gated = 2 if model.activation == "swiglu" else 1
     shapes = {
-        "qkv": (hidden, 3 * hidden),
-        "attention output": (hidden, hidden),
-        "MLP up": (hidden, model.mlp_size),
+        "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
+        "attention output": (queries, hidden),
+        "MLP up": (hidden, gated * model.mlp_size),
         "MLP down": (model.mlp_size, hidden),
     }
     yield from _with_weights(sequences * model.sequence_length, shapes, layers)
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
     for start in range(0, length, query_block):
         end = min(start + query_block, length)
-        block, keys = end - start, end if causal else length
+        first = max(0, start - model.sliding_window + 1) if model.sliding_window else 0
+        block, keys = end - start, (end if causal else length) - first
         # forward: scores; gradient of the probabilities
-        yield MatrixProduct(f"attention scores, keys up to {keys}", 2 * layers, heads, block, head_size, keys)
+        yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)
         # forward: result; gradient of the queries
-        yield MatrixProduct(f"attention sums, keys up to {keys}", 2 * layers, heads, block, keys, head_size)
+        yield MatrixProduct(f"attention sums, {keys} keys", 2 * layers, heads, block, keys, head_size)
         # gradients of keys and values
-        yield MatrixProduct(f"attention gradients, keys up to {keys}", 2 * layers, heads, head_size, block, keys)
+        yield MatrixProduct(f"attention gradients, {keys} keys", 2 * layers, heads, head_size, block, keys)
 
 
 def head_products(tokens: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:

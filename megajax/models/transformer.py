@@ -1,12 +1,10 @@
-"""The parts of a transformer layer beside attention, and what selective recomputation keeps of one.
+"""The MLP of a transformer layer, its activations, and what selective recomputation keeps of a layer.
 
-LayerNorm, dropout and the residual path are duplicated on the devices of a tensor group (paper §3), or, with sequence
-parallelism, sharded along the sequence. Letters: B batch, T tokens, D model, F feed-forward.
+Letters: B batch, T tokens, D model, F feed-forward.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,12 +17,14 @@ from megajax.backend import Backend
 from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
 from megajax.parallel.borders import Borders
-from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal, ones_param, zeros_param
+from megajax.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    normal,
+)
 from megajax.parallel.random import NamedKey
 from megajax.precision import at_least_fp32
-
-# What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
-recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.
@@ -37,47 +37,35 @@ def save_expensive(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     return primitive.name.startswith(FUSED_FORWARD) or named(primitive, *arguments, **parameters)
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalisation over D with statistics in at least fp32."""
-
-    def __init__(self, size: int, epsilon: float):
-        self.epsilon = epsilon
-        self.scale = ones_param((size,), ("embed",))
-        self.bias = zeros_param((size,), ("embed",))
-
-    def __call__(self, x_BTD: Array) -> Array:
-        return _layer_norm(x_BTD, self.scale[...], self.bias[...], self.epsilon)
-
-
-@partial(recomputed, static_argnums=3)
-def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
-    dtype = at_least_fp32(x_BTD.dtype)
-    wide_BTD = x_BTD.astype(dtype)
-    centered_BTD = wide_BTD - jnp.mean(wide_BTD, axis=-1, keepdims=True)
-    variance_BT1 = jnp.mean(jnp.square(centered_BTD), axis=-1, keepdims=True)
-    normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(epsilon, dtype))).astype(x_BTD.dtype)
-    return normal_BTD * scale_D[None, None, :] + bias_D[None, None, :]
-
-
 class MLP(nnx.Module):
-    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation."""
+    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation; with a gate
+    `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns as A."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        activation: Callable[[Array], Array],
-        key: NamedKey,
-        borders: Borders,
-        backend: Backend,
-    ):
-        self.activation = activation
-        hidden, width = config.hidden_size, config.mlp_size
-        first, second = normal(key / "up", config.init_std), normal(key / "down", config.residual_init_std)
-        self.up = ColumnParallelLinear(first, borders, hidden, (width,), ("mlp",), backend)
-        self.down = RowParallelLinear(second, borders, (width,), ("mlp",), hidden, backend)
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+        hidden, width, bias = config.hidden_size, config.mlp_size, config.bias == "all"
+
+        def by_columns(name: str) -> ColumnParallelLinear:
+            initial = normal(key / name, config.init_std)
+            return ColumnParallelLinear(initial, borders, hidden, (width,), ("mlp",), backend, bias=bias)
+
+        self.gate = by_columns("gate") if config.activation == "swiglu" else None
+        self.up = by_columns("up")
+        residual = normal(key / "down", config.residual_init_std)
+        self.down = RowParallelLinear(residual, borders, (width,), ("mlp",), hidden, backend, bias=bias)
+        self.activation = config.activation
 
     def __call__(self, x_BTD: Array) -> Array:
-        return self.down(self.activation(checkpoint_name(self.up(x_BTD), "mlp_up")))
+        if self.gate is None:
+            return self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x_BTD), "mlp_up")))
+        gate_BTF, up_BTF = (checkpoint_name(y, "mlp_up") for y in column_parallel(x_BTD, self.gate, self.up))
+        return self.down(gated(gate_BTF, up_BTF))
+
+
+@jax.checkpoint
+def gated(gate_BTF: Array, up_BTF: Array) -> Array:
+    """`SiLU(gate) * up`, the SiLU being `x sigmoid(x)`."""
+    dtype = at_least_fp32(gate_BTF.dtype)
+    return (jax.nn.silu(gate_BTF.astype(dtype)) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
 
 
 @jax.checkpoint
@@ -114,3 +102,6 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 def _normal_distribution(x_BTF: Array) -> Array:
     half, root = (jnp.asarray(value, x_BTF.dtype) for value in (0.5, 0.5**0.5))
     return half + half * lax.erf(x_BTF * root)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": gelu, "gelu-tanh": gelu_tanh}

@@ -29,10 +29,10 @@ class Visibility:
     num_keys_B: Array | None = None
 
     @classmethod
-    def of_documents(cls, positions_BT: Array) -> "Visibility":
+    def of_documents(cls, positions_BT: Array, window: int | None = None) -> "Visibility":
         """Causal, and no further back than the document that a token belongs to; its place there is given."""
         place_T = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)
-        return cls(causal=True, first_key_BT=place_T[None, :] - positions_BT)
+        return cls(causal=True, window=window, first_key_BT=place_T[None, :] - positions_BT)
 
     @classmethod
     def of_padded(cls, num_keys_B: Array) -> "Visibility":

@@ -13,10 +13,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.parallel.borders import Borders
+from megajax.parallel.collectives import TENSOR, axis_index, axis_size
 from megajax.parallel.products import product
 from megajax.parallel.random import NamedKey
 
@@ -67,13 +68,30 @@ class ColumnParallelLinear(nnx.Module):
         out_shape: tuple[int, ...],
         out_dims: tuple[str, ...],
         backend: Backend,
+        *,
+        bias: bool = True,
     ):
         self.borders, self.backend = borders, backend
         self.weight = param((in_size, *out_shape), ("embed", *out_dims), initial)
-        self.bias = zeros_param(out_shape, out_dims)
+        self.bias = zeros_param(out_shape, out_dims) if bias else None
+        self.parts = out_shape[0]  # on all devices of a tensor group
 
     def __call__(self, x_BTD: Array) -> Array:
         return column_parallel(x_BTD, self)[0]
+
+    @property
+    def held_several_times(self) -> bool:
+        """Whether this device has parts that it does not compute with: there are fewer than devices, and each has
+        all."""
+        return self.weight.shape[1] > max(1, self.parts // axis_size(TENSOR))
+
+    def own(self, x: Array, dim: int) -> Array:
+        """Of weight or bias, with the parts along `dim`, what this device computes with: all that it has, or, of parts
+        that are held several times, the one that it shares with its neighbours."""
+        if not self.held_several_times:
+            return x
+        part = axis_index(TENSOR) * self.parts // axis_size(TENSOR)
+        return lax.dynamic_slice_in_dim(x, part, 1, dim)
 
 
 def column_parallel(x_BTD: Array, *linears: ColumnParallelLinear) -> list[Array]:
@@ -82,12 +100,15 @@ def column_parallel(x_BTD: Array, *linears: ColumnParallelLinear) -> list[Array]
 
     def multiply(x_BTD: Array, *weights: Array) -> list[Array]:
         entered_BTD = borders.enter(x_BTD)
-        return [product(entered_BTD, weight, 1, backend) for weight in weights]
+        own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
+        return [product(entered_BTD, weight, 1, backend) for weight in own]
 
-    if borders.sequence_parallel and borders.regather:
+    regathers = borders.sequence_parallel and borders.regather
+    if regathers or any(linear.held_several_times for linear in linears):  # nor is a part of a weight kept
         multiply = jax.checkpoint(multiply)
     outputs = multiply(x_BTD, *(linear.weight[...] for linear in linears))
-    return [y + linear.bias[...][None, None] for y, linear in zip(outputs, linears, strict=True)]
+    biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
+    return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
 
 
 class RowParallelLinear(nnx.Module):
@@ -101,12 +122,15 @@ class RowParallelLinear(nnx.Module):
         in_dims: tuple[str, ...],
         out_size: int,
         backend: Backend,
+        *,
+        bias: bool = True,
     ):
         self.borders, self.backend = borders, backend
         self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
-        self.bias = zeros_param((out_size,), ("embed",))
+        self.bias = zeros_param((out_size,), ("embed",)) if bias else None
 
     def __call__(self, y: Array) -> Array:
         """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens."""
         weight = self.weight[...]
-        return self.borders.leave(product(y, weight, weight.ndim - 1, self.backend)) + self.bias[...][None, None, :]
+        y_BTD = self.borders.leave(product(y, weight, weight.ndim - 1, self.backend))
+        return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]

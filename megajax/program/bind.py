@@ -65,7 +65,12 @@ def _bind(
     # Declared varying once, here, gradients stay local sums until they are reduced once per step.
     axes = (DATA, TENSOR) if model.borders.sequence_parallel else (DATA,)
     shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
-    blocks = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), vary(params["blocks"], axes))
+
+    def of_chunks(weight: Array, partly_used: bool) -> Array:
+        weight = vary(weight, (DATA, TENSOR) if partly_used else axes)
+        return weight.reshape(-1, *weight.shape[3:])
+
+    blocks = jax.tree.map(of_chunks, params["blocks"], layout.partly_used["blocks"])
 
     def context(microbatch: Microbatch) -> Tree:
         return model.context(microbatch, Dropout.at(dropout, config.seed, step, microbatch[_ROW]))

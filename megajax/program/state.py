@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config import Config
-from megajax.mesh import RULES, SPLIT_VOCABULARY_RULES, dim_over, mesh_spec, shard_over_data, shardings
+from megajax.mesh import dim_over, mesh_spec, partly_used, rules_of, shard_over_data, shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.optim.adam import make_optimizer
@@ -62,6 +62,8 @@ class StateLayout:
         layer_specs: where the parts of every layer lie in natural form, were all layers everywhere.
         owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
+        partly_used: of every weight, whether each device of a tensor group holds it whole and uses a part
+            (`mesh.partly_used`).
         per_use: the sharding of `params` themselves over `data`, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
     """
@@ -86,7 +88,9 @@ class StateLayout:
         return self._config.model
 
     def _place(self, model: CutModel, zero: int) -> None:
-        rules = SPLIT_VOCABULARY_RULES if self._config.splits_vocabulary else RULES
+        whole_groups = self._config.model.num_kv_heads % self._config.mesh.tensor == 0
+        rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
+        self.partly_used = _map_specs(lambda spec: partly_used(spec, rules), model.logical_specs)
         layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
         unsharded = {
             "shared": _map_specs(lambda spec: mesh_spec(spec, rules), model.logical_specs["shared"]),

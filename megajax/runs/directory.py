@@ -88,7 +88,7 @@ def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
         raise
 
 
-_WEIGHTS = [  # what a run keeps: the names and shapes of its weights
+_WEIGHTS = [  # what a run keeps: its weights' names and shapes, and what is computed with them
     "model.family",
     "model.num_layers",
     "model.hidden_size",
@@ -97,6 +97,23 @@ _WEIGHTS = [  # what a run keeps: the names and shapes of its weights
     "model.vocab_size",
     "model.padded_vocab_size",
     "model.layer_order",
+    "model.num_kv_heads",
+    "model.head_size",
+    "model.mlp_size",
+    "model.norm",
+    "model.norm_epsilon",
+    "model.positions",
+    "model.rope_theta",
+    "model.rope_scaling",
+    "model.rope_factor",
+    "model.rope_low_frequency",
+    "model.rope_high_frequency",
+    "model.rope_original_length",
+    "model.activation",
+    "model.bias",
+    "model.query_key_norm",
+    "model.tied_embedding",
+    "model.sliding_window",
     "model.head",
     "model.num_classes",
     "task.name",

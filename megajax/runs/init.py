@@ -29,7 +29,11 @@ from megajax.runs.step_folders import complete
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import check_run
 
-_SAME = ("family", "num_layers", "hidden_size", "num_heads", "vocab_size", "padded_vocab_size", "layer_order")
+_SAME = (
+    *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "mlp_size", "vocab_size"),
+    *("padded_vocab_size", "layer_order", "norm", "norm_epsilon", "positions", "activation", "bias", "query_key_norm"),
+    "tied_embedding",
+)
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 
 
@@ -45,7 +49,7 @@ def check_init(config: Config) -> None:
     differ = [name for name in _SAME if getattr(model, name) != getattr(theirs, name)]
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
-    if model.sequence_length > theirs.sequence_length:
+    if model.sequence_length > theirs.sequence_length and not model.rotary:
         differ.append("sequence_length")
     if differ:
         has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
@@ -132,7 +136,7 @@ def first_state(program: Program) -> tuple[TrainState, str]:
 
     params = jax.tree_util.tree_map_with_path(choose, natural.params)
     told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
-    if theirs.sequence_length > config.model.sequence_length:
+    if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     return transfer.to_devices(dataclasses.replace(natural, params=params)), told
 

@@ -18,7 +18,9 @@ _KEYS = {  # logical dim -> what decides its size, what explains most first
     "layers": "model.num_layers",
     "embed": "model.hidden_size",
     "heads": "model.num_heads",
-    "kv_heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads",
+    "head_size": "model.head_size",
+    "mlp": "model.mlp_size",
     "position": "model.sequence_length",
     "vocabulary": "model.vocab_size, padded to a multiple of model.vocab_multiple,",
 }

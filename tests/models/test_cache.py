@@ -31,29 +31,32 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         layers = [jax.tree.map(lambda w, n=n: w[0, 0, n], params["blocks"]) for n in range(num_layers)]
         ends = model.ends(shared)
 
-        def embed(tokens_BT, positions_BT):
-            batch = {"tokens": tokens_BT, "positions": positions_BT}
-            return ends.embed(batch, model.context(batch, Dropout.off()))
+        def embed(batch):
+            context = model.context(batch, Dropout.off())
+            return context, ends.embed(batch, context)
 
         stacked = {"shared": shared, "blocks": jax.tree.map(lambda w: w[0, 0], params["blocks"])}
         whole_BTV = model.joined(stacked)({"tokens": tokens_BT}, Dropout.off())
 
         in_prompt = jnp.arange(PROMPT, dtype=jnp.int32)[None] < length_B[:, None]
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad
-        x_BTD = embed(prompt_BT, jnp.arange(PROMPT, dtype=jnp.int32)[None])
+        context, x_BTD = embed({"tokens": prompt_BT})
         caches = []
         for layer in layers:
-            x_BTD, cache = model.block(layer).run(x_BTD, Dropout.off(), reading(PROMPT + rest + 2, program.backend))
+            attend = reading(PROMPT + rest + 2, context.visible, program.backend)
+            x_BTD, cache = model.block(layer).run(x_BTD, context, attend)
             caches.append(cache)
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
 
         def step(caches, number):
             position_B1, slot = (length_B + number)[:, None], PROMPT + number
-            x_B1D = embed(jnp.take_along_axis(tokens_BT, position_B1, axis=1), position_B1)
-            visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot)
+            token_B1 = jnp.take_along_axis(tokens_BT, position_B1, axis=1)
+            context, x_B1D = embed({"tokens": token_B1, "positions": position_B1})
+            window = program.config.model.sliding_window
+            visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot, window)
             filled = []
             for layer, cache in zip(layers, caches, strict=True):
-                x_B1D, cache = model.block(layer).run(x_B1D, Dropout.off(), following(cache, slot, visible_BS))
+                x_B1D, cache = model.block(layer).run(x_B1D, context, following(cache, slot, visible_BS))
                 filled.append(cache)
             return filled, ends.logits(x_B1D)[:, 0]
 

@@ -3,13 +3,13 @@ and attention that sees a window only."""
 
 import dataclasses
 
-from megajax.models.gpt2.family import FAMILY as GPT2_FAMILY
-from megajax.models.gpt2.model import GPT2
-from megajax.models.transformer import LayerNorm
+from megajax.models.decoder.family import FAMILY as DECODER_FAMILY
+from megajax.models.decoder.model import TransformerDecoder
+from megajax.models.norms import LayerNorm
 from megajax.models.visibility import Visibility
 
 
-class Tiny(GPT2):
+class Tiny(TransformerDecoder):
     """GPT-2 with a LayerNorm on the embedding and a window of five tokens."""
 
     def __init__(self, config, key, borders, backend):
@@ -23,4 +23,4 @@ class Tiny(GPT2):
         return self.embedding_norm(super().embed(batch, context))
 
 
-FAMILY = dataclasses.replace(GPT2_FAMILY, model=Tiny, linear_embedding=lambda _: False)
+FAMILY = dataclasses.replace(DECODER_FAMILY, model=Tiny, linear_embedding=lambda _: False)

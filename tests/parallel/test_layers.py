@@ -14,7 +14,7 @@ from megajax.backend import CPU
 from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.attention import Attention, attend
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import MLP, gelu_tanh
+from megajax.models.transformer import MLP
 from megajax.models.visibility import CAUSAL
 from megajax.parallel.borders import Borders
 from megajax.parallel.random import Dropout, NamedKey
@@ -22,7 +22,7 @@ from megajax.verify import named_leaves
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=24, num_heads=8, sequence_length=16, vocab_size=64, init_std=0.3)
 BATCH = 3
-BLOCKS = {"mlp": lambda config, *others: MLP(config, gelu_tanh, *others), "attention": Attention}
+BLOCKS = {"mlp": MLP, "attention": Attention}
 
 
 def plain_mlp(weights: dict, x_BTD: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
         module = nnx.merge(graph, nnx.State(weights))
         if block == "mlp":
             return module(x_BTD)
-        return module(x_BTD, lambda *qkv: (attend(*qkv, CAUSAL, Dropout.off(), CPU), None))[0]
+        return module(x_BTD, None, lambda *qkv: (attend(*qkv, CAUSAL, Dropout.off(), CPU), None))[0]
 
     @jax.jit
     @partial(

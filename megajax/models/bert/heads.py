@@ -51,7 +51,7 @@ class Scorer(Linear):
 class ClassesHead(nnx.Module):
     """The class of a text: pooled, dropout, and a product."""
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
         self.pooler = Pooler(config, key, borders, backend)
         initial = normal(key / "classes", config.init_std)
@@ -79,7 +79,7 @@ class ChoiceHead(nnx.Module):
     """The right one of several texts, of which x_BTD has every one by itself: pooled, dropout, and a product to one
     number each, which are compared."""
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
         self.pooler = Pooler(config, key, borders, backend)
         self.output = Scorer(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
@@ -108,7 +108,7 @@ class SpanHead(nnx.Module):
     """Where a span begins and ends: two numbers for every token, padding included, as the original BERT compares
     them."""
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
         self.output = Scorer(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
 

@@ -18,16 +18,15 @@ from megajax.backend import Backend
 from megajax.models.bert.heads import ChoiceHead, ClassesHead, SpanHead
 from megajax.models.bert.pretraining import PretrainingHead
 from megajax.models.config import ModelConfig
-from megajax.models.layer import EMBEDDING_SITE, Block, Context, LayerForm
+from megajax.models.layer import EMBEDDING_SITE, Block, Context
+from megajax.models.norms import LayerNorm
 from megajax.models.stack import layer_of, stacked
-from megajax.models.transformer import LayerNorm, gelu
 from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.vocabulary import embedding_lookup
 
-LAYER_NORM_EPSILON = 1e-12
 TOKEN_TYPES = 2
 HEADS = {"pretraining": PretrainingHead, "classes": ClassesHead, "span": SpanHead, "choice": ChoiceHead}
 
@@ -45,11 +44,10 @@ class Bert(nnx.Module):
         self.table = table("table", config.padded_vocab_size, "vocabulary")
         self.positions = table("positions", length, "position")
         self.token_types = table("token_types", TOKEN_TYPES, "token_type")
-        self.norm = LayerNorm(hidden, LAYER_NORM_EPSILON)  # of the embedding ("post"), or of the last layer ("pre")
+        self.norm = LayerNorm(hidden, config.norm_epsilon)  # of the embedding ("post"), or of the last layer ("pre")
         self.order = config.layer_order
-        form = LayerForm(self.order, LAYER_NORM_EPSILON, gelu)
-        self.blocks = stacked(lambda n: Block(config, form, key / "blocks" / n, borders, backend), self.num_layers)
-        self.head: Any = HEADS[config.head](config, LAYER_NORM_EPSILON, key, borders, backend)
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, borders, backend), self.num_layers)
+        self.head: Any = HEADS[config.head](config, key, borders, backend)
 
     def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Any:
         """From a batch (`pairs_form`, …) to the logits of the head: of pretraining this device's columns of those of

@@ -13,7 +13,8 @@ from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.bert.heads import Pooler, classified, sums
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import LayerNorm, gelu
+from megajax.models.norms import LayerNorm
+from megajax.models.transformer import gelu
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import Linear, normal, zeros_param
 from megajax.parallel.random import Dropout, NamedKey
@@ -28,11 +29,11 @@ class MaskedHead(nnx.Module):
     Dense layer and LayerNorm are duplicated on the devices of a tensor group, as the LayerNorms of the layers are.
     """
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, backend: Backend):
         self.vocab_size, self.backend = config.vocab_size, backend
         size = config.hidden_size
         self.dense = Linear(normal(key / "dense", config.init_std), size, size, backend)
-        self.norm = LayerNorm(size, epsilon)
+        self.norm = LayerNorm(size, config.norm_epsilon)
         self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
 
     def __call__(self, x_BTD: Array, table_VD: Array, borders: Borders) -> Array:
@@ -44,9 +45,9 @@ class MaskedHead(nnx.Module):
 class PretrainingHead(nnx.Module):
     """Both: the logits of masked tokens, and, of the pooled first token, those of the order."""
 
-    def __init__(self, config: ModelConfig, epsilon: float, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
         self.borders = borders
-        self.masked = MaskedHead(config, epsilon, key / "masked", backend)
+        self.masked = MaskedHead(config, key / "masked", backend)
         self.pooler = Pooler(config, key, borders, backend)
         self.order = Linear(normal(key / "pair" / "output", config.init_std), config.hidden_size, 2, backend)
 

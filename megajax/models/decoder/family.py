@@ -1,10 +1,10 @@
-"""GPT-2 as a family of models."""
+"""Decoders as a family of models."""
 
 from megajax.batch import text_form
 from megajax.models.config import ModelConfig
+from megajax.models.decoder.model import TransformerDecoder
 from megajax.models.family import Family
 from megajax.models.flops import MatrixProduct
-from megajax.models.gpt2.model import GPT2
 from megajax.models.products import head_products, layer_products
 
 
@@ -17,7 +17,7 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
 
 
 FAMILY = Family(
-    model=GPT2,
+    model=TransformerDecoder,
     form=lambda _: text_form(),
     products=_products,
     reset_form=text_form(with_positions=True),

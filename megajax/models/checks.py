@@ -1,0 +1,93 @@
+"""Whether the options of a model fit each other and its family."""
+
+from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.models.registry import FAMILIES
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check that a model's options fit each other and its family.
+
+    Raises:
+        UserError: they do not, with their flags.
+    """
+    family = FAMILIES[model.family]
+    if model.layer_order not in family.layer_orders:
+        raise UserError(
+            f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
+            f"valid: {' or '.join(family.layer_orders)}"
+        )
+    if model.head not in family.heads:
+        raise UserError(
+            f"--model.head {model.head} with --model.family {model.family}; valid: {' or '.join(family.heads)}"
+        )
+    for name, value in family.fixed.items():
+        if getattr(model, name) != value:
+            shown, valid = (
+                str(each).lower() if isinstance(each, bool) else each for each in (getattr(model, name), value)
+            )
+            flag = f"--model.{name.replace('_', '-')}"
+            raise UserError(f"{flag} {shown} with --model.family {model.family}; valid: {valid}")
+    _check_heads(model, free=not family.fixed)
+    if family.fixed and model.mlp_size != 4 * model.hidden_size:
+        raise UserError(
+            f"--model.mlp-size {model.mlp_size} with --model.family {model.family}; valid: {4 * model.hidden_size}, "
+            "4 x --model.hidden-size"
+        )
+    _check_rotary(model)
+
+
+def _check_heads(model: ModelConfig, *, free: bool) -> None:
+    """Numbers and sizes of heads; `free`: all that can be computed."""
+    heads, hidden = model.num_heads, model.hidden_size
+    if model.head_size == 0 or (not free and model.head_size * heads != hidden):
+        below = hidden // heads * heads
+        valid = " or ".join(str(size) for size in (below, below + heads) if size)
+        size = f" and --model.head-size {model.head_size}" if model.head_size else ""
+        raise UserError(
+            f"--model.hidden-size {hidden} is not divisible by --model.num-heads {heads}{size}; "
+            f"valid: a multiple of {heads}, such as {valid}{', or a --model.head-size' if free else ''}"
+        )
+    if heads % model.num_kv_heads or (not free and heads != model.num_kv_heads):
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0] if free else [str(heads)]
+        shown = divisors if len(divisors) < 12 else [*divisors[:5], "…", *divisors[-5:]]
+        raise UserError(
+            f"--model.num-kv-heads {model.num_kv_heads} with --model.num-heads {heads}; valid: {', '.join(shown)}"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    """What rotary positions need, and what is for them only."""
+    if not model.rotary:
+        for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
+            if getattr(model, name) != value:
+                flag = (
+                    f"--model.{name.replace('_', '-')} {getattr(model, name):{'g' if name != 'rope_scaling' else ''}}"
+                )
+                raise UserError(
+                    f"{flag} with --model.positions {model.positions}; valid: --model.positions rotary, or without it"
+                )
+        return
+    if model.head_size % 2:
+        raise UserError(
+            f"--model.head-size {model.head_size} with --model.positions rotary, which turn pairs of features; "
+            "valid: an even one"
+        )
+    if model.rope_scaling == "none" and model.rope_factor != 1:
+        raise UserError(
+            f"--model.rope-factor {model.rope_factor:g} with --model.rope-scaling none; valid: 1, or "
+            "--model.rope-scaling linear or llama3"
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
+        raise UserError(
+            f"--model.rope-low-frequency {model.rope_low_frequency:g} is not below --model.rope-high-frequency "
+            f"{model.rope_high_frequency:g}; valid: less"
+        )
+
+
+def _told(name: str, value: object) -> str:
+    """An option of the model with a value, as a flag."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--model.{flag}" if value else f"--no-model.{flag}"
+    return f"--model.{flag} {value:g}" if isinstance(value, float) else f"--model.{flag} {value}"

@@ -1,0 +1,93 @@
+"""A decoder: the embedding, with learned positions or none, a stack of blocks whose tokens see what stands before them,
+a final norm, and an output product with the embedding's table or one of its own.
+
+`TransformerDecoder.__call__` is the model as a whole. Whoever distributes the layers calls its pieces instead
+(`models/family.py`), inside the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from megajax.backend import Backend
+from megajax.batch import IGNORED
+from megajax.models.config import ModelConfig
+from megajax.models.layer import EMBEDDING_SITE, Block, Context
+from megajax.models.norms import norm_of
+from megajax.models.stack import layer_of, stacked
+from megajax.models.visibility import Visibility
+from megajax.parallel.borders import Borders
+from megajax.parallel.layers import normal, param
+from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
+
+
+class TransformerDecoder(nnx.Module):
+    """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+        self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
+        self.borders, self.backend, self.window = borders, backend, config.sliding_window
+
+        def table(name: str, rows: int, dim: str) -> nnx.Param:
+            return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
+
+        self.table = table("table", config.padded_vocab_size, "vocabulary")
+        self.positions = None if config.rotary else table("positions", config.sequence_length, "position")
+        self.final_norm = norm_of(config)
+        self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, borders, backend), config.num_layers)
+
+    def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Array:
+        """From a batch (`text_form`) to this device's columns of the logits, [B, T, V / devices of the vocabulary]."""
+        context = self.context(batch, dropout)
+        x_BTD = self.embed(batch, context)
+        for n in range(self.num_layers):
+            x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
+        return self.logits(x_BTD)
+
+    def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
+        """What every layer gets of a batch: its dropout, what its tokens see, and, of rotary positions, where they
+        stand, in the sequence, or in their documents where the batch has those."""
+        length, position_BT = batch["tokens"].shape[1], batch.get("positions")
+        window = self.window if 0 < self.window < length else None
+        visible = Visibility(causal=True, window=window)
+        if position_BT is None:
+            position_BT = jnp.arange(length, dtype=jnp.int32)[None]
+        else:
+            visible = Visibility.of_documents(position_BT, window)
+        return Context(dropout, visible, position_BT if self.positions is None else None)
+
+    def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
+        """Embedding of tokens and learned positions with dropout, [B, T, D]; with sequence parallelism of this device's
+        tokens."""
+        x_BTD = embedding_lookup(self.table[...], batch["tokens"], self.borders)
+        if self.positions is not None:
+            if "positions" in batch:
+                own_BT = self.borders.own_tokens(batch["positions"])
+                x_BTD += jnp.take(self.positions[...], own_BT, axis=0, mode="clip")
+            else:
+                x_BTD += self.borders.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
+        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.borders.token_index(x_BTD))
+
+    def logits(self, x_BTD: Array) -> Array:
+        """This device's columns of the logits, from the last layer's output."""
+        table_VD = (self.table if self.output is None else self.output)[...]
+        return output_logits(self.final_norm(x_BTD), table_VD, self.vocab_size, self.borders, self.backend)
+
+    def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
+        """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
+        losses_BT = cross_entropy(self.logits(x_BTD), batch["targets"], self.borders.vocabulary)
+        return {"next_token": jnp.sum(losses_BT)}
+
+    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+        """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T].
+
+        Where the target is `IGNORED` they are 0 and `IGNORED`.
+        """
+        logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.borders.vocabulary
+        hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
+        loss_BT = cross_entropy(logits_BTV, targets_BT, axes)
+        return {"next_token": (loss_BT, jnp.where(targets_BT == IGNORED, IGNORED, hit_BT))}
