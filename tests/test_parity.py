@@ -50,11 +50,17 @@ def exists(row: tuple) -> bool:
 def cover(rows: list[tuple], meetings: list[tuple[int, ...]], seed: int | None = None) -> list[int]:
     """Numbers of rows that contain, for every meeting of columns, all their values that occur together; chosen
     greedily, of equally good rows the first, or the first of an order drawn for a seed."""
-    together = [[tuple((column, row[column]) for column in meeting) for meeting in meetings] for row in rows]
-    number = {values: index for index, values in enumerate(dict.fromkeys(itertools.chain(*together)))}
-    ids = np.array([[number[values] for values in row] for row in together])
+    columns = [
+        np.unique([repr(value) for value in column], return_inverse=True)[1] for column in zip(*rows, strict=True)
+    ]
+    numbers: list[np.ndarray] = []
+    for meeting in meetings:
+        together = np.ravel_multi_index([columns[c] for c in meeting], [len(rows)] * len(meeting))
+        first = numbers[-1].max() + 1 if numbers else 0
+        numbers.append(first + np.unique(together, return_inverse=True)[1])
+    ids = np.stack(numbers, axis=1)
     order = np.arange(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
-    missing, chosen = np.ones(len(number), bool), []
+    missing, chosen = np.ones(ids.max() + 1, bool), []
     while missing.any():
         best = order[missing[ids[order]].sum(axis=1).argmax()]
         chosen.append(int(best))
