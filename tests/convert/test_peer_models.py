@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import drawn_state
 from hugging_face import peer_model
 from tiny import tiny_config, tiny_program
 
@@ -57,7 +58,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
         (1, 2, 2), global_batch=1, sequence_length=72, hidden_size=48, vocab_size=300, init_std=0.2, dropout=0.0
     )
     program = tiny_program(config)
-    state = program.layout.init()
+    state = program.layout.from_natural(drawn_state(program))
     run = tmp_path / "run"
     checkpoints = Checkpoints(run, program.layout, keep=1)
     checkpoints.save(7, state)
