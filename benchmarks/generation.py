@@ -82,7 +82,7 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     layout, natural = program.layout, random_weights(config.model)
     staged = {"shared": natural["shared"], "blocks": jax.tree.map(layout.placement.to_stages, natural["blocks"])}
     params = jax.device_put(layout.computed(staged), shardings(layout.mesh, layout.specs.params))
-    decoder = Decoder(program, params, Sampling(temperature=0), end=None)
+    decoder = Decoder(program, params, Sampling(temperature=0), ends=())
 
     def generate(prompts: Prompts) -> Prompts:
         found: Prompts = [[] for _ in prompts]

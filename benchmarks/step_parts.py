@@ -90,7 +90,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
 
     def attention(module, x_BTD, dropout):
-        return module(x_BTD, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
+        position_1T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+        return module(x_BTD, position_1T, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
 
     def head(module, x_BTD, dropout):
         context = module.context({"tokens": targets_BT}, dropout)

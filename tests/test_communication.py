@@ -21,7 +21,7 @@ from counting import (
     traced,
 )
 from jax.sharding import PartitionSpec as P
-from tiny import abstract_batch, tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, abstract_batch, tiny_config, tiny_program
 
 from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
@@ -32,19 +32,36 @@ from megajax.verify import COLLECTIVES, collectives, collectives_of
 # Of activations, beside the layers: one for the embedding forward, one for the head backward; an embedding that is not
 # linear in its weights runs forward once more in its backward. Where a layer is recomputed: one, and a second one if a
 # LayerNorm comes after it.
-MODELS = {"gpt2": ("gpt2", "pre", 2, 1), "bert-pre": ("bert", "pre", 2, 1), "bert-post": ("bert", "post", 3, 2)}
+MODELS = {
+    "gpt2": ({}, 2, 1),
+    "bert-pre": ({"family": "bert"}, 2, 1),
+    "bert-post": ({"family": "bert", "layer_order": "post"}, 3, 2),
+    "llama": (LLAMA, 2, 1),
+    "qwen3": (QWEN3, 2, 1),
+}
 
 
-@pytest.mark.parametrize(("family", "order", "at_the_ends", "recomputed"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("words", "at_the_ends", "recomputed"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("remat", ["none", "layer"])
-def test_tensor_all_reduces_of_a_layer(remat, family, order, at_the_ends, recomputed):
+def test_tensor_all_reduces_of_a_layer(remat, words, at_the_ends, recomputed):
     """Per layer and microbatch 2 forward and 2 backward, more where the forward is recomputed."""
     per_layer = 2 + (recomputed if remat == "layer" else 0) + 2
-    for num_microbatches in (1, 4) if family == "gpt2" else (4,):
-        options = {"remat": remat, "family": family, "layer_order": order}
-        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, **options))
+    for num_microbatches in (1, 4) if not words else (4,):
+        found = over("tensor", step_collectives((1, 1, 2), num_microbatches, remat=remat, **words))
         assert {collective.kind for collective in found} == {"all-reduce"}
         assert count_shapes(found)[ACTIVATION] == num_microbatches * (per_layer * LAYERS + at_the_ends)
+
+
+def test_heads_of_keys_that_are_held_several_times_are_summed_once_a_step():
+    """And the norms of queries and keys, which every device has whole and uses for its own heads."""
+    found = [
+        count_shapes(over("tensor", step_collectives((1, 1, 4), microbatches, zero=0, **QWEN3)))
+        for microbatches in (1, 4)
+    ]
+    size = QWEN3["head_size"]
+    once = {(1, 1, LAYERS, HIDDEN, 2, size): 2, (1, 1, LAYERS, size): 2}  # keys and values; both norms
+    assert [{shape: counts[shape] for shape in once} for counts in found] == [once, once]
+    assert not {(size,), (HIDDEN, 2, size), (HIDDEN, 1, size)} & {*found[1]}
 
 
 REMATS = {"none": 2, "selective": 2, "layer": 1 + 2, "stage": 2 + 2}  # all-reduces of a layer's backward

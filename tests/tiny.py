@@ -10,6 +10,17 @@ from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.program import Program, batch_form
 
+# Words of decoders; of the second, heads of keys are fewer than devices where a tensor group has more than two.
+LLAMA = {
+    **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "tied_embedding": False},
+    **{"head_size": 4, "num_kv_heads": 4, "mlp_size": 64},
+    **{"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 32},
+}
+QWEN3 = {
+    **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
+    **{"head_size": 6, "num_kv_heads": 2, "mlp_size": 40, "sliding_window": 5, "norm_epsilon": 1e-6},
+}
+
 
 def tiny_config(
     mesh: tuple[int, int, int] = (1, 1, 1),

@@ -80,7 +80,7 @@ def continue_texts(
     of_training = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
     config = evaluation_config(run_dir, overrides | of_training)
     tokenizer = run_tokenizer(run_dir, config)
-    ids = [tokenizer.encode(prompt) or [tokenizer.end_of_text] for prompt in prompts]
+    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     length = config.model.sequence_length
     for number, prompt in enumerate(ids, start=1):
         if len(prompt) > length:
@@ -89,7 +89,7 @@ def continue_texts(
             )
     trained = TrainedModel.restore(run_dir, config, step)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    decoder = Decoder(trained.program, trained.params, sampling, tokenizer.end_of_text)
+    decoder = Decoder(trained.program, trained.params, sampling, tokenizer.ends)
     found_step = trained.step
     del trained  # the decoder has its own form of the weights
     screen = Screen(tokenizer, prompts, ids) if show and is_first_process() else None

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax import reading
-from megajax.convert.tokenizer_files import SETTINGS, SINGLE, check_plain, read_object, write_objects
+from megajax.convert.tokenizer_files import SETTINGS, SINGLE, check_plain, read_object, write_objects, write_saved
 from megajax.data.bpe import BytePairTokenizer, check_vocabulary
+from megajax.data.saved_tokenizer import SavedTokenizer
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
@@ -43,6 +44,9 @@ def read_byte_pair(folder: Path) -> tuple[Tokenizer | None, list[str]]:
 
 def write_byte_pair(tokenizer: Tokenizer, length: int, folder: Path) -> None:
     """Write all files by which `transformers` finds a tokenizer; `length` is that of the model's sequences."""
+    if isinstance(tokenizer, SavedTokenizer):
+        write_saved(tokenizer, length, folder)
+        return
     tokenizer.save(folder)
     (folder / SINGLE).write_text(tokenizer.to_json(), encoding="utf-8")
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)

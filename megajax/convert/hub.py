@@ -8,6 +8,7 @@ from megajax.errors import UserError
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _FILES = ["config.json", *_WEIGHTS, "vocab.json", "merges.txt", "vocab.txt", "tokenizer*.json"]
+_FILES += ["special_tokens_map.json", "generation_config.json", "chat_template.jinja"]
 
 
 def local_folder(path: str) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax import reading
+from megajax.data.saved_tokenizer import SavedTokenizer
 from megajax.data.tokenizer import FILE_BYTES
 from megajax.errors import UserError
 
@@ -49,3 +50,14 @@ def write_objects(folder: Path, contents: Mapping[str, Mapping[str, Any]]) -> No
     """Write JSON files by name."""
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_saved(tokenizer: SavedTokenizer, length: int, folder: Path) -> None:
+    """Write the files of a tokenizer as they were read; `length` is that of the model's sequences, for the settings of
+    one that came without."""
+    for name, text in tokenizer.files.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    if SETTINGS not in tokenizer.files:
+        end = tokenizer.token(tokenizer.end_of_text)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
+        write_objects(folder, {SETTINGS: settings | tokenizer.named_tokens})

@@ -47,4 +47,6 @@ class DataConfig:
 class TokenizerConfig:
     """The tokenizer."""
 
-    path: Annotated[str, "folder with vocab.json and merges.txt; empty: trained on the corpus"] = ""
+    path: Annotated[
+        str, "folder with vocab.json and merges.txt, vocab.txt, or tokenizer.json; empty: trained on the corpus"
+    ] = ""

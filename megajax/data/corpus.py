@@ -15,7 +15,6 @@ from megajax.data.library import WORDS
 from megajax.data.masking import WordPieces
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.report import (
-    TOKENIZER_FILES,
     CorpusReport,
     check_index,
     check_tokenizer,
@@ -28,7 +27,14 @@ from megajax.data.report import (
 )
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import (
+    TOKENIZER_FILES,
+    Kind,
+    is_tokenizer_folder,
+    load_tokenizer,
+    train_tokenizer,
+    training_part,
+)
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 

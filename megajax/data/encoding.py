@@ -1,4 +1,5 @@
-"""Texts to token ids: a document as one sequence that ends with the end of text, or as one sequence a sentence."""
+"""Texts to token ids: a document as one sequence, from the tokenizer's begin, if it has one, to the end of text; or as
+one sequence a sentence."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,16 +16,23 @@ _BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
 def encode_documents(
     documents: Iterable[str], tokenizer: Tokenizer, *, sentences: bool = False
 ) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """The sequences of each document, ids int32 [length]: one, end-of-text last, or its sentences as they are.
+    """The sequences of each document, ids int32 [length]: one, as `as_document` says, or its sentences as they are.
 
     A sentence without a token is left out, and so is a document without a sentence.
     """
     for texts in in_parts(documents, _BATCH_CHARACTERS):
         for sequences in encode_texts(texts, tokenizer, sentences=sentences):
             if not sentences:
-                sequences = [[*sequences[0], tokenizer.end_of_text]]
-            if sequences:
+                yield [as_document(np.array(sequences[0], np.int32), tokenizer)]
+            elif sequences:
                 yield [np.array(ids, np.int32) for ids in sequences]
+
+
+def as_document(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    """The ids of a text from the tokenizer's begin, unless the text has that written out, to the end of text."""
+    first = len(tokenizer.begin)
+    begin = np.array(tokenizer.with_begin(ids[:first].tolist()), np.int32)
+    return np.concatenate([begin, ids[first:], [tokenizer.end_of_text]]).astype(np.int32)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> Iterator[list[list[int]]]:

@@ -16,10 +16,8 @@ import numpy.typing as npt
 from megajax import reading
 from megajax.data.digests import check_files, file_digest, root
 from megajax.data.files import file_atomically, write_atomically
-from megajax.data.tokenizers import BPE_FILES, WORDPIECE_FILES
+from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
-
-TOKENIZER_FILES = sorted({name for names in BPE_FILES + WORDPIECE_FILES for name in names})
 
 TOKENS, _INDEX, _TOKENIZER = "tokens", "index", "tokenizer/"  # names of digests; the last one before a file's name
 

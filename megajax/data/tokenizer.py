@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte-level byte-pair encoding, and BERT's WordPiece."""
+"""Text to token ids and back: GPT-2's byte-level byte-pair encoding, BERT's WordPiece, and any `tokenizer.json`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -26,16 +26,37 @@ class Tokenizer(ABC):
         vocabulary: as given.
         size: ids that a model needs: the largest id plus one.
         end_of_text: id of the token that ends every document.
+        begin: ids that stand before every document and every prompt.
+        ends: ids that end a generation, `end_of_text` the first.
+        chat_template: how messages become a text (`megajax.data.chat`); None: that is not known.
+        named_tokens: special tokens by their role, as chat templates name them (`eos_token`).
     """
+
+    begin: list[int]
+    ends: list[int]
+    chat_template: str | None
+    named_tokens: dict[str, str]
 
     def __init__(self, core: Any, vocabulary: dict[str, int], end: str) -> None:
         self._core, self.vocabulary = core, vocabulary
         self.size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[end]
+        self.begin, self.ends = [], [self.end_of_text]
+        self.chat_template, self.named_tokens = None, {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; no end is added. The end written out in the text (`<|endoftext|>`) becomes its token."""
+        """Ids of a text; neither begin nor end is added. Special tokens that are written out in the text
+        (`<|endoftext|>`) become tokens."""
         return self._core.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to be continued, at least one: after `begin`, unless the text has that written out; of an empty
+        one without a begin the end of text."""
+        return self.with_begin(self.encode(text)) or [self.end_of_text]
+
+    def encode_pairs(self, texts: Sequence[str], continuations: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Ids of texts, and of what follows each; no begin is added."""
+        return list(zip(self.encode_batch(texts), self.encode_batch(continuations), strict=True))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, encoded on all cores."""
@@ -46,9 +67,17 @@ class Tokenizer(ABC):
         found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
+    def with_begin(self, ids: list[int]) -> list[int]:
+        """The ids of a text after `begin`, or, where the text has that written out, as they are."""
+        return ids if self.begin and ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def token(self, number: int) -> str:
+        """The token of an id, as the vocabulary has it."""
+        return self._core.id_to_token(number)
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
         """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if that is unknown."""
@@ -59,8 +88,11 @@ class Tokenizer(ABC):
         return self._core.to_str(pretty=True)
 
     def __eq__(self, other: object) -> bool:
-        """Whether every text gets the same ids."""
-        return self.to_json() == other.to_json() if isinstance(other, Tokenizer) else NotImplemented
+        """Whether every document gets the same ids."""
+        if not isinstance(other, Tokenizer):
+            return NotImplemented
+        same = (self.begin, self.end_of_text) == (other.begin, other.end_of_text)
+        return same and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
 

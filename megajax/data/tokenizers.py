@@ -1,4 +1,5 @@
-"""The tokenizers there are: byte-level BPE and WordPiece, learned from documents or read from a folder."""
+"""The tokenizers there are: byte-level BPE and WordPiece, learned from documents or read from a folder, and any other
+from a `tokenizer.json`."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -6,13 +7,19 @@ from typing import Literal
 
 from megajax import reading
 from megajax.data.bpe import BytePairTokenizer
+from megajax.data.saved_tokenizer import SavedTokenizer, is_gpt2
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizer_settings import CONFIG, GENERATION, SINGLE, SPECIAL, TEMPLATE
 from megajax.data.wordpiece import WordPieceTokenizer
 from megajax.errors import UserError
 
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
 Kind = Literal["bpe", "wordpiece"]
 WORDPIECE_FILES = (("vocab.txt",),)
+SINGLE_FILES = ((SINGLE,),)
+TOKENIZER_FILES = sorted(
+    {name for names in BPE_FILES + WORDPIECE_FILES for name in names} | {SINGLE, CONFIG, SPECIAL, TEMPLATE, GENERATION}
+)
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
 
 
@@ -46,16 +53,21 @@ def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:
-    """Read `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`, or BERT's `vocab.txt`.
+    """Read `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`, or BERT's `vocab.txt`, or, unless
+    it says no more than those, `tokenizer.json`.
 
     Raises:
         UserError: folder or files are missing, unreadable or malformed; a token that must be there is not.
     """
-    if files := _find(Path(folder), BPE_FILES):
-        return BytePairTokenizer.read(*files)
-    if files := _find(Path(folder), WORDPIECE_FILES):
-        return WordPieceTokenizer.read(*files)
-    both = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt)"
+    pair, words = _find(Path(folder), BPE_FILES), _find(Path(folder), WORDPIECE_FILES)
+    single = _find(Path(folder), SINGLE_FILES) and not (words and not pair)
+    if single and not (pair and is_gpt2(Path(folder))):
+        return SavedTokenizer.read(Path(folder))
+    if pair:
+        return BytePairTokenizer.read(*pair)
+    if words:
+        return WordPieceTokenizer.read(*words)
+    both = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
     found = reading.names(folder)
     for names in BPE_FILES:
         if half := found & set(names):
@@ -68,13 +80,12 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
 
 def is_tokenizer_folder(folder: str | Path) -> bool:
     """Whether a folder holds the files of a tokenizer."""
-    return _find(Path(folder), BPE_FILES + WORDPIECE_FILES) is not None
+    return _find(Path(folder), BPE_FILES + WORDPIECE_FILES + SINGLE_FILES) is not None
 
 
 def has_only_tokenizer_files(folder: str | Path) -> bool:
     """Whether a folder holds files of a tokenizer and nothing else."""
-    files = {name for names in BPE_FILES + WORDPIECE_FILES for name in names}
-    return Path(folder).is_dir() and {entry.name for entry in Path(folder).iterdir()} <= files
+    return Path(folder).is_dir() and {entry.name for entry in Path(folder).iterdir()} <= set(TOKENIZER_FILES)
 
 
 def _find(folder: Path, alternatives: tuple[tuple[str, ...], ...]) -> list[Path] | None:

@@ -55,12 +55,18 @@ class MegajaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end of text; it is also the context of a text without one."""
+        """Id of the end of text."""
         return self._text.end_of_text
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text without one: the tokenizer's begin, or without it the end of text."""
+        return self._text.begin[-1] if self._text.begin else self.eot_token_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, without special tokens."""
-        return self._text.encode(string)
+        """Ids of a text, after the tokenizer's begin unless the text has that written out or it is not wanted."""
+        ids = self._text.encode(string)
+        return ids if add_special_tokens is False else self._text.with_begin(ids)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -70,8 +76,8 @@ class MegajaxLM(TemplateLM):
         return [(score.log_probability, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of texts, each after an end of text."""
-        texts = [[self.eot_token_id, *self._text.encode(request.args[0])] for request in requests]
+        """Log-probabilities of texts, each after the context of a text without one."""
+        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
         scores = score_continuations(self._trained.program, self._trained.params, [(ids, 1) for ids in texts])
         return [score.log_probability for score in scores]
 
@@ -92,7 +98,7 @@ class MegajaxLM(TemplateLM):
             raise UserError(
                 f"generation with {', '.join(settings)}; valid: until, max_gen_toks, temperature and do_sample"
             )
-        prompt, ids, text = self._text.encode(context) or [self.eot_token_id], list[int](), ""
+        prompt, ids, text = self._text.encode_prompt(context), list[int](), ""
         for new in self._continued(prompt, limit, Sampling(temperature, seed=self._trained.program.config.seed)):
             ids += new
             text = self._text.decode(ids)
@@ -113,7 +119,7 @@ class MegajaxLM(TemplateLM):
         while done < limit:
             wanted = min(_TOKENS_AT_ONCE, limit - done)
             new = continue_in_windows(
-                self._sampler, self._trained.params, prompt, num_tokens=wanted, sampling=sampling, end=self.eot_token_id
+                self._sampler, self._trained.params, prompt, num_tokens=wanted, sampling=sampling, ends=self._text.ends
             )
             yield new
             if len(new) < wanted:  # the end of the text
@@ -122,7 +128,7 @@ class MegajaxLM(TemplateLM):
 
     @lru_cache(maxsize=1)  # noqa: B019  # one model lives as long as its caller
     def _decoder(self, sampling: Sampling) -> Decoder:
-        return Decoder(self._trained.program, self._trained.params, sampling, self.eot_token_id)
+        return Decoder(self._trained.program, self._trained.params, sampling, self._text.ends)
 
     @cached_property
     def _sampler(self) -> Program:

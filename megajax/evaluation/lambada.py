@@ -29,7 +29,7 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
             raise UserError(f"--data {place}: the passage is one word; valid: a last word and text before it")
         contexts.append(context)
         words.append(" " + word)
-    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
+    pairs = ((tokenizer.with_begin(context), word) for context, word in tokenizer.encode_pairs(contexts, words))
     return [(context + word, len(context)) for context, word in pairs]
 
 

@@ -53,7 +53,7 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
     text, *more = itertools.islice(TextDocuments(path, cut=False, flag="--data"), 2)
     if more:
         raise refusal
-    return WikiText(len(text.strip().split(" ")), tokenizer.encode(detokenize(text)), path)
+    return WikiText(len(text.strip().split(" ")), tokenizer.with_begin(tokenizer.encode(detokenize(text))), path)
 
 
 def detokenize(text: str) -> str:

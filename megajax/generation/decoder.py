@@ -7,7 +7,7 @@ over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D mode
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -69,11 +69,11 @@ class Decoder:
         compile_seconds: spent in compiling so far.
     """
 
-    def __init__(self, program: Program, params: Tree, sampling: Sampling, end: int | None):
-        """`params` are the program's; `end` is the id before which a continuation ends, None: there is none."""
+    def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
+        """`params` are the program's; a continuation ends before any of the ids `ends`."""
         self._config, self._mesh = program.config.model, program.mesh
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
-        self._sampling, self._end, self._backend = sampling, end, program.backend
+        self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
         self._model = CutModel(self._config, F_AND_G, program.backend)
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
@@ -235,8 +235,8 @@ class Decoder:
         logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, invariant=True)[:, : self._config.vocab_size]
         token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling)
         stopped_B = state["stopped"]
-        if self._end is not None:
-            stopped_B |= token_B == self._end
+        for end in self._ends:
+            stopped_B |= token_B == end
         step = state["step"] + 1
         new = {"token": token_B, "step": step, "stopped": stopped_B | (step >= state["limit"])}
         return state | new, jnp.where(stopped_B, IGNORED, token_B)

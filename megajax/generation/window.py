@@ -1,6 +1,8 @@
 """The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
 that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
 
+from collections.abc import Collection
+
 import jax
 import numpy as np
 
@@ -14,9 +16,9 @@ _choose = jax.jit(choose, static_argnames="sampling")
 
 
 def continue_in_windows(
-    program: Program, params, prompt: list[int], *, num_tokens: int, sampling: Sampling, end: int | None = None
+    program: Program, params, prompt: list[int], *, num_tokens: int, sampling: Sampling, ends: Collection[int] = ()
 ) -> list[int]:
-    """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before the id `end`.
+    """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before any of the ids `ends`.
 
     All processes call this together and get the same ids.
 
@@ -35,7 +37,7 @@ def continue_in_windows(
         logits = next_logits(program)(params, batch, np.int32(len(window) - 1))
         first = gathered(logits)[:1, : model.vocab_size]
         chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
-        if chosen == end:
+        if chosen in ends:
             break
         ids.append(chosen)
     return ids[len(prompt) :]

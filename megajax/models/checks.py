@@ -23,11 +23,8 @@ def check_model(model: ModelConfig) -> None:
         )
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
-            shown, valid = (
-                str(each).lower() if isinstance(each, bool) else each for each in (getattr(model, name), value)
-            )
-            flag = f"--model.{name.replace('_', '-')}"
-            raise UserError(f"{flag} {shown} with --model.family {model.family}; valid: {valid}")
+            told = _told(name, getattr(model, name))
+            raise UserError(f"{told} with --model.family {model.family}; valid: {_told(name, value)}")
     _check_heads(model, free=not family.fixed)
     if family.fixed and model.mlp_size != 4 * model.hidden_size:
         raise UserError(
@@ -61,12 +58,8 @@ def _check_rotary(model: ModelConfig) -> None:
     if not model.rotary:
         for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
             if getattr(model, name) != value:
-                flag = (
-                    f"--model.{name.replace('_', '-')} {getattr(model, name):{'g' if name != 'rope_scaling' else ''}}"
-                )
-                raise UserError(
-                    f"{flag} with --model.positions {model.positions}; valid: --model.positions rotary, or without it"
-                )
+                told, valid = _told(name, getattr(model, name)), f"--model.positions rotary, or {_told(name, value)}"
+                raise UserError(f"{told} with --model.positions {model.positions}; valid: {valid}")
         return
     if model.head_size % 2:
         raise UserError(

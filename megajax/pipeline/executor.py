@@ -151,7 +151,7 @@ class Pipeline:
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output`: also of chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
-        return jax.tree.map(lambda type_: idle(type_, (num_slots,)), types)
+        return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # as the slots' numbers do
 
     def sums(self, dtype: Any) -> tuple[Tree, Tree]:
         """The sums of a step: losses and gradients of the ends, and gradients of the layers."""

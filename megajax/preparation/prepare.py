@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megajax import reading
+from megajax.data.encoding import as_document
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedWriter, dataset_files
 from megajax.data.prepared import tokenizer_folder
@@ -235,7 +236,7 @@ def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: b
             for document in np.flatnonzero(corpus.kept(shard)).tolist():
                 begin, end = ends[document - 1] if document else 0, ends[document]
                 if borders is None:
-                    writer.add_document(np.append(tokens[begin:end], tokenizer.end_of_text))
+                    writer.add_document(as_document(tokens[begin:end], tokenizer))
                 else:
                     first, last = np.searchsorted(borders, [begin + 1, end])
                     writer.add_document(*np.split(tokens[begin:end], borders[first:last] - begin))

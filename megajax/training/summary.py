@@ -30,7 +30,7 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
     config = program.config.sample
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
-    prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
+    prompt = tokenizer.encode_prompt(config.prompt)
     one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.data, microbatch=1)
     ids = continue_in_windows(
         Program(dataclasses.replace(program.config, train=one_row), program.mesh),
@@ -38,7 +38,7 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
         prompt,
         num_tokens=config.tokens,
         sampling=Sampling(config.temperature, seed=program.config.seed),
-        end=tokenizer.end_of_text,
+        ends=tokenizer.ends,
     )
     return config.prompt + continuation_text(tokenizer, prompt, ids)
 

@@ -79,7 +79,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=64
     )
     ours = continue_in_windows(
-        program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), end=tokenizer.end_of_text
+        program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), ends=tokenizer.ends
     )
     continuation = generated[0, len(prompt) :].tolist()
     assert len(ours) == 64 and len(set(ours)) > 4

@@ -16,11 +16,13 @@ import pyarrow.parquet as pq
 from hugging_face import random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
 from reader import GZ, NONE, ZST, Packing, Reader
+from saved_tokenizers import write_saved
 from task_readers import TASK_READERS
 from tiny import tiny_config
 
 from megajax.config import to_toml
 from megajax.convert.importing import open_source
+from megajax.data.chat import ChatTemplate
 from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
@@ -112,6 +114,21 @@ def _write_config(folder: Path) -> None:
 def _use_tokenizer(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.decode(tokenizer.encode(TEXTS[3] + " other words é"))
+
+
+def _use_saved_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode_prompt(TEXTS[3] + " other words é")
+    if tokenizer.size > 1 << 20:  # more than a model has
+        return
+    tokenizer.num_bytes(np.array(ids))
+    tokenizer.decode(ids)
+    with tempfile.TemporaryDirectory() as own:
+        tokenizer.save(own)
+        assert load_tokenizer(own) == tokenizer
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "it")
+        template.conversation([{"role": role, "content": "a b"} for role in ("user", "assistant")], "f:1")
 
 
 def _write_metrics(folder: Path) -> None:
@@ -264,6 +281,12 @@ def _read_checkpoint(folder: Path) -> None:
 
 _DATA = ("data/report.json", "data/tokens.digests", "data/tokens.idx", "data/tokens.bin")
 _DATA += ("data/tokenizer/vocab.json", "data/tokenizer/merges.txt")
+_SETTINGS = ("tokenizer.json", "tokenizer_config.json")
+_SAVED = {
+    "llama3": (*_SETTINGS, "special_tokens_map.json", "generation_config.json"),
+    "qwen": _SETTINGS,
+    "mistral": (*_SETTINGS, "chat_template.jinja", "config.json"),
+}
 _PREPARED = ("m.report.json", "m.idx")
 _SHARDS = ("model.safetensors.index.json", "a.safetensors")
 _WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
@@ -283,6 +306,10 @@ READERS = [
     Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
     Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
     Reader("tokenizer: WordPiece", _tokenizer("wordpiece").save, _use_tokenizer, ("vocab.txt",)),
+    *(
+        Reader(f"tokenizer.json: {kind}", functools.partial(write_saved, kind=kind), _use_saved_tokenizer, _SAVED[kind])
+        for kind in _SAVED
+    ),
     Reader("metrics.jsonl", _write_metrics, _read_metrics, ("metrics.jsonl",)),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, lambda folder: (marked_format(folder), run_format(folder)), ("run.json",)),

@@ -27,7 +27,7 @@ def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32"):
 
 @functools.cache
 def decoder(mesh: tuple[int, int, int] = (1, 1, 1), sampling: Sampling = DRAWN, end: int | None = None) -> Decoder:
-    return Decoder(*model(mesh), sampling, end)
+    return Decoder(*model(mesh), sampling, () if end is None else (end,))
 
 
 def texts(of: Decoder, prompts: list[list[int]] = PROMPTS, max_tokens: int = 9, batch: int = 4) -> Texts:
@@ -95,7 +95,7 @@ def test_it_stops_before_the_end_token():
 @pytest.mark.full
 def test_fp64_chooses_as_fp32():
     with jax.enable_x64(True):
-        found = texts(Decoder(*model((1, 1, 1), "fp64"), GREEDY, None))
+        found = texts(Decoder(*model((1, 1, 1), "fp64"), GREEDY, ()))
     assert found == texts(decoder(sampling=GREEDY))
 
 
@@ -103,7 +103,7 @@ def test_fp64_chooses_as_fp32():
 def test_bf16_chooses_from_the_window_s_logits():
     """The cache holds what attention would read anyway, so that only the order of sums differs."""
     program, params = model((1, 1, 1), "bf16")
-    found = texts(Decoder(program, params, GREEDY, None))
+    found = texts(Decoder(program, params, GREEDY, ()))
     same = [
         ids[:2] == continue_in_windows(program, params, PROMPTS[number], num_tokens=min(2, len(ids)), sampling=GREEDY)
         for number, (ids, _) in found.items()

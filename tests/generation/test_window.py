@@ -20,8 +20,10 @@ def model(mesh: tuple[int, int, int]):
     return program, program.layout.init().params
 
 
-def draw(mesh, *, temperature: float = 1.0, seed: int = 3, end: int | None = None) -> list[int]:
-    return continue_in_windows(*model(mesh), PROMPT, num_tokens=20, sampling=Sampling(temperature, seed=seed), end=end)
+def draw(mesh, *, temperature: float = 1.0, seed: int = 3, ends: tuple[int, ...] = ()) -> list[int]:
+    return continue_in_windows(
+        *model(mesh), PROMPT, num_tokens=20, sampling=Sampling(temperature, seed=seed), ends=ends
+    )
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.full)])
@@ -38,7 +40,7 @@ def test_the_seed_and_the_temperature_matter():
 
 def test_it_stops_before_the_end_token():
     greedy = draw((1, 1, 1), temperature=0.0)
-    assert draw((1, 1, 1), temperature=0.0, end=greedy[5]) == greedy[: greedy.index(greedy[5])]
+    assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])

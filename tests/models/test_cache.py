@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_config, tiny_program
+from tiny import QWEN3, tiny_config, tiny_program
 
 from megajax.backend import CPU
 from megajax.models.cache import following, reading, visible_slots
@@ -82,6 +82,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             marks=pytest.mark.full,
         ),
         ((2, 1, 2), {"num_layers": 2, "sequence_length": 11}),
+        ((1, 1, 4), {"num_layers": 2, **QWEN3}),
     ],
 )
 def test_every_position_has_the_logits_of_the_whole_sequence(mesh, sizes):

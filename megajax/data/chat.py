@@ -1,0 +1,271 @@
+"""Messages to one text by a tokenizer's chat template, as `transformers` does, and which of it the assistant says.
+
+A template is a program that comes with a tokenizer. It runs in Jinja's sandbox, and the size of what it makes is
+bounded; its time is not.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from megajax.errors import UserError
+
+Message = Mapping[str, Any]
+
+MOST_CHARACTERS = 1 << 24  # of a rendered text
+MOST_MESSAGES = 1000  # of a conversation, which is rendered anew after each
+
+_SOURCE_CHARACTERS = 1 << 20  # of a template; the longest known have some ten thousand
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a message thought, the first for templates
+_LONG_NUMBER = re.compile(r"\d{5,}")
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a text.
+
+    Attributes:
+        text: all of it.
+        spans: of each part that the assistant writes the first character and the one after the last.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A chat template, compiled.
+
+    Args:
+        source: in Jinja.
+        tokens: special tokens by the names that it has for them (`bos_token`).
+        name: for error messages, such as the file that it is from.
+        today: what `strftime_now` of the template tells; None: the time.
+
+    Raises:
+        UserError: it is no template.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
+        if len(source) > _SOURCE_CHARACTERS:
+            raise UserError(f"{name}: {len(source)} characters; valid: at most {_SOURCE_CHARACTERS}")
+        self._tokens, self._name, self._marked = dict(tokens), name, bool(_MARKED.search(source))
+        self._environment = _Sandbox(today)
+        try:
+            self._template = self._environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise UserError(f"{name}: line {error.lineno}: {error.message}; valid: a template in Jinja") from None
+        except (TemplateError, RecursionError, MemoryError, ValueError, OverflowError, SyntaxError) as error:
+            raise UserError(f"{name}: {_reason(error)}; valid: a template in Jinja") from None
+
+    def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
+        """The text of some messages.
+
+        Args:
+            messages: with `role` and `content`, and whatever else the template looks at; None stands for nothing.
+            place: of the messages, for error messages.
+            add_generation_prompt: the text ends with what stands before the assistant's next words.
+
+        Raises:
+            UserError: the template cannot render them, or the text is too long.
+        """
+        return self._render(messages, place, add_generation_prompt)[0]
+
+    def conversation(self, messages: Sequence[Message], place: str, ends: Sequence[str] = ()) -> Conversation:
+        """The text of some messages, and which parts of it the assistant writes.
+
+        They are what the template has between `{% generation %}` and `{% endgeneration %}`. Of one without these they
+        are, for every message of the role `assistant`, the text with it without the text that asks for it. White space
+        after one of the texts `ends`, with which the assistant ends, is not its.
+
+        Raises:
+            UserError: as `render`; or the text of some messages does not begin with that of fewer.
+        """
+        if len(messages) > MOST_MESSAGES:
+            raise UserError(f"{place}: {len(messages)} messages; valid: at most {MOST_MESSAGES}")
+        text, spans = self._render(messages, place, False)
+        if not self._marked:
+            spans = [
+                self._turn(text, messages, number, place)
+                for number, message in enumerate(messages)
+                if message.get("role") == "assistant"
+            ]
+        return Conversation(text, [(start, _without_space(text, start, stop, ends)) for start, stop in spans])
+
+    def _turn(self, text: str, messages: Sequence[Message], number: int, place: str) -> tuple[int, int]:
+        before = self.render(messages[:number], place, add_generation_prompt=True)
+        after = self.render(messages[: number + 1], place) if number + 1 < len(messages) else text
+        if not (after.startswith(before) and text.startswith(after)):
+            raise UserError(
+                f"{place}: {self._name} writes what is before message {number + 1} in another way when more follows, "
+                "so one cannot say what the assistant writes; valid: a template with {% generation %}, or fewer turns"
+            )
+        return len(before), len(after)
+
+    def _render(
+        self, messages: Sequence[Message], place: str, add_generation_prompt: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        blocks: list[str] = []
+        size = 0
+        generated = self._environment.begin(blocks)
+        try:
+            for block in self._template.generate(
+                messages=[_plain(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokens,
+            ):
+                blocks.append(block)
+                size += len(block)
+                if size > MOST_CHARACTERS:
+                    raise _TooLong(f"more than {MOST_CHARACTERS} characters")
+        except Exception as error:  # whatever a template may do wrong
+            raise UserError(
+                f"{place}: the chat template of {self._name} cannot render it: {_reason(error)}; "
+                "valid: messages as the template wants them"
+            ) from None
+        text = "".join(blocks)
+        for start, part in generated:
+            if not text.startswith(part, start):
+                raise UserError(
+                    f"{self._name}: its {{% generation %}} stands in a macro or a filter; valid: outside of them"
+                )
+        return text, [(start, start + len(part)) for start, part in generated]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as `transformers` gives it to templates: without what is None, what was thought under its names."""
+    found = {key: value for key, value in message.items() if value is not None}
+    thought = next((found[name] for name in _REASONING if name in found), None)
+    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+
+
+def _without_space(text: str, start: int, stop: int, ends: Sequence[str]) -> int:
+    """Where a part ends without white space after one of the texts that end it."""
+    part = text[start:stop].rstrip()
+    return start + len(part) if part.endswith(tuple(ends)) else stop
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+class _TooLong(TemplateError):
+    pass
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """What templates may use: what `transformers` gives them, and no products that are too large."""
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def __init__(self, today: datetime | None) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
+        self.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
+        self._blocks: list[str] = []
+        self._generated: list[tuple[int, str]] = []
+
+    def begin(self, blocks: list[str]) -> list[tuple[int, str]]:
+        """Begin a text, whose blocks the caller collects.
+
+        Returns:
+            what stands in `{% generation %}`, as it comes: where it begins, and the text.
+        """
+        self._blocks, self._generated = blocks, []
+        return self._generated
+
+    def generation(self, text: str) -> str:
+        """Note what stands in `{% generation %}`."""
+        self._generated.append((sum(map(len, self._blocks)), text))
+        return text
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """A product, a power or a remainder, or a text by a format."""
+        both = left, right
+        if operator == "*" and any(isinstance(value, list | tuple) for value in both):
+            raise _TooLong("a product of lists")
+        sizes = [len(value) if isinstance(value, str) else abs(value) for value in both if isinstance(value, str | int)]
+        if operator == "*" and any(isinstance(value, str) for value in both):
+            too_large = math.prod(sizes) > MOST_CHARACTERS
+        elif operator == "%" and isinstance(left, str):
+            too_large = "*" in left or any(int(digits) > MOST_CHARACTERS for digits in _LONG_NUMBER.findall(left))
+        else:
+            too_large = operator == "**" and any(size > 1000 for size in sizes)
+        if too_large:
+            raise _TooLong(f"{operator} makes more than {MOST_CHARACTERS} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(ext.Extension):
+    """The tag `{% generation %}`."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        """A call of `_note` with what stands up to `{% endgeneration %}`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body, lineno=line)
+
+    def _note(self, caller: Any) -> str:
+        assert isinstance(self.environment, _Sandbox)
+        return self.environment.generation(caller())
+
+
+class _Dict:
+    """What templates have as `dict`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """What templates have as `namespace`, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"the name {name[:40]!r} in a namespace")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

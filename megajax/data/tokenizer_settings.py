@@ -1,0 +1,114 @@
+"""What the files beside a `tokenizer.json` say: which tokens end and begin texts, and how messages become a text.
+
+They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`, and of the
+ids that end a generation `generation_config.json`, or without it the model's `config.json`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megajax import reading
+from megajax.data.tokenizer import FILE_BYTES
+from megajax.errors import UserError
+
+SINGLE, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+
+_MODEL = "config.json"
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What is known of a tokenizer beside `tokenizer.json`.
+
+    Attributes:
+        files: texts of its files by name, as they were read.
+        named: tokens by their role (`eos_token`), those that there are.
+        ends: ids that end a generation, as a model's settings say; empty: they do not.
+        template: the chat template; None: there is none.
+        splits_special: special tokens that are written out in a text are text.
+    """
+
+    files: dict[str, str]
+    named: dict[str, str]
+    ends: list[int]
+    template: str | None
+    splits_special: bool
+
+
+def read_settings(folder: Path) -> TokenizerSettings:
+    """The settings in a folder, whatever files are missing.
+
+    Raises:
+        UserError: a file cannot be read, or has a value of another kind.
+    """
+    files = {
+        name: reading.read_text(folder / name, FILE_BYTES)
+        for name in (CONFIG, SPECIAL, TEMPLATE)
+        if reading.is_file(folder / name)
+    }
+    config = _object(files, CONFIG, folder)
+    named = _named(config, folder / CONFIG)
+    if "added_tokens_decoder" not in config:  # older files, where the other one decides
+        named |= _named(_object(files, SPECIAL, folder), folder / SPECIAL)
+    template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
+    return TokenizerSettings(files, named, _ends(folder), template, config.get("split_special_tokens") is True)
+
+
+def parsed_object(text: str, file: Path) -> dict[str, Any]:
+    """The object that a file's text is in JSON.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        content = reading.parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON: {error}; valid: JSON in UTF-8") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object; valid: what transformers or tokenizers wrote")
+    return content
+
+
+def _object(files: Mapping[str, str], name: str, folder: Path) -> dict[str, Any]:
+    return parsed_object(files[name], folder / name) if name in files else {}
+
+
+def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
+    found = {}
+    for name in _NAMED:
+        value = content.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if value is None:
+            continue
+        if not isinstance(token, str) or not token:
+            raise UserError(f"{file}: {name} is no token; valid: the text of one, or an object with it as content")
+        found[name] = token
+    return found
+
+
+def _template(value: Any, file: Path) -> str | None:
+    """The template, or of several with names that with the name `default`."""
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        value = {str(each.get("name")): each.get("template") for each in value}
+    if isinstance(value, dict):
+        value = value.get("default")
+    if value is not None and not isinstance(value, str):
+        raise UserError(
+            f"{file}: chat_template is no template; valid: a text, or a list of objects with name, template"
+        )
+    return value
+
+
+def _ends(folder: Path) -> list[int]:
+    file = next((folder / name for name in (GENERATION, _MODEL) if reading.is_file(folder / name)), None)
+    if file is None:
+        return []
+    value = parsed_object(reading.read_text(file), file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(number) is int for number in ids):
+        raise UserError(f"{file}: eos_token_id is no id; valid: the id of a token, or a list of such")
+    return list(dict.fromkeys(ids))

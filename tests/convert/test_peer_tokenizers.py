@@ -1,0 +1,89 @@
+"""Tokenizers that are kept whole beside those of `transformers`: ids, texts, chats, and what is written again."""
+
+from pathlib import Path
+
+import pytest
+from saved_tokenizers import CHATML, KINDS, LLAMA3, MARKED, MISTRAL, TEXTS, write_saved
+
+from megajax.convert.saved_tokenizer_files import read_saved_tokenizer, write_saved_tokenizer
+from megajax.data.chat import ChatTemplate
+
+pytestmark = pytest.mark.peer
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+
+ODD = [
+    "",
+    " ",
+    "a",
+    "  two  spaces",
+    "ünïcödé 漢字 🙂 e\u0301",
+    "12345 it's\r\n\n\tEnd.\n",
+    "a<|im_end|>b</s> c<|eot_id|>",
+]
+CHAT = [
+    {"role": "user", "content": " Which day? "},
+    {"role": "assistant", "content": "Monday,\n\n  größer."},
+    {"role": "user", "content": 'And "then"?'},
+    {"role": "assistant", "content": "Tuesday."},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
+    folder = write_saved(tmp_path / "theirs", kind)
+    tokenizer, left_out = read_saved_tokenizer(folder)
+    assert tokenizer is not None and not left_out
+    (tmp_path / "again").mkdir()
+    write_saved_tokenizer(tokenizer, 64, tmp_path / "again")
+    for place in folder, tmp_path / "again":
+        theirs = transformers.AutoTokenizer.from_pretrained(place)
+        for text in [*TEXTS, *ODD]:
+            assert theirs(text).input_ids == [*tokenizer.begin, *tokenizer.encode(text)], text
+            assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+            assert theirs.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+        assert theirs.eos_token_id == tokenizer.end_of_text and len(theirs) <= tokenizer.size
+        own = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "it")
+        for number in range(1, len(CHAT) + 1):
+            wanted = theirs.apply_chat_template(CHAT[:number], tokenize=False)
+            assert own.render(CHAT[:number], "x") == wanted
+    for name in "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja":
+        if (folder / name).exists():
+            assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_tokenizer_without_settings(tmp_path: Path) -> None:
+    folder = write_saved(tmp_path / "theirs", "mistral")
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer, _ = read_saved_tokenizer(folder)
+    assert tokenizer is not None and tokenizer.decode([tokenizer.end_of_text]) == "</s>"  # by config.json
+    (tmp_path / "again").mkdir()
+    write_saved_tokenizer(tokenizer, 64, tmp_path / "again")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert theirs(TEXTS[2]).input_ids == tokenizer.encode_prompt(TEXTS[2])
+    assert theirs.eos_token_id == tokenizer.end_of_text
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
+def test_chats(source: str, add_generation_prompt: bool, tmp_path: Path) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(write_saved(tmp_path, "llama3"))
+    own = ChatTemplate(source, theirs.special_tokens_map, "it")
+    for chat in CHAT[:1], CHAT[:3], CHAT:
+        wanted = theirs.apply_chat_template(
+            chat, chat_template=source, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        assert own.render(chat, "x", add_generation_prompt=add_generation_prompt) == wanted
+
+
+def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
+    folder = write_saved(tmp_path, "qwen")
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    found = theirs.apply_chat_template(
+        CHAT, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    conversation = ChatTemplate(MARKED, {}, "it").conversation(CHAT, "x")
+    ((ids, offsets),) = tokenizer.encode_batch_with_offsets([conversation.text])
+    mask = [
+        any(start < stop <= last and first <= start for first, last in conversation.spans) for start, stop in offsets
+    ]
+    assert ids == found["input_ids"] and mask == [bool(counted) for counted in found["assistant_masks"]]

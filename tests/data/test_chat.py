@@ -1,0 +1,94 @@
+"""Chat templates: texts as published, what the assistant writes of them, and what no template gets away with."""
+
+from datetime import datetime
+
+import pytest
+from saved_tokenizers import CHATML, LLAMA3, MARKED, MISTRAL
+
+from megajax.data.chat import ChatTemplate
+from megajax.errors import UserError
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
+MESSAGES = [
+    {"role": "user", "content": "Which day?"},
+    {"role": "assistant", "content": "Monday.", "name": None},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Tuesday — größer."},
+]
+
+
+def template(source: str, **more) -> ChatTemplate:
+    return ChatTemplate(source, TOKENS, "a.jinja", **more)
+
+
+def test_texts():
+    assert (
+        template(MISTRAL).render(MESSAGES[:3], "x") == "<s>[INST] Which day? [/INST]Monday.</s>[INST] And then? [/INST]"
+    )
+    assert template(CHATML).render(
+        [{"role": "system", "content": "S"}, *MESSAGES[:1]], "x", add_generation_prompt=True
+    ) == ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nWhich day?<|im_end|>\n<|im_start|>assistant\n")
+    assert template(LLAMA3).render(MESSAGES[:1], "x", add_generation_prompt=True) == (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nWhich day?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
+def test_what_the_assistant_writes(source):
+    found = template(source).conversation(MESSAGES, "x", ENDS)
+    parts = [found.text[start:stop] for start, stop in found.spans]
+    assert [next(part.removesuffix(end) for end in ENDS if part.endswith(end)) for part in parts] == [
+        "Monday.",
+        "Tuesday — größer.",
+    ]
+    assert template(CHATML).conversation(MESSAGES[:1], "x").spans == []
+
+
+def test_markers_in_a_macro_that_is_not_where_it_is_called_are_refused():
+    inside = "{% macro say() %}{% generation %}x{% endgeneration %}{% endmacro %}a{{ 'y' ~ say() }}"
+    with pytest.raises(UserError, match="stands in a macro or a filter; valid: outside of them"):
+        template(inside).conversation(MESSAGES, "x")
+
+
+def test_earlier_turns_that_are_written_anew_are_refused():
+    """As templates do that leave out what was thought in earlier turns."""
+    rewriting = "{% for m in messages %}[{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %}]{% endfor %}"
+    with pytest.raises(
+        UserError, match=r"^f:7: a.jinja writes what is before message 2 in another way .*; valid: a te"
+    ):
+        template(rewriting).conversation(MESSAGES, "f:7")
+
+
+def test_what_transformers_gives_to_templates():
+    source = "{{ messages[0].content | tojson }} {{ strftime_now('%d %b %Y') }} {% set n = namespace(x=1) %}"
+    source += "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% set n.x = n.x + 1 %}{% endfor %}"
+    found = template(source + "{{ n.x }}{{ tools is none }}", today=datetime(2024, 7, 26))
+    assert found.render([{"role": "user", "content": "<ö>"}] * 2, "x") == '"<ö>" 26 Jul 2024 2True'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", "line 1: Expected an expression"),
+        ("{{ raise_exception('Roles must\nalternate') }}", "Roles must"),
+        ("{{ messages[0].content.x.y }}", "no attribute 'x'"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set n = namespace(_x=1) %}", "in a namespace"),
+        ("{{ 'a' * 10 ** 9 }}", "more than"),
+        ("{{ [[1] * 9000] * 9000 }}", "a product of lists"),
+        ("{{ '%999999999d' % 3 }}", "more than"),
+        ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "more than"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{{ '('" + " ~ (" * 400 + "1" + ")" * 400 + "}}", ""),
+        ("a" * (1 << 21), "valid: at most"),
+    ],
+)
+def test_refused_templates(source, message):
+    with pytest.raises(UserError) as refusal:
+        template(source).render(MESSAGES, "f.jsonl:7")
+    text = str(refusal.value)
+    assert message in text and "; valid: " in text and len(text.splitlines()) == 1 and "a.jinja" in text

@@ -1,0 +1,155 @@
+"""Tokenizers that are a `tokenizer.json`: ids, begin and ends, bytes, what is written again, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from saved_tokenizers import KINDS, TEXTS, write_saved
+
+from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.encoding import encode_documents
+from megajax.data.saved_tokenizer import SavedTokenizer
+from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer, train_tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.lambada import read_lambada
+
+TEXT = TEXTS[3] + "  two  spaces, größer, 漢字\n\n\tEnd.\n"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory) -> tuple[str, Path, SavedTokenizer]:
+    folder = write_saved(tmp_path_factory.mktemp("saved") / "t", request.param)
+    tokenizer = load_tokenizer(folder)
+    assert isinstance(tokenizer, SavedTokenizer)
+    return request.param, folder, tokenizer
+
+
+def token(tokenizer: SavedTokenizer, *names: str) -> list[int]:
+    return [tokenizer.vocabulary[name] for name in names]
+
+
+def test_what_begins_and_ends_texts(saved):
+    kind, _, tokenizer = saved
+    begin, ends = {
+        "llama3": (["<|begin_of_text|>"], ["<|eot_id|>", "<|end_of_text|>"]),
+        "qwen": ([], ["<|im_end|>"]),  # add_bos_token is true in its settings, which decide nothing
+        "mistral": (["<s>"], ["</s>"]),  # and false in these
+    }[kind]
+    assert (tokenizer.begin, tokenizer.ends) == (token(tokenizer, *begin), token(tokenizer, *ends))
+    assert tokenizer.end_of_text == tokenizer.ends[0]
+    assert tokenizer.named_tokens["eos_token"] == ends[0] and tokenizer.chat_template
+    assert tokenizer.size == max(tokenizer.vocabulary.values()) + 1
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.encode_prompt(TEXT) == [*tokenizer.begin, *ids]
+    assert tokenizer.encode_prompt("") == (tokenizer.begin or [tokenizer.end_of_text])
+    written = tokenizer.decode(tokenizer.begin)
+    assert tokenizer.encode_prompt(written + "a").count(tokenizer.begin[0] if begin else -1) == len(begin)
+
+
+def test_documents_begin_and_end(saved):
+    _, _, tokenizer = saved
+    (document,), (empty,) = encode_documents([TEXT, ""], tokenizer)
+    assert document.tolist() == [*tokenizer.begin, *tokenizer.encode(TEXT), tokenizer.end_of_text]
+    assert empty.tolist() == [*tokenizer.begin, tokenizer.end_of_text] and document.dtype == np.int32
+    assert tokenizer.num_bytes(document) == len(TEXT.encode())
+
+
+def test_a_special_token_in_a_text_becomes_it(saved):
+    _, _, tokenizer = saved
+    end = tokenizer.decode([tokenizer.end_of_text])
+    assert tokenizer.encode(f"a{end}").count(tokenizer.end_of_text) == 1
+
+
+def test_saved_files_are_the_same_bytes(saved, tmp_path):
+    kind, folder, tokenizer = saved
+    tokenizer.save(tmp_path / "new")
+    again = load_tokenizer(tmp_path / "new")
+    assert again == tokenizer and again.ends == tokenizer.ends and again.chat_template == tokenizer.chat_template
+    for name in {path.name for path in (tmp_path / "new").iterdir()} - {"generation_config.json"}:
+        assert (tmp_path / "new" / name).read_bytes() == (folder / name).read_bytes()
+    assert is_tokenizer_folder(tmp_path / "new") and has_only_tokenizer_files(tmp_path / "new")
+    if kind == "llama3":
+        assert json.loads((tmp_path / "new" / "generation_config.json").read_text()) == {"eos_token_id": again.ends}
+
+
+def test_the_end_decides_whether_tokenizers_are_the_same(tmp_path):
+    first, second = (write_saved(tmp_path / name, "qwen") for name in ("a", "b"))
+    settings = json.loads((second / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (second / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(first) != load_tokenizer(second)
+
+
+def test_the_last_word_of_a_passage(saved, tmp_path):
+    """A word after a text has one space before it, whatever a tokenizer puts before texts."""
+    _, _, tokenizer = saved
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "The text of words"}))
+    ((ids, first),) = read_lambada(str(tmp_path / "a.jsonl"), tokenizer)
+    assert ids == [*tokenizer.begin, *tokenizer.encode("The text of words")]
+    assert tokenizer.decode(ids[first:]).strip() == "words" and first < len(ids)
+
+
+def test_a_corpus_of_a_run(tmp_path):
+    write_saved(tmp_path / "t", "mistral")
+    (tmp_path / "corpus.txt").write_text("".join(TEXTS))
+    make_corpus(str(tmp_path / "corpus.txt"), str(tmp_path / "t"), 700, tmp_path / "data")
+    corpus, kept = open_corpus(tmp_path / "data", 700), kept_tokenizer(tmp_path / "data")
+    assert corpus.tokens.document(1)[0] == kept.begin[0] and corpus.tokens.document(1)[-1] == kept.end_of_text
+    assert {"tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"} <= corpus.report.digests.keys()
+    (tmp_path / "data" / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1]}')
+    with pytest.raises(UserError, match=r"generation_config.json: was not there when the tokenizer was written"):
+        kept_tokenizer(tmp_path / "data")
+
+
+def test_gpt2s_files_stay_a_plain_tokenizer(tmp_path):
+    """Beside a tokenizer.json that says no more than they do; a Qwen's says more."""
+    plain = train_tokenizer(TEXTS, 300)
+    plain.save(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text(plain.to_json())
+    assert type(load_tokenizer(tmp_path / "a")) is type(plain) and load_tokenizer(tmp_path / "a") == plain
+    (tmp_path / "a" / "merges.txt").unlink()
+    alone = load_tokenizer(tmp_path / "a")
+    assert isinstance(alone, SavedTokenizer) and alone.encode(TEXT) == plain.encode(TEXT)
+    assert alone.end_of_text == plain.end_of_text
+
+
+def test_a_vocabulary_with_holes(tmp_path):
+    write_saved(tmp_path, "qwen")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"][-1]["id"] = 1000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    number = tokenizer.vocabulary["<tool_call>"]
+    assert tokenizer.size == number + 1
+    assert tokenizer.num_bytes(np.array([number])) == len("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokenizer.json", {"model": None}, "no tokenizer: "),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "no "),
+        ("tokenizer.json", {"added_tokens": 3}, "no tokenizer: "),
+        ("tokenizer.json", "\x80\x04pickle", "not JSON"),
+        ("tokenizer.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", {"eos_token": "<none>"}, "eos_token '<none>' is no token; valid: a token of"),
+        ("tokenizer_config.json", {"eos_token": 3}, "eos_token is no token; valid: the text of a token"),
+        ("tokenizer_config.json", {"eos_token": None}, "no eos_token; valid: a token of tokenizer.json as eos_token"),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is no template; valid: a text"),
+        ("tokenizer_config.json", "{", "not JSON"),
+        ("generation_config.json", {"eos_token_id": "3"}, "eos_token_id is no id; valid: the id of a token"),
+        ("generation_config.json", {"eos_token_id": [5000]}, "eos_token_id 5000 is the id of no token; valid"),
+    ],
+)
+def test_refused_files(tmp_path, name, change, message):
+    write_saved(tmp_path, "mistral")
+    for other in "config.json", "chat_template.jinja":
+        (tmp_path / other).unlink()
+    file = tmp_path / name
+    if isinstance(change, dict):
+        change = json.dumps((json.loads(file.read_text()) if file.exists() else {}) | change)
+    file.write_text(change)
+    with pytest.raises(UserError) as refusal:
+        load_tokenizer(tmp_path)
+    assert message in str(refusal.value) and str(tmp_path) in str(refusal.value) and "; valid: " in str(refusal.value)
