@@ -16,18 +16,19 @@ from megajax.tasks.registry import TASKS
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.
+    """Make a run directory at step 0 from a GPT-2, Llama, Qwen, Mistral or BERT in Hugging Face's format.
 
     Raises:
         UserError: the model, the run directory or a flag cannot be used.
     """
     parser = Parser(
-        "Make a run directory at step 0 from a GPT-2 or BERT, also a fine-tuned one, in Hugging Face's format.",
+        "Make a run directory at step 0 from a GPT-2, Llama, Qwen2, Qwen3, Mistral or BERT, also a fine-tuned one, in "
+        "Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_argument("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
     parser.add_argument("run", metavar="RUN", help="run directory to make")
-    parser.add_config_flags("model.dropout", "model.vocab_multiple")
+    parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
     from megajax.convert.hub import local_folder
     from megajax.convert.importing import check_new, import_hf, open_source
@@ -64,11 +65,16 @@ def export_hf(argv: Sequence[str]) -> None:
     """
     parser = Parser(
         "Write a checkpoint of a run as a folder that transformers loads.",
-        "megajax convert export-hf RUN PATH [--step N|latest|best]",
+        "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16]",
     )
     parser.add_argument("run", metavar="RUN", help="run directory of the training")
     parser.add_argument("path", metavar="PATH", help="folder to make")
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the weights [what they were imported in, fp32 if they were not]",
+    )
     args = _parse(parser, argv)
     from megajax.convert.exporting import export_config, export_hf
     from megajax.convert.importing import check_new
@@ -79,7 +85,7 @@ def export_hf(argv: Sequence[str]) -> None:
     check_outside_runs(folder, "PATH")
     config = export_config(run_dir)
     _start(config)
-    step, tokenizer = export_hf(run_dir, config, folder, args.step)
+    step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
     _finish(
         args,
         {"path": str(folder), "step": step, **_describe(config)},

@@ -43,7 +43,10 @@ def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
     head = known[named[0]] if named else HEADS["pretraining"]
     fields.check_all(_FIXED)
     sizes = fields.sizes(_SIZES)
-    fields.check_widths("hidden_size", "num_attention_heads", "intermediate_size", null=False)
+    fields.check_divides("num_attention_heads", "hidden_size")
+    if fields.get("intermediate_size") != 4 * sizes["model.hidden_size"]:
+        valid = f"{4 * sizes['model.hidden_size']} (4 x hidden_size)"
+        raise fields.refusal("intermediate_size", fields.get("intermediate_size"), valid)
     model = {"model.family": "bert", "model.layer_order": order}
     return model | head.read(fields) | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
 
@@ -58,7 +61,7 @@ def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | 
         "vocab_size": model.vocab_size,
         "intermediate_size": model.mlp_size,
     }
-    config = {"architectures": [_architecture(model)], "model_type": kind, "dtype": "float32", **sizes, **_FIXED}
+    config = {"architectures": [_architecture(model)], "model_type": kind, **sizes, **_FIXED}
     config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std}
     config |= HEADS[model.head].settings(model, labels)
     padding = special_ids(tokenizer).get("[PAD]") if tokenizer else None
@@ -116,6 +119,7 @@ def places(model: ModelConfig) -> Places:
 
 
 EXCHANGE = Exchange(
+    family="bert",
     model_types=tuple(_ORDERS),
     kind=lambda model: HEADS[model.head].kind,
     special_tokens="BERT's five special tokens",

@@ -11,12 +11,19 @@ from megajax.convert.weights import Places
 from megajax.data.tokenizer import Tokenizer
 from megajax.models.config import ModelConfig
 
+Lacks = dict[str, Any]  # options of the model, fields of `ModelConfig`, and a value that would be valid
+
+
+def _nothing(_: ModelConfig) -> Lacks:
+    return {}
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """One family's settings, weights and tokenizer.
+    """Settings, weights and tokenizer of some classes of transformers.
 
     Attributes:
+        family: whose models they are, `model.family`.
         model_types: its values of `model_type` in config.json.
         kind: model -> what it is in messages, as in "a GPT-2".
         special_tokens: that its tokenizer knows, in messages.
@@ -26,12 +33,14 @@ class Exchange:
         settings: (model, names of the classes that it tells apart, none if they have none, tokenizer) -> contents of
             the JSON files by name, config.json among them.
         architecture: model -> the class of transformers that loads it.
+        lacks: model of the family -> those of its options that the class cannot hold.
         places: model -> where its weights are.
         read_tokenizer: folder -> its tokenizer, and its added tokens that ours leaves out; None and no tokens where
             there is none; raises `UserError` where it is damaged or of another kind.
         write_tokenizer: (tokenizer, tokens in a sequence, folder): all files by which transformers finds it.
     """
 
+    family: str
     model_types: tuple[str, ...]
     kind: Callable[[ModelConfig], str]
     special_tokens: str
@@ -42,3 +51,4 @@ class Exchange:
     places: Callable[[ModelConfig], Places]
     read_tokenizer: Callable[[Path], tuple[Tokenizer | None, list[str]]]
     write_tokenizer: Callable[[Tokenizer, int, Path], None]
+    lacks: Callable[[ModelConfig], Lacks] = _nothing

@@ -2,20 +2,23 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 from megajax import reading
 from megajax.config import Config
-from megajax.convert.families import EXCHANGES
+from megajax.convert.exchange import Exchange
+from megajax.convert.families import exchange_for
 from megajax.convert.importing import check_new
-from megajax.convert.tensor_files import WEIGHTS
+from megajax.convert.origin import Origin
+from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import to_tensors
+from megajax.convert.weights import named, tensors_of
 from megajax.data.corpus import kept_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
 from megajax.mesh import make_mesh
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -23,58 +26,74 @@ from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, restore_params
 from megajax.tasks.registry import TASKS
 
+_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as config.json calls the dtypes
+
 
 def export_config(run_dir: Path) -> Config:
     """The configuration of a run on one device, in the precision of its main weights.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or no class of transformers can hold its model.
     """
     check_run(run_dir, "RUN")
     config = kept_config(run_dir, {})
-    if config.model.family not in EXCHANGES:
-        raise UserError(
-            f"RUN {run_dir} holds a model of the family {config.model.family}; valid: {', '.join(EXCHANGES)}"
-        )
+    _exchange(run_dir, config, Origin.read(run_dir))
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
 
-def export_hf(run_dir: Path, config: Config, folder: Path, step: str = "latest") -> tuple[int, Tokenizer | None]:
-    """Write main weights in fp32, configuration and tokenizer to `folder`, which appears whole or not at all.
+def export_hf(
+    run_dir: Path,
+    config: Config,
+    folder: Path,
+    step: str = "latest",
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[int, Tokenizer | None]:
+    """Write main weights, configuration and tokenizer to `folder`, which appears whole or not at all.
 
     Args:
+        run_dir: the run.
         config: `export_config(run_dir)`.
+        folder: to make.
         step: of the checkpoint, `latest`, or `best`.
+        dtype: of the weights, as in `DTYPES`; None: the one that they were imported in, fp32 if they were not.
+        shard_bytes: of the tensors in a file, at most.
 
     Returns:
         The step, and the tokenizer that was written, None if the run has none.
 
     Raises:
-        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written.
+        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written; a weight is too large for
+            the dtype.
         RunError: the checkpoint is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     check_new(folder, "PATH")
+    model, origin = config.model, Origin.read(run_dir)
     own = run_dir / "data" / "tokenizer"
     tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
-    exchange = EXCHANGES[config.model.family]
+    exchange, dtype = _exchange(run_dir, config, origin), dtype or origin.dtype
     labels = () if config.pretrains else TASKS[config.task.name].labels
-    settings = exchange.settings(config.model, labels, tokenizer)
+    settings = exchange.settings(model, labels, tokenizer)
+    origin.put_into(settings, model.sequence_length, rotary=model.rotary)
+    settings["config.json"]["dtype"] = _TORCH[dtype]
     program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
     check_memory(program, training=False)
     params, number = restore_params(program, run_dir, step)
     natural = jax.device_get(program.layout.natural_weights(params))
-    tensors = to_tensors(exchange.places(config.model), natural, config.model)
+    leaves = {named(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(natural)}
+
+    def read(paths: list[Any]) -> list[Any]:
+        return [np.asarray(leaves[named(path)], np.float32) for path in paths]
+
+    places = exchange.places(model)
     with folder_atomically(folder.absolute()) as new:
-        try:
-            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # of the system's errors only the words are left
-            problem = "no space left on device" if "No space left" in str(error) else str(error)
-            raise UserError(f"{new / WEIGHTS}: cannot be written: {problem}; valid: a place that can be") from None
+        write_tensors(new, places.shapes(model), tensors_of(places, model, read), dtype, shard_bytes)
         write_objects(new, settings)
-        (new / WEIGHTS).chmod((new / "config.json").stat().st_mode)  # safetensors lets nobody else read it
         if tokenizer:
-            exchange.write_tokenizer(tokenizer, config.model.sequence_length, new)
+            exchange.write_tokenizer(tokenizer, model.sequence_length, new)
     return number, tokenizer
+
+
+def _exchange(run_dir: Path, config: Config, origin: Origin) -> Exchange:
+    return exchange_for(config.model, origin.architecture, f"RUN {run_dir}")

@@ -1,18 +1,59 @@
-"""The families that are exchanged: by `model.family` on export, by `model_type` of config.json on import."""
+"""The classes of transformers that are exchanged: found by `model_type` of config.json on import, by the options of the
+model on export."""
 
-from megajax.convert import bert, gpt2
+from typing import Any
+
+from megajax.convert import bert, gpt2, llama
 from megajax.convert.exchange import Exchange
 from megajax.convert.settings import Fields
+from megajax.errors import UserError
+from megajax.models.config import ModelConfig
 
-EXCHANGES: dict[str, Exchange] = {"decoder": gpt2.EXCHANGE, "bert": bert.EXCHANGE}
+EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, bert.EXCHANGE)
 
 
 def exchange_of(fields: Fields) -> Exchange:
     """The exchange of a model's config.json.
 
     Raises:
-        UserError: its `model_type` is none of ours.
+        UserError: its `model_type` is none of ours, or its weights are quantized.
     """
-    types = [name for exchange in EXCHANGES.values() for name in exchange.model_types]
+    types = [name for exchange in EXCHANGES for name in exchange.model_types]
     fields.check("model_type", *types, missing=None)
-    return next(exchange for exchange in EXCHANGES.values() if fields.get("model_type") in exchange.model_types)
+    for name in "quantization_config", "compression_config":
+        if fields.get(name) is not None:
+            raise fields.refusal(name, fields.get(name), "null, with weights in F32, F16 or BF16")
+    return next(exchange for exchange in EXCHANGES if fields.get("model_type") in exchange.model_types)
+
+
+def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
+    """The exchange of the class that can hold a model: of the one it `came_from` if that can, else of the first.
+
+    Raises:
+        UserError: that says that the model of `name` fits none, with the options that the nearest would take.
+    """
+    those = [exchange for exchange in EXCHANGES if exchange.family == model.family]
+    if not those:
+        families = ", ".join(dict.fromkeys(exchange.family for exchange in EXCHANGES))
+        raise UserError(f"{name} holds a model of the family {model.family}; valid: {families}")
+    fitting = [exchange for exchange in those if not exchange.lacks(model)]
+    if fitting:
+        same = [exchange for exchange in fitting if exchange.architecture(model) == came_from]
+        return (same or fitting)[0]
+    fewest = min(len(exchange.lacks(model)) for exchange in those)
+    nearest = [exchange for exchange in those if len(exchange.lacks(model)) == fewest]
+    has = dict.fromkeys(option for exchange in nearest for option in exchange.lacks(model))
+    told = " and ".join(_flag(option, getattr(model, option)) for option in has)
+    valid = " or ".join(
+        f"{' '.join(_flag(*lack) for lack in exchange.lacks(model).items())} ({exchange.architecture(model)})"
+        for exchange in nearest
+    )
+    raise UserError(f"{name} holds a model that no class of transformers can, with {told}; valid: {valid}")
+
+
+def _flag(option: str, value: Any) -> str:
+    """An option of the model with a value, as on a command line."""
+    flag = option.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}model.{flag}"
+    return f"--model.{flag} {value}"

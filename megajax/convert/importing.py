@@ -13,6 +13,7 @@ from megajax.backend import CPU
 from megajax.config import Config, to_toml
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
+from megajax.convert.origin import Origin
 from megajax.convert.settings import RECIPE, Fields
 from megajax.convert.stored_weights import StoredWeights
 from megajax.data.files import folder_atomically, write_atomically
@@ -34,12 +35,14 @@ class Source:
 
     Attributes:
         config: of a run that trains on, its run directory not set.
-        exchange: of its family.
+        exchange: of its class.
+        origin: what the run keeps of it.
         added_tokens: tokens that were added to the tokenizer and that ours does not know.
     """
 
     config: Config
     exchange: Exchange
+    origin: Origin
     weights: StoredWeights
     tokenizer: Tokenizer | None
     added_tokens: list[str]
@@ -49,20 +52,28 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     """The model in `folder`; `overrides` by key replace what its `config.json` says.
 
     Raises:
-        UserError: it is of no family of ours, its files are damaged or do not fit each other, or hold weights as a
+        UserError: it is of no class that we know, its files are damaged or do not fit each other, or hold weights as a
             pickle.
     """
     fields, overrides = Fields(folder), overrides or {}
     exchange = exchange_of(fields)
-    config = resolve(RECIPE | exchange.read_settings(fields, overrides), overrides)
+    settings = exchange.read_settings(fields, overrides)
+    config = resolve(RECIPE | settings, overrides)
+    length = settings["model.sequence_length"]
+    if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
+        valid = f"{length} or less, the positions in config.json" if config.model.rotary else "without it"
+        told = "" if config.model.rotary else ", whose positions are learned"
+        flag = f"--model.sequence-length {config.model.sequence_length}"
+        raise UserError(f"{flag} with {folder}{told}; valid: {valid}")
     weights = StoredWeights(folder, config.model, exchange)
+    origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
     tokenizer, added = exchange.read_tokenizer(folder)
     if tokenizer and tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.size} ids, vocab_size in config.json is "
             f"{config.model.vocab_size}; valid: no more ids than that"
         )
-    return Source(config, exchange, weights, tokenizer, added)
+    return Source(config, exchange, origin, weights, tokenizer, added)
 
 
 def check_new(folder: Path, name: str) -> None:
@@ -96,4 +107,5 @@ def import_hf(source: Source, run_dir: Path) -> None:
             checkpoints.close()
         if source.tokenizer:
             source.tokenizer.save(new / "data" / "tokenizer")
+        source.origin.write(new)
         write_atomically(new / "config.toml", to_toml(config))

@@ -1,5 +1,6 @@
 """`config.json` of a model in Hugging Face's format, read field by field; what trains it further."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ RECIPE = {  # for training further: a low learning rate does not undo what the m
     "checkpoint.every": 100,
 }
 
+_ZERO_MEANS_OTHERS = ("model.num_kv_heads", "model.head_size", "model.mlp_size", "model.norm_epsilon")
+
 
 class Fields:
-    """The fields of `folder/config.json`.
+    """The fields of `folder/config.json`, or of an object in it.
 
     Attributes:
         file: its path.
@@ -34,7 +37,7 @@ class Fields:
     """
 
     def __init__(self, folder: Path):
-        self.file = folder / "config.json"
+        self.file, self._before = folder / "config.json", ""
         if not reading.is_file(self.file):
             raise UserError(
                 f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote"
@@ -47,6 +50,27 @@ class Fields:
         """The value of a field, or `missing`."""
         return self._fields.get(name, missing)
 
+    def has(self, name: str) -> bool:
+        """Whether a field is there, null or not."""
+        return name in self._fields
+
+    def names(self) -> list[str]:
+        """Names of the fields that are there."""
+        return list(self._fields)
+
+    def part(self, name: str) -> "Fields":
+        """The fields of the object in a field, none if that is null or missing.
+
+        Raises:
+            UserError: something else is there.
+        """
+        inner = self.get(name)
+        if not isinstance(inner, dict | None):
+            raise self.refusal(name, inner, "null, or an object")
+        part = copy.copy(self)
+        part._fields, part._before = inner or {}, f"{self._before}{name}."
+        return part
+
     def check(self, name: str, *valid: object, missing: object = ...) -> None:
         """Check that a field has one of the values that are valid; one that is missing has the first, or `missing`.
 
@@ -54,7 +78,7 @@ class Fields:
             UserError: it has another.
         """
         value = self.get(name, valid[0] if missing is ... else missing)
-        if value not in valid:
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in valid):
             raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
     def check_all(self, valid: Mapping[str, object]) -> None:
@@ -66,6 +90,23 @@ class Fields:
         for name, value in valid.items():
             self.check(name, value)
 
+    def value(self, name: str, key: str, missing: Any = None) -> Any:
+        """What a field says of our option `key`; of one that is missing, `missing` does.
+
+        Raises:
+            UserError: it is no valid value of that.
+        """
+        given, option = self.get(name, missing), options(Config)[key]
+        try:
+            value = option.convert(given)
+        except ValueError:
+            raise self.refusal(name, given, option.valid) from None
+        if option.problem(value):
+            raise self.refusal(name, given, option.valid)
+        if value == 0 and key in _ZERO_MEANS_OTHERS:
+            raise self.refusal(name, given, "more than 0")
+        return value
+
     def sizes(self, names: Mapping[str, str]) -> dict[str, int]:
         """Numbers by our keys.
 
@@ -75,13 +116,7 @@ class Fields:
         Raises:
             UserError: one is missing, or none that is valid.
         """
-        found = {}
-        for name, key in names.items():
-            found[key] = size = self.get(name)
-            option = options(Config)[key]
-            if type(size) is not int or option.problem(size):
-                raise self.refusal(name, size, option.valid)
-        return found
+        return {key: self.value(name, key) for name, key in names.items()}
 
     def labels(self) -> tuple[str, ...]:
         """Names of the classes in the order of their numbers; those of transformers where only their number is given,
@@ -100,25 +135,17 @@ class Fields:
             raise self.refusal("id2label", given, "a name for each of two classes or more, by their numbers from 0 on")
         return tuple(given[number] for number in numbers)
 
-    def check_widths(self, hidden: str, heads: str, inner: str, *, null: bool) -> None:
-        """Check the widths in the fields of these names: the heads divide the first, the MLP's is four times it.
-
-        Args:
-            hidden: name of the width, which has been read by `sizes`, as has `heads`.
-            heads: name of the number of heads.
-            inner: name of the MLP's width.
-            null: whether the MLP's width may be missing.
+    def check_divides(self, number: str, width: str) -> None:
+        """Check that the field `number` divides `width`, both of which `sizes` has read.
 
         Raises:
-            UserError: they do not fit.
+            UserError: it does not.
         """
-        size, number, width = self.get(hidden), self.get(heads), self.get(inner)
-        if size % number:
+        if self.get(width) % self.get(number):
             raise UserError(
-                f"{self.file}: {hidden} {size} is not divisible by {heads} {number}; valid: a multiple of it"
+                f"{self.file}: {width} {self.get(width)} is not divisible by {number} {self.get(number)}; "
+                "valid: a multiple of it"
             )
-        if width not in ((None, 4 * size) if null else (4 * size,)):
-            raise self.refusal(inner, width, f"{'null, or ' if null else ''}{4 * size} (4 x {hidden})")
 
     def dropout(self, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, float]:
         """Our one rate of dropout by key, from theirs; nothing if the user has given it.
@@ -145,4 +172,4 @@ class Fields:
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""
-        return UserError(f"{self.file}: {name} is {json.dumps(value)[:200]}; valid: {valid}")
+        return UserError(f"{self.file}: {self._before}{name} is {json.dumps(value)[:200]}; valid: {valid}")

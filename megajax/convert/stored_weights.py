@@ -1,5 +1,6 @@
 """The weights in a folder in Hugging Face's format, checked against the model that they should be of."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from megajax.backend import CPU
 from megajax.convert.exchange import Exchange
 from megajax.convert.tensor_files import TensorFiles
-from megajax.convert.weights import Tensor, from_tensors, named
+from megajax.convert.weights import Tensor, named, weight_of, weight_shapes
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
@@ -27,6 +28,7 @@ class StoredWeights:
         exchange: of its family.
 
     Attributes:
+        dtype: of all that are there, as in `DTYPES`; fp32 where they have several.
         fresh: by what they are in messages, the names of our weights that are not there and are drawn anew.
 
     Raises:
@@ -49,9 +51,9 @@ class StoredWeights:
             for told, theirs in self._places.may_be_fresh().items()
             if not theirs.values() & there.keys()
         }
-        self._check(exchange)
+        self.dtype = self._check(exchange)
 
-    def _check(self, exchange: Exchange) -> None:
+    def _check(self, exchange: Exchange) -> str:
         places, tensors, spelled = self._places, self._tensors, self._spelled
         fresh = {places.shared[name].name for names in self.fresh.values() for name in names}
         shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in fresh}
@@ -62,6 +64,7 @@ class StoredWeights:
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), self.read(name)):
                 valid = "the same, the head is tied"
                 raise UserError(f"{tensors.folder}: {copy} differs from {spelled(name)}; valid: {valid}")
+        return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
         """The tensor of a name in the family's `Places`, in fp32.
@@ -71,14 +74,27 @@ class StoredWeights:
         """
         return self._tensors.read(self._spelled(name))
 
+    def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
+        """(path, shape) of one of our weights in natural form, layers stacked `[L, …]` -> that weight; what is fresh is
+        what a run of this seed begins with. Raises `UserError` as `read`."""
+        drawn = _drawn(self._config, seed, {name for names in self.fresh.values() for name in names})
+
+        def weight(path: Any, shape: tuple[int, ...]) -> Tensor:
+            part, name = named(path)
+            if part == "shared" and name in drawn:
+                return drawn[name]
+            return weight_of(self._places, self.read, self._config, path, shape)
+
+        return weight
+
     def natural(self, seed: int) -> dict[str, Any]:
-        """Our weights in natural form, layers stacked `[L, …]`; what is fresh is what a run of this seed begins with.
+        """All of our weights at once.
 
         Raises:
             UserError: as `read`.
         """
-        names = {name for names in self.fresh.values() for name in names}
-        return from_tensors(self._places, self.read, self._config, _drawn(self._config, seed, names))
+        weight, shapes = self.weights(seed), weight_shapes(self._config)
+        return jax.tree_util.tree_map_with_path(lambda path, ours: weight(path, ours.shape), shapes)
 
 
 def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 Other formats of weights are never read: they are pickles, which can run any code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from megajax import reading
 from megajax.errors import UserError
 
 WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _INDEX_BYTES = 1 << 25  # a line of some hundred for each tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_DTYPES = ("F32", "F16", "BF16")
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
 
 
 class TensorFiles:
@@ -76,8 +76,8 @@ class TensorFiles:
                     f"{path}: {name} has shape {list(self.shapes[name])}; valid: {list(shape)}, by config.json"
                 )
             dtype = self._files[name].get_slice(name).get_dtype()
-            if dtype not in _DTYPES:
-                raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(_DTYPES)}")
+            if dtype not in DTYPES.values():
+                raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
     def check_no_others(self, names: set[str], architecture: str) -> None:
         """Check that there are no tensors of other names than those of this class of transformers.
@@ -88,6 +88,12 @@ class TensorFiles:
         others = sorted(self.shapes.keys() - names)
         if others:
             raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a {architecture} has")
+
+    def dtype(self, names: Collection[str]) -> str:
+        """What the tensors of these names have in common, as in `DTYPES`; fp32, which holds every number of the others,
+        where they differ."""
+        there = {self._files[name].get_slice(name).get_dtype() for name in names}
+        return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor in fp32.
@@ -110,15 +116,15 @@ def _find(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights."""
     if reading.is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    if reading.is_file(folder / _INDEX):
-        return _shards(folder / _INDEX)
+    if reading.is_file(folder / INDEX):
+        return _shards(folder / INDEX)
     pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise UserError(
             f"{pickles[0]}: a pickle, which can run any code when it is read, so it is not; "
             f"valid: {WEIGHTS} (save_pretrained of transformers writes it)"
         )
-    raise UserError(f"{folder}: no weights there; valid: {WEIGHTS}, or {_INDEX} and the files that it names")
+    raise UserError(f"{folder}: no weights there; valid: {WEIGHTS}, or {INDEX} and the files that it names")
 
 
 def _shards(index: Path) -> list[Path]:

@@ -1,11 +1,12 @@
 """Our weights as the tensors of Hugging Face's format, and back, by a table of where each of them is.
 
-Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Letters: V vocabulary, T
-positions, S segments (token types), C classes, D model, Q query, key and value of all heads, F feed-forward, L layers;
-a digit is that many.
+Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Tensors and weights are
+read and made one by one. Letters: V vocabulary, T positions, S segments (token types), C classes, D model, Q queries of
+all heads, G keys or values of all their heads, J queries, keys and values jointly, K head size, F feed-forward, L
+layers; a digit is that many.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +39,10 @@ class Place:
     turned: bool = False
 
 
-def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
-    """Weight and bias of a `Linear` of PyTorch; `dims` [out, in]."""
-    return {
-        f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True),
-        f"{ours}/bias": Place(f"{theirs}.bias", dims[0]),
-    }
+def linear(ours: str, theirs: str, dims: str, *, bias: bool = True) -> dict[str, Place]:
+    """Weight, and bias if it has one, of a `Linear` of PyTorch; `dims` [out, in]."""
+    weight = {f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True)}
+    return weight | ({f"{ours}/bias": Place(f"{theirs}.bias", dims[0])} if bias else {})
 
 
 def norm(ours: str, theirs: str) -> dict[str, Place]:
@@ -74,15 +73,21 @@ class Places:
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model by name, without copies and what is not read."""
-        hidden = config.hidden_size
-        sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": hidden, "Q": 3 * hidden}
-        sizes |= {"F": config.mlp_size, "S": 2, "C": config.num_classes}
+        queries, keys = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
+        sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
+        sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
+        sizes |= {"S": 2, "C": config.num_classes}
         dims = {place.name: place.dims for place in self.shared.values()}
         for layer in range(config.num_layers):
             dims |= {place.name.format(layer=layer): place.dims for place in self.blocks.values()}
         return {
             name: tuple(sizes[dim] if dim in sizes else int(dim) for dim in letters) for name, letters in dims.items()
         }
+
+    def of(self, path: Any) -> Place:
+        """Of the weight at a path in the tree of weights."""
+        part, name = named(path)
+        return (self.blocks if part == "blocks" else self.shared)[name]
 
     def names_unused(self, config: ModelConfig) -> set[str]:
         """Names of the tensors that may be there and are not read."""
@@ -96,51 +101,74 @@ class Places:
         }
 
 
-def from_tensors(
-    places: Places, read: Callable[[str], Tensor], config: ModelConfig, fresh: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Our weights in natural form, layers stacked `[L, …]`, the padded rows of the vocabulary zero.
+def weight_of(
+    places: Places, read: Callable[[str], Tensor], config: ModelConfig, path: Any, shape: tuple[int, ...]
+) -> Tensor:
+    """One of our weights in natural form, layers stacked `[L, …]`, the padded rows of the vocabulary zero.
 
     Args:
         places: of the model.
         read: the tensor of a name in `places.shapes(config)`.
         config: the model.
-        fresh: by our names, weights that are not read.
+        path: of the weight in the tree of weights.
+        shape: of the weight.
     """
+    part, name = named(path)
+    whole = np.zeros(shape, np.float32)
+    if part == "blocks":
+        place = places.blocks[name]
+        for layer in range(config.num_layers):
+            whole[layer] = _ours(place, read(place.name.format(layer=layer))).reshape(shape[1:])
+    else:
+        own = _ours(places.shared[name], read(places.shared[name].name))
+        whole[: len(own)] = own
+    return whole
 
-    def weight(path: Any, ours: jax.ShapeDtypeStruct) -> Tensor:
-        part, name = named(path)
-        whole = np.zeros(ours.shape, np.float32)
-        if part == "blocks":
-            place = places.blocks[name]
-            for layer in range(config.num_layers):
-                whole[layer] = _ours(place, read(place.name.format(layer=layer))).reshape(ours.shape[1:])
-        elif fresh and name in fresh:
-            whole[...] = fresh[name]
-        else:
-            own = _ours(places.shared[name], read(places.shared[name].name))
-            whole[: len(own)] = own
-        return whole
 
-    return jax.tree_util.tree_map_with_path(weight, CutModel(config, F_AND_G, CPU).shapes)
+def from_tensors(places: Places, read: Callable[[str], Tensor], config: ModelConfig) -> dict[str, Any]:
+    """All of our weights in natural form; arguments as of `weight_of`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, ours: weight_of(places, read, config, path, ours.shape), weight_shapes(config)
+    )
+
+
+def tensors_of(
+    places: Places, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors with their names, of natural weights; those of one weight, or of several that share tensors, are made
+    before the next weights are read.
+
+    Args:
+        places: of the model.
+        config: the model.
+        read: the weights of some paths in the tree of weights.
+    """
+    shapes = places.shapes(config)
+    sharing: dict[str, list[tuple[Any, Place]]] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(weight_shapes(config)):
+        place = places.of(path)
+        sharing.setdefault(place.name, []).append((path, place))
+    for name, members in sharing.items():
+        weights = read([path for path, _ in members])
+        stacked = named(members[0][0])[0] == "blocks"
+        for layer in range(config.num_layers if stacked else 1):
+            own = name.format(layer=layer)
+            tensor = np.empty(shapes[own], np.float32)
+            for (_, place), weight in zip(members, weights, strict=True):
+                rows = weight[layer] if stacked else weight if place.turned else weight[: len(tensor)]
+                _fill(place, tensor, rows)
+            yield own, tensor
 
 
 def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors by name, in the order of `places.shapes(config)`, of natural weights."""
-    shapes = places.shapes(config)
-    tensors = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        part, name = named(path)
-        whole = np.asarray(leaf, np.float32)
-        if part == "blocks":
-            place = places.blocks[name]
-            for layer in range(config.num_layers):
-                _fill(place, tensors[place.name.format(layer=layer)], whole[layer])
-        else:
-            place = places.shared[name]
-            rows = shapes[place.name][0]
-            _fill(place, tensors[place.name], whole if place.turned else whole[:rows])
-    return tensors
+    """All tensors by name, of natural weights in memory."""
+    leaves = {named(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
+    return dict(tensors_of(places, config, lambda paths: [leaves[named(path)] for path in paths]))
+
+
+def weight_shapes(config: ModelConfig) -> Any:
+    """Our weights in natural form, as types."""
+    return CutModel(config, F_AND_G, CPU).shapes
 
 
 def named(path: Any) -> tuple[str, str]:

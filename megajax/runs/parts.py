@@ -7,11 +7,13 @@ from megajax.data.files import is_marked
 from megajax.errors import UserError
 
 MARK = "run.json"  # written before anything else
+IMPORTED = "imported.json"  # what a model in another format was, of which the weights are (`convert/origin.py`)
 _PARTS = {
     "config.toml": "a file",
     "metrics.jsonl": "a file",
     "loss.png": "a file",
     MARK: "a file",
+    IMPORTED: "a file",
     "run.lock": "a file",
     "processes": "a folder",
     "data": "a folder",

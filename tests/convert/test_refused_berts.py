@@ -19,7 +19,7 @@ from megajax.errors import UserError
 @pytest.mark.parametrize(
     ("field", "value", "valid"),
     [
-        ("model_type", "roberta", '"gpt2", "megatron-bert", "bert"'),
+        ("model_type", "roberta", '"qwen3", "megatron-bert", "bert"'),
         ("architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
         ("architectures", ["MegatronBertForPreTraining"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
         ("hidden_act", "gelu_new", '"gelu"'),

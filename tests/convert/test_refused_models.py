@@ -25,14 +25,15 @@ from megajax.models.registry import FAMILIES, Entry
 @pytest.mark.parametrize(
     ("field", "value", "valid"),
     [
-        ("model_type", "llama", '"gpt2"'),
-        ("activation_function", "gelu", '"gelu_new"'),
-        ("layer_norm_epsilon", 1e-6, "1e-05"),
+        ("model_type", "gemma", '"gpt2", "llama", "mistral", "qwen2", "qwen3"'),
+        ("quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
+        ("activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
+        ("layer_norm_epsilon", 0, "more than 0"),
         ("scale_attn_by_inverse_layer_idx", True, "false"),
         ("scale_attn_weights", False, "true"),
         ("reorder_and_upcast_attn", True, "false"),
-        ("tie_word_embeddings", False, "true"),
-        ("n_inner", 100, r"null, or 96"),
+        ("tie_word_embeddings", 1, "true, false"),
+        ("n_inner", 0, "more than 0"),
         ("n_layer", 0, "1 to 10000"),
         ("n_layer", 99_999_999, "1 to 10000"),
         ("n_layer", 9999, "number of layers"),
@@ -140,7 +141,7 @@ def test_tokenizers(tmp_path: Path) -> None:
 def test_a_family_that_is_not_exchanged(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(family="tiny")))
-    with pytest.raises(UserError, match="holds a model of the family tiny; valid: gpt2, bert"):
+    with pytest.raises(UserError, match="holds a model of the family tiny; valid: decoder, bert"):
         export_config(tmp_path)
 
 

@@ -8,7 +8,7 @@ from plain import place
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
-from megajax.convert.gpt2 import PLACES
+from megajax.convert.gpt2 import places
 from megajax.convert.weights import from_tensors
 from megajax.models.config import ModelConfig
 from megajax.program.scoring import next_logits
@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 def our_weights(tensors: dict, model: ModelConfig) -> dict:
     """Weights (or gradients) of the peer under our names and shapes, layers stacked."""
-    return from_tensors(PLACES, lambda name: tensors[name].numpy(), model)
+    return from_tensors(places(model), lambda name: tensors[name].numpy(), model)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.full), (1, 2, 2)])

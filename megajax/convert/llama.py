@@ -1,0 +1,259 @@
+"""Llama, Qwen2, Qwen3 and Mistral: `…ForCausalLM` of transformers, which differ in their biases, windows and norms of
+queries and keys, and in what a field means that is missing."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from megajax.convert.byte_pair_files import read_byte_pair, write_byte_pair
+from megajax.convert.exchange import Exchange, Lacks
+from megajax.convert.rope import read_rope, rope_fields
+from megajax.convert.settings import Fields
+from megajax.convert.weights import Place, Places, linear
+from megajax.data.tokenizer import Tokenizer
+from megajax.models.config import ModelConfig
+
+_SIZES = {  # theirs -> ours
+    "num_hidden_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "num_attention_heads": "model.num_heads",
+    "intermediate_size": "model.mlp_size",
+    "max_position_embeddings": "model.sequence_length",
+    "vocab_size": "model.vocab_size",
+}
+_COMMON = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"}  # of all four
+_WINDOW = "sliding_attention"  # as layer_types calls a layer with a window, and one without:
+_NO_WINDOW = "full_attention"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the classes.
+
+    Attributes:
+        architecture: its name.
+        model_type: as config.json has it.
+        said: as in messages.
+        biases: those that it can have, `model.bias`.
+        window: where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so.
+        query_key_norm: whether it has one.
+        kv_heads: where the field is missing; None: as many as heads.
+        head_size: where the field is missing; None: width / heads.
+        heads_divide: whether the heads must divide the width even where their size is given.
+    """
+
+    architecture: str
+    model_type: str
+    said: str
+    biases: tuple[str, ...] = ("none",)
+    window: Literal["none", "plain", "switched"] = "none"
+    query_key_norm: bool = False
+    kv_heads: int | None = None
+    head_size: int | None = None
+    heads_divide: bool = False
+
+
+def _read_settings(kind: _Kind, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    if fields.get("architectures") is not None:
+        fields.check("architectures", [kind.architecture])
+    fields.check("hidden_act", "silu", "swish")  # two names of one function
+    fields.check("is_causal", True)
+    fields.check("tie_word_embeddings", False, True)
+    sizes = fields.sizes(_SIZES)
+    return (
+        {"model.family": "decoder", **{f"model.{name}": value for name, value in _COMMON.items()}}
+        | sizes
+        | _read_heads(kind, fields)
+        | read_rope(fields)
+        | {
+            "model.norm_epsilon": fields.value("rms_norm_eps", "model.norm_epsilon", 1e-6),
+            "model.bias": _read_bias(kind, fields),
+            "model.query_key_norm": kind.query_key_norm,
+            "model.tied_embedding": fields.get("tie_word_embeddings", False),
+            "model.sliding_window": _read_window(kind, fields),
+        }
+        | _read_dropout(fields, given)
+        | fields.init_std()
+    )
+
+
+def _read_heads(kind: _Kind, fields: Fields) -> dict[str, int]:
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    kv_heads = heads
+    if fields.get("num_key_value_heads", kind.kv_heads) is not None:
+        kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", kind.kv_heads)
+    if kv_heads > heads or heads % kv_heads:
+        raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
+    if kind.heads_divide or fields.get("head_dim", kind.head_size) is None:
+        fields.check_divides("num_attention_heads", "hidden_size")
+    size = hidden // heads
+    if fields.get("head_dim", kind.head_size) is not None:
+        size = fields.value("head_dim", "model.head_size", kind.head_size)
+    if size % 2:
+        raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
+    return {"model.num_kv_heads": kv_heads, "model.head_size": size}
+
+
+def _read_bias(kind: _Kind, fields: Fields) -> str:
+    """Llama says whether attention and MLP have biases, and ours are in both or neither; the others' is fixed."""
+    chosen = "all" in kind.biases
+    for name in "attention_bias", "mlp_bias":
+        fields.check(name, False, *((True,) if chosen else ()))
+    attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
+    if attention != mlp:
+        raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
+    return "all" if attention else kind.biases[0]
+
+
+def _read_window(kind: _Kind, fields: Fields) -> int:
+    """Tokens that a token sees, the same in all layers; 0: all before it."""
+    layers = fields.get("num_hidden_layers")
+    window = fields.get("sliding_window", None if kind.window == "none" else 4096)
+    if kind.window == "none":
+        fields.check("sliding_window", None)
+    elif kind.window == "switched":
+        fields.check("use_sliding_window", False, True)
+        window = window if fields.get("use_sliding_window") else None
+    if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
+        raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
+    types = fields.get("layer_types")
+    if types is None and kind.window == "switched" and window is not None:
+        first = fields.get("max_window_layers", 28)  # the layers before it have none
+        if type(first) is not int or 0 < first < layers:
+            raise fields.refusal(
+                "max_window_layers", first, f"0, all layers have the window, or {layers} and more, none has"
+            )
+        return 0 if first else window
+    if types is not None:
+        valid = [[name] * layers for name in ([_NO_WINDOW] if kind.window != "plain" or window is None else [])]
+        valid += [[_WINDOW] * layers] if window is not None else []
+        if types not in valid:
+            words = " or ".join(f"{each[0]} {layers} times" for each in valid)
+            raise fields.refusal("layer_types", types, f"{words}: the same in all layers")
+        return window if window is not None and types[0] == _WINDOW else 0
+    return window or 0
+
+
+def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
+    """Theirs is of attention only, ours of the residual branches, too."""
+    rate = fields.get("attention_dropout", 0.0)
+    if "model.dropout" in given or rate is None or (type(rate) in (int, float) and rate == 0):
+        return {"model.dropout": 0.0}
+    raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
+
+
+def _lacks(kind: _Kind, model: ModelConfig) -> Lacks:
+    lacks: Lacks = {name: value for name, value in _COMMON.items() if getattr(model, name) != value}
+    if model.bias not in kind.biases:
+        lacks["bias"] = kind.biases[0]
+    if model.query_key_norm != kind.query_key_norm:
+        lacks["query_key_norm"] = kind.query_key_norm
+    if model.sliding_window and kind.window == "none":
+        lacks["sliding_window"] = 0
+    if kind.heads_divide and model.hidden_size % model.num_heads:
+        lacks["hidden_size"] = model.hidden_size // model.num_heads * model.num_heads or model.num_heads
+    return lacks
+
+
+def _settings(
+    kind: _Kind, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
+) -> dict[str, dict[str, Any]]:
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text if tokenizer else None)
+    config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": kind.model_type}
+    config |= {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.mlp_size,
+        "max_position_embeddings": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tied_embedding,
+        "attention_dropout": model.dropout,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+        **rope_fields(model),
+    }
+    if "all" in kind.biases:
+        config |= dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
+    elif kind.query_key_norm:
+        config["attention_bias"] = False
+    if kind.window != "none":
+        config["sliding_window"] = model.sliding_window or None
+    if kind.window == "switched":
+        name = _WINDOW if model.sliding_window else _NO_WINDOW
+        config |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
+        config["max_window_layers"] = 0 if model.sliding_window else model.num_layers
+    return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
+
+
+_LAYER = "model.layers.{layer}."
+
+
+def _spelling(_: Collection[str]) -> Callable[[str], str]:
+    return str
+
+
+def _places(model: ModelConfig) -> Places:
+    attention, everywhere = model.bias != "none", model.bias == "all"
+    blocks = {
+        "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
+        "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
+        **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD", bias=attention),
+        **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD", bias=attention),
+        **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD", bias=attention),
+        **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ", bias=everywhere),
+        **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD", bias=everywhere),
+        **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD", bias=everywhere),
+        **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF", bias=everywhere),
+    }
+    if model.query_key_norm:
+        blocks["attention/query_norm/scale"] = Place(f"{_LAYER}self_attn.q_norm.weight", "K")
+        blocks["attention/key_norm/scale"] = Place(f"{_LAYER}self_attn.k_norm.weight", "K")
+    shared = {
+        "table": Place("model.embed_tokens.weight", "VD"),
+        "final_norm/scale": Place("model.norm.weight", "D"),
+    }
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.tied_embedding else {}
+    if not model.tied_embedding:
+        shared["output"] = Place("lm_head.weight", "VD")
+    unused = (f"{_LAYER}self_attn.rotary_emb.inv_freq",)  # older versions wrote the angles
+    return Places(shared, blocks, copies=tied, unused=unused, spelling=_spelling)
+
+
+def _exchange(kind: _Kind) -> Exchange:
+    return Exchange(
+        family="decoder",
+        model_types=(kind.model_type,),
+        kind=lambda _: f"a {kind.said}",
+        special_tokens="only one special token",
+        layers="num_hidden_layers",
+        read_settings=partial(_read_settings, kind),
+        settings=partial(_settings, kind),
+        architecture=lambda _: kind.architecture,
+        lacks=partial(_lacks, kind),
+        places=_places,
+        read_tokenizer=read_byte_pair,
+        write_tokenizer=write_byte_pair,
+    )
+
+
+_KINDS = (  # a model that several can hold is exported as the first of them
+    _Kind("LlamaForCausalLM", "llama", "Llama", biases=("none", "all"), heads_divide=True),
+    _Kind("MistralForCausalLM", "mistral", "Mistral", window="plain", kv_heads=8),
+    _Kind("Qwen2ForCausalLM", "qwen2", "Qwen2", biases=("query-key-value",), window="switched", kv_heads=32),
+    _Kind(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        "Qwen3",
+        window="switched",
+        query_key_norm=True,
+        kv_heads=32,
+        head_size=128,
+    ),
+)
+EXCHANGES = tuple(map(_exchange, _KINDS))
