@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from drawn import drawn_state
-from tiny import tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, tiny_config, tiny_program
 
 from megajax import verify
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
@@ -130,6 +131,14 @@ FEW_TASKS = [
     ((2, 2, 2), "1f1b-1", "replicated", "none", "fewer", "not divisible", 1, True, "bert-post-classes"),
     ((2, 2, 2), "gpipe-1", "split", "selective", "a multiple", "not divisible", 0, True, "bert-pre-choice"),
 ]
+# Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.
+DECODERS = {"llama": LLAMA, "qwen3": QWEN3}
+GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
+OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])
+FEW_DECODERS = [
+    ((2, 2, 2), "interleaved-2", "split", "selective", "not a multiple", "not divisible", 3, False, "llama"),
+    ((1, 2, 4), "1f1b-1", "replicated", "layer", "not a multiple", "not divisible", 1, True, "qwen3"),
+]
 ROWS = 24  # of the global batch
 
 
@@ -140,8 +149,10 @@ def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
     return trace(config, STEPS, natural=initial(num_layers, vocab_size, model))
 
 
-def of(model: str) -> dict[str, str]:
-    """Family, order of the layers, and head."""
+def of(model: str) -> dict[str, Any]:
+    """The words of its configuration."""
+    if model in DECODERS:
+        return DECODERS[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
     return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
 
@@ -200,8 +211,13 @@ def test_heads_of_tasks(row):
     check_row(*row)
 
 
+@pytest.mark.parametrize("row", FEW_DECODERS, ids=name)
+def test_decoders(row):
+    check_row(*row)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*OTHERS, *TASKS], ids=name)
+@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS], ids=name)
 def test_rest_of_the_grid(row):
     check_row(*row)
 
@@ -214,6 +230,8 @@ def test_rest_of_the_grid(row):
         pytest.param("interleaved", 2, "split", 3, "gpt2", marks=pytest.mark.full),
         pytest.param("interleaved", 2, "split", 3, "bert-pre", marks=pytest.mark.full),
         pytest.param("1f1b", 1, "replicated", 1, "bert-post", marks=pytest.mark.full),
+        pytest.param("interleaved", 2, "split", 3, "llama", marks=pytest.mark.full),
+        pytest.param("1f1b", 1, "replicated", 1, "qwen3", marks=pytest.mark.full),
     ],
 )
 def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model):
