@@ -18,7 +18,6 @@ TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
 _MODEL = "config.json"
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_NO_TOKEN = "valid: the text of a token, or an object with it as content"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
         if value is None:
             continue
         if not isinstance(token, str) or not token:
-            raise UserError(f"{file}: {name} is no token; {_NO_TOKEN}")
+            raise UserError(f"{file}: {name} is no token; valid: the text of a token, or an object with it as content")
         found[name] = token
     return found
 
