@@ -76,24 +76,36 @@ def name(row: tuple) -> str:
 ALL = [row for row in itertools.product(*GRID.values()) if exists(row)]
 
 
-def pairwise(rows: list[tuple], seed: int | None = None) -> list[tuple]:
-    """Every two columns meet, but recomputation, ZeRO, numbers of microbatches and models meet kinds of schedules, and
-    recomputation kinds of meshes and families of models."""
-
-    def kinds(row: tuple) -> tuple:
-        schedule, remat, family = row[SCHEDULE].partition("-")[0], row[REMAT], row[MODEL].partition("-")[0]
-        of_schedules = [(row[column], schedule) for column in (REMAT, ZERO, MICROBATCHES, MODEL)]
-        return *of_schedules, (remat, *(size > 1 for size in row[MESH][1:])), (remat, family)
-
-    apart = [(SCHEDULE, REMAT), (SCHEDULE, ZERO), (SCHEDULE, MICROBATCHES), (SCHEDULE, MODEL)]
-    apart += [(MESH, REMAT), (REMAT, MODEL)]
-    pairs = [pair for pair in itertools.combinations(range(len(GRID)), 2) if pair not in apart]
-    meetings = [*pairs, *((len(GRID) + kind,) for kind in range(len(apart)))]
-    return [rows[number] for number in cover([(*row, *kinds(row)) for row in rows], meetings, seed)]
-
-
 NAMES = ("mesh", "schedule", "remat", "microbatches", "layers", "zero", "model")
 MESH, SCHEDULE, REMAT, MICROBATCHES, LAYERS, ZERO, MODEL = map(list(GRID).index, NAMES)
+
+
+def kind(row: tuple) -> str:
+    """Of schedule, whatever its chunks are."""
+    return row[SCHEDULE].partition("-")[0]
+
+
+# Columns of which not the values meet but kinds of them.
+APART = {
+    (MESH, REMAT): lambda row: (row[REMAT], *(size > 1 for size in row[MESH][1:])),
+    (SCHEDULE, REMAT): lambda row: (row[REMAT], kind(row)),
+    (SCHEDULE, ZERO): lambda row: (row[ZERO], kind(row)),
+}
+FURTHER_APART = APART | {
+    (SCHEDULE, MICROBATCHES): lambda row: (row[MICROBATCHES], kind(row)),
+    (SCHEDULE, MODEL): lambda row: (row[MODEL], kind(row)),
+    (REMAT, MODEL): lambda row: (row[REMAT], row[MODEL].partition("-")[0]),  # families
+}
+
+
+def pairwise(rows: list[tuple], apart: dict = APART, seed: int | None = None) -> list[tuple]:
+    """Every two columns meet, or their kinds do."""
+    pairs = [pair for pair in itertools.combinations(range(len(GRID)), 2) if pair not in apart]
+    meetings = [*pairs, *((len(GRID) + number,) for number in range(len(apart)))]
+    with_kinds = [(*row, *(kinds(row) for kinds in apart.values())) for row in rows]
+    return [rows[number] for number in cover(with_kinds, meetings, seed)]
+
+
 USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and every axis without another
 
 
@@ -109,7 +121,8 @@ def usual(row: tuple) -> bool:
 DEEP = ((1, 8, 1), "1f1b-1", "split", "none", "not a multiple", "not divisible", 1, False, "gpt2")
 # Rows of one reference stand together, so that few references are computed by both of pytest's workers. This seed gives
 # few rows, and few of them BERT's.
-DEFAULT = [*sorted(pairwise(list(filter(usual, ALL)), seed=12), key=lambda row: (row[MODEL], row[LAYERS])), DEEP]
+FEW_ROWS = pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=12)
+DEFAULT = [*sorted(FEW_ROWS, key=lambda row: (row[MODEL], row[LAYERS])), DEEP]
 # The whole grid: every three columns meet, and every two on every mesh.
 TRIPLES = [ALL[number] for number in cover(ALL, list(itertools.combinations(range(len(GRID)), 3)))]
 
