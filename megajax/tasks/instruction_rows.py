@@ -95,13 +95,12 @@ class InstructionRows:
         self.owners = np.zeros(count, np.int64)
         for row, numbers in enumerate(self._rows):
             self.owners[numbers] = row
+        most, left_out = sequence_length + 1, len(records) - count
         self.counts = counted(
             {
-                f"records cut to {sequence_length + 1} tokens": cut,
-                "of them without any of what the model should say, left out": len(records) - count,
-                "records with special tokens written out in a text, which become tokens": _written_out(
-                    self.records, tokenizer
-                ),
+                f"records cut to {most} tokens": cut,
+                f"records without what the model should say in their first {most} tokens, left out": left_out,
+                "records whose texts have special tokens, which become tokens": _written_out(self.records, tokenizer),
             }
         )
 
