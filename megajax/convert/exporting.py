@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from megajax import reading
+from megajax.backend import CPU
 from megajax.config import Config
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_for
@@ -15,15 +16,16 @@ from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
 from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import named, tensors_of
+from megajax.convert.weights import Tensor, tensors_of
 from megajax.data.corpus import kept_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.mesh import make_mesh
-from megajax.program.memory import check_memory
-from megajax.program.program import Program
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
+from megajax.program.state import StateLayout
 from megajax.runs.directory import kept_config
-from megajax.runs.trained import check_run, restore_params
+from megajax.runs.trained import check_run, weights_in_parts
 from megajax.tasks.registry import TASKS
 
 _TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as config.json calls the dtypes
@@ -77,14 +79,11 @@ def export_hf(
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model.sequence_length, rotary=model.rotary)
     settings["config.json"]["dtype"] = _TORCH[dtype]
-    program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
-    check_memory(program, training=False)
-    params, number = restore_params(program, run_dir, step)
-    natural = jax.device_get(program.layout.natural_weights(params))
-    leaves = {named(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(natural)}
+    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(model, F_AND_G, CPU))
+    stored, number = weights_in_parts(layout, run_dir, step)
 
-    def read(paths: list[Any]) -> list[Any]:
-        return [np.asarray(leaves[named(path)], np.float32) for path in paths]
+    def read(paths: list[Any]) -> list[Tensor]:
+        return [weight.astype(np.float32, copy=False) for weight in stored(paths)]
 
     places = exchange.places(model)
     with folder_atomically(folder.absolute()) as new:

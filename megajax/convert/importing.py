@@ -16,9 +16,10 @@ from megajax.convert.families import exchange_of
 from megajax.convert.origin import Origin
 from megajax.convert.settings import RECIPE, Fields
 from megajax.convert.stored_weights import StoredWeights
+from megajax.convert.weights import Tensor
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
+from megajax.errors import RunError, UserError
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.borders import F_AND_G
@@ -94,15 +95,28 @@ def import_hf(source: Source, run_dir: Path) -> None:
     """
     check_new(run_dir, "RUN")
     config = dataclasses.replace(source.config, run_dir=str(run_dir))
-    weights = source.weights.natural(config.seed)
+    weight = source.weights.weights(config.seed)
+    refused: list[UserError] = []  # of tensors, which are read in another thread
+
+    def checked(path: Any, shape: tuple[int, ...]) -> Tensor:
+        try:
+            return weight(path, shape)
+        except UserError as error:
+            refused.append(error)
+            raise
+
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
         mark(new)
         # `wait` tells of a failure: here there is no training to go on.
         checkpoints = Checkpoints(new, layout, config.checkpoint.keep, max_failures=2)
         try:
-            checkpoints.save(0, layout.from_natural(layout.begin(weights)))
+            checkpoints.save_new(checked)
             checkpoints.wait()
+        except RunError:
+            if refused:
+                raise refused[0] from None
+            raise
         finally:
             checkpoints.close()
         if source.tokenizer:

@@ -149,15 +149,23 @@ def tensors_of(
         place = places.of(path)
         sharing.setdefault(place.name, []).append((path, place))
     for name, members in sharing.items():
-        weights = read([path for path, _ in members])
         stacked = named(members[0][0])[0] == "blocks"
-        for layer in range(config.num_layers if stacked else 1):
-            own = name.format(layer=layer)
-            tensor = np.empty(shapes[own], np.float32)
-            for (_, place), weight in zip(members, weights, strict=True):
-                rows = weight[layer] if stacked else weight if place.turned else weight[: len(tensor)]
-                _fill(place, tensor, rows)
-            yield own, tensor
+        names = [name.format(layer=layer) for layer in range(config.num_layers)] if stacked else [name]
+        places_of, weights = [place for _, place in members], read([path for path, _ in members])
+        yield from _tensors_in(places_of, [(own, shapes[own]) for own in names], weights, stacked)
+        del weights  # before the next are read
+
+
+def _tensors_in(
+    places: list[Place], tensors: list[tuple[str, tuple[int, ...]]], weights: list[Tensor], stacked: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, by name and shape, that hold these weights; of layers one for each."""
+    for layer, (name, shape) in enumerate(tensors):
+        tensor = np.empty(shape, np.float32)
+        for place, weight in zip(places, weights, strict=True):
+            rows = weight[layer] if stacked else weight if place.turned else weight[: len(tensor)]
+            _fill(place, tensor, rows)
+        yield name, tensor
 
 
 def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:

@@ -4,11 +4,15 @@ The state goes leaf by leaf to the host's memory (`program/transfer.py`), from t
 (`writing.py`), and back (`stored.py`). A write that fails is news, not an end, until several have failed in a row.
 """
 
+import dataclasses
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from megajax.errors import RunError, UserError
 from megajax.options import is_whole
@@ -16,6 +20,7 @@ from megajax.processes import is_first_process, numbers_of_first_process, of_fir
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, natural_bytes
 from megajax.runs import step_folders
+from megajax.runs.deferred import Deferred
 from megajax.runs.failures import in_one_line
 from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import read_metrics
@@ -88,7 +93,44 @@ class Checkpoints:
         if of_first_process(bool(obstacle)):
             self._failed(step, obstacle or "process 0 says why")
             return
-        natural = self._transfer.to_host(state)
+        self._begin(step, self._transfer.to_host(state))
+
+    def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
+        """Begin to write the state before the first step, of which nothing is in memory before its turn.
+
+        Args:
+            weight: path and shape of a natural main weight -> that weight; called in another thread.
+
+        Raises:
+            RunError: too many writes have failed.
+        """
+        self._settle()
+        obstacle = self._obstacle(0)
+        if obstacle:
+            self._failed(0, obstacle)
+            return
+        self._begin(0, self._layout_of_new(weight))
+
+    def _layout_of_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
+        """The natural state before the first step as `Deferred` arrays."""
+        layout = self._layout
+        shapes = layout.natural_shapes
+        scalars = jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params)
+        begun = layout.begin(scalars)  # moments are the same number everywhere
+        begun = dataclasses.replace(begun, loss_scale=layout.stored_scale(begun.loss_scale))
+
+        def filled(shape: Any, value: Any) -> Deferred:
+            number = np.asarray(value)
+            whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
+            return Deferred(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
+
+        def made(path: Any, shape: Any) -> Deferred:
+            return Deferred(shape.shape, shape.dtype, lambda: weight(path, shape.shape).astype(shape.dtype, copy=False))
+
+        state = jax.tree.map(filled, dataclasses.replace(shapes, params=None), dataclasses.replace(begun, params=None))
+        return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(made, shapes.params))
+
+    def _begin(self, step: int, natural: TrainState) -> None:
         self._write = Write(self.folder, step, natural, {FORMAT_NAME: FORMAT}, then=self._retire)
 
     def wait(self) -> None:
@@ -190,6 +232,22 @@ class Checkpoints:
     def read_weights(self, step: int) -> Any:
         """The natural main weights after `step` steps in host memory; otherwise as `restore_params`."""
         return self._reader.read(step, weights_of(self._transfer.targets)).params
+
+    def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
+        """Natural main weights after `step` steps by their paths in the tree of weights, those of `paths` alone;
+        otherwise as `restore_params`. Of a checkpoint in an older format all are read."""
+        targets = weights_of(self._transfer.targets)
+        if self._reader.format(step) == FORMAT:
+            wanted: dict[Any, Any] = {}
+            for path, target in jax.tree_util.tree_leaves_with_path(targets.params):
+                if path in paths:
+                    node = wanted
+                    for key in path[:-1]:
+                        node = node.setdefault(key.key, {})
+                    node[path[-1].key] = target
+            targets = dataclasses.replace(targets, params=wanted)
+        found = dict(jax.tree_util.tree_leaves_with_path(self._reader.read(step, targets).params))
+        return {path: np.asarray(found[path]) for path in paths}
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.

@@ -17,7 +17,9 @@ def part_sums(tree: Any) -> dict[str, int]:
     return {jax.tree_util.keystr(path): _part_sum(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _part_sum(leaf: Array) -> int:
+def _part_sum(leaf: Any) -> int:
+    if not isinstance(leaf, Array):  # deferred, and written by now
+        return leaf.sum
     parts = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     return sum(checksum(np.asarray(part.data), [dim.start or 0 for dim in part.index]) for part in parts) % 2**32
 

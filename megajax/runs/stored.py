@@ -50,6 +50,18 @@ class Reader:
         if of_first_process(bool(problem)):
             raise DamagedCheckpoint(f"{folder}: {problem or 'process 0 says why'}")
 
+    def format(self, step: int) -> int:
+        """The format that a checkpoint was written in (`formats.py`).
+
+        Raises:
+            DamagedCheckpoint: that cannot be read.
+            UserError: it is one of a newer version of this program.
+        """
+        folder = self._folder / str(step)
+        number = self._try(step, lambda: _read_sums(folder)).get(FORMAT_NAME, 1)
+        check_known(number, str(folder))
+        return number
+
     def read(self, step: int, target: TrainState) -> TrainState:
         """What `target` has of the natural state, in host memory, its arrays compared with their checksums; without an
         optimizer only the weights are read.

@@ -1,6 +1,8 @@
 """A run's model on the mesh asked for."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from megajax.data.corpus import kept_tokenizer
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
+from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
 from megajax.paths import check_path
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
+from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
 from megajax.runs.formats import check_known
@@ -61,10 +65,40 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
     """
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
-    try:
+    with _damage_told(checkpoints, number, program.layout.model):
         return checkpoints.restore_params(number), number
+
+
+def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
+    """A function from paths in the tree of natural main weights to these, of a run's checkpoint, and its step; of the
+    others nothing is read. See `choose_step`; the function raises `RunError` where the checkpoint is damaged.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    checkpoints = Checkpoints(run_dir, layout)
+    number = choose_step(run_dir, checkpoints.steps(), step)
+
+    def read(paths: list[Any]) -> list[Any]:
+        with _damage_told(checkpoints, number, layout.model):
+            found = checkpoints.read_some_weights(number, paths)
+        return [found[path] for path in paths]
+
+    return read, number
+
+
+@contextlib.contextmanager
+def _damage_told(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Iterator[None]:
+    """For reading a checkpoint.
+
+    Raises:
+        UserError: it is of another model.
+        RunError: it is damaged.
+    """
+    try:
+        yield
     except DamagedCheckpoint as error:
-        check_fits(checkpoints.folder / str(number), program.layout.model)
+        check_fits(checkpoints.folder / str(step), model)
         raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
     finally:
         checkpoints.close()

@@ -24,6 +24,8 @@ from megajax.paths import identity
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.checksums import part_sums
+from megajax.runs.deferred import Deferred
+from megajax.runs.deferred import writer as deferred_writer
 from megajax.runs.digests import read_json, write_digests, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
 
@@ -42,8 +44,8 @@ class Write:
     def __init__(
         self, folder: Path, step: int, natural: Any, others: Mapping[str, int], then: Callable[[], None] = lambda: None
     ):
-        """Begin to write the arrays of `natural` to the folder of `step` in `folder`, and their checksums with `others`
-        beside them; process 0 calls `then` in its thread once that is complete."""
+        """Begin to write the arrays of `natural`, all of them `Deferred` or none, to the folder of `step` in `folder`,
+        and their checksums with `others` beside them; process 0 calls `then` in its thread once that is complete."""
         self.step = step
         self.problem: str | None = None
         self._folder, self._natural, self._then = folder, natural, then
@@ -121,17 +123,18 @@ class Write:
         state = self._place / "state"
         state.mkdir(parents=True, exist_ok=True)
         self._made = identity(self._place)
-        self._sums = part_sums(self._natural)
         try:
             self._write_arrays(state)
+            self._sums = part_sums(self._natural)
         finally:
             self._check_place()
 
     def _write_arrays(self, state: Path) -> None:
-        handler = ocp.StandardCheckpointHandler()
+        deferred = isinstance(jax.tree.leaves(self._natural)[0], Deferred)
+        handler = deferred_writer() if deferred else ocp.StandardCheckpointHandler()
         try:
             with warnings.catch_warnings(action="ignore"):
-                wanted = ocp.args.StandardSave(self._natural)
+                wanted = (ocp.args.PyTreeSave if deferred else ocp.args.StandardSave)(self._natural)
                 for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
                     written.result()
         finally:
