@@ -9,14 +9,13 @@ jobs run on the machine. A ratio is the first set's seconds by another's: above 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import Side, parse_own
+from paired import Side, in_turn_with_cpu, parse_own
 from throughput import DEFAULT
 
 from megajax.ending import run
@@ -24,12 +23,6 @@ from megajax.flags import parse
 
 YNN = "--xla_cpu_experimental_ynn_fusion_type"
 BENCHMARKS = Path(__file__).resolve().parent
-
-
-def cpu_seconds(side: Side) -> float:
-    """CPU time that a side's process has taken so far."""
-    fields = Path(f"/proc/{side.processes[0].pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -46,18 +39,12 @@ def main() -> None:
     # XLA's own default is an empty change of its list: given by the user, the program leaves it alone.
     sets = own.sets or [f"{YNN}=+individual_dot", f"{YNN}=-reduce", f"{YNN}="]
     sides: list[Side] = []
-    wall: list[list[float]] = [[] for _ in sets]
-    cpu: list[list[float]] = [[] for _ in sets]
     try:
         for xla_flags in sets:
             print(f"[{xla_flags}]: compiling and warming up", file=sys.stderr)
             command = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--serve"]
             sides.append(Side(xla_flags, [command], environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}))
-        for _ in range(own.rounds):
-            for side, of_wall, of_cpu in zip(sides, wall, cpu, strict=True):
-                before = cpu_seconds(side)
-                of_wall.append(statistics.median(side.ask(f"steps {own.steps}")["seconds"]))
-                of_cpu.append((cpu_seconds(side) - before) / own.steps)
+        wall, cpu = in_turn_with_cpu(sides, own.rounds, own.steps)
         peaks = [side.ask("memory")["peak_bytes"] / 2**20 for side in sides]
     finally:
         for side in sides:

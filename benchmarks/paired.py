@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,14 @@ class Side:
         self.close()
         raise Failed(f"{self.name}: a process ended with exit code {process.wait()}")
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the processes have taken so far."""
+        ticks = 0
+        for process in self.processes:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
@@ -140,11 +149,19 @@ def parse_own(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
 
 def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> list[list[float]]:
     """Seconds of a step (median of `steps`) of every side in every round, [side][round], the sides in turn."""
+    return in_turn_with_cpu(sides, rounds, steps)[0]
+
+
+def in_turn_with_cpu(sides: Sequence[Side], rounds: int, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+    """The same, and beside it the CPU seconds of a step (mean of `steps`), user's and system's of all threads."""
     seconds: list[list[float]] = [[] for _ in sides]
+    cpu_seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
-        for times, side in zip(seconds, sides, strict=True):
-            times.append(statistics.median(side.ask(f"steps {steps}")["seconds"]))
-    return seconds
+        for side, wall, cpu in zip(sides, seconds, cpu_seconds, strict=True):
+            before = side.cpu_seconds()
+            wall.append(statistics.median(side.ask(f"steps {steps}")["seconds"]))
+            cpu.append((side.cpu_seconds() - before) / steps)
+    return seconds, cpu_seconds
 
 
 def random_arrays(config: Config, step: int) -> dict[str, np.ndarray]:

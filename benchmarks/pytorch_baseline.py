@@ -1,5 +1,5 @@
-"""The training step in PyTorch: what ours is measured against. It needs torch and numpy (for BERT transformers, too),
-and no JAX.
+"""The training step in PyTorch: what ours is measured against. It needs torch and numpy (but for GPT-2 transformers,
+too), and no JAX.
 
     python benchmarks/pytorch_baseline.py PRESET [train.py's flags] [--device cpu|gpu] [--compile] [--threads N]
         [--steps N | --serve]
@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paired
 import torch
 import torch.distributed as dist
-from pytorch_gpt import GPT, split_dim
+from pytorch_gpt import split_dim
+from pytorch_peers import Peer, peer_of
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
@@ -36,6 +37,7 @@ from megajax.config import Config
 from megajax.ending import run
 from megajax.errors import UserError
 from megajax.flags import parse
+from megajax.models.registry import DECODER
 from megajax.optim.config import OptimizerConfig
 from megajax.validation import validate
 
@@ -53,7 +55,7 @@ class Baseline:
             torch.cuda.set_device(self.device)
         self.data_group, self.tensor_group = connect(config, self.device)
         with self.device:
-            self.model = MODELS[config.model.family](config, self.tensor_rank, self.tensor_group)
+            self.model = make_model(peer_of(config.model), config, self.tensor_rank, self.tensor_group)
         self._initialize()
         self.loss_sum: Any = self.model
         if self.data_group is not None:
@@ -147,24 +149,21 @@ class Baseline:
         weight.copy_(part)
 
 
-def _gpt(config: Config, rank: int, group: dist.ProcessGroup | None) -> Any:
+def make_model(peer: Peer, config: Config, rank: int, group: dist.ProcessGroup | None) -> Any:
+    """This process's part of the model."""
+    if not peer.splits:
+        return peer.load()(config.model)
     remat = config.train.remat == "layer"
-    return GPT(config.model, tensor=config.mesh.tensor, rank=rank, group=group, remat=remat)
-
-
-def _bert(config: Config, rank: int, group: dist.ProcessGroup | None) -> Any:
-    from pytorch_bert import Bert
-
-    return Bert(config.model)
-
-
-MODELS = {"gpt2": _gpt, "bert": _bert}
-SPLIT = ("gpt2",)  # families whose peer can be split over processes and recompute its layers
+    return peer.load()(config.model, tensor=config.mesh.tensor, rank=rank, group=group, remat=remat)
 
 
 def check(config: Config, device: str) -> None:
     """Refuse what the peer does not do. Raises `UserError`."""
-    mesh, number, family = config.mesh, max(1, config.distributed.num_processes), config.model.family
+    mesh, number = config.mesh, max(1, config.distributed.num_processes)
+    words = f"--model.family {config.model.family}"
+    if config.model.family == DECODER:
+        words += f" --model.positions {config.model.positions}"
+    splits = peer_of(config.model).splits
     refused = {
         f"--model.dropout {config.model.dropout}; valid: 0": config.model.dropout != 0,
         f"--mesh.pipe {mesh.pipe}; valid: 1": mesh.pipe != 1,
@@ -172,12 +171,10 @@ def check(config: Config, device: str) -> None:
         f"--precision {config.precision}; valid: fp32, bf16": config.precision not in ("fp32", "bf16"),
         f"--train.remat {config.train.remat}; valid: none, layer": config.train.remat not in ("none", "layer"),
         f"--optimizer.skip-above {config.optimizer.skip_above}; valid: 0": config.optimizer.skip_above != 0,
-        f"--mesh.data {mesh.data} x --mesh.tensor {mesh.tensor} with --model.family {family}; valid: 1 x 1": (
-            family not in SPLIT and mesh.data * mesh.tensor != 1
+        f"--mesh.data {mesh.data} x --mesh.tensor {mesh.tensor} with {words}; valid: 1 x 1": (
+            not splits and mesh.data * mesh.tensor != 1
         ),
-        f"--train.remat {config.train.remat} with --model.family {family}; valid: none": (
-            family not in SPLIT and config.train.remat != "none"
-        ),
+        f"--train.remat {config.train.remat} with {words}; valid: none": (not splits and config.train.remat != "none"),
         "--device gpu; valid: cpu, as torch finds no GPU": device == "gpu" and not torch.cuda.is_available(),
         f"--mesh.data {mesh.data} x --mesh.tensor {mesh.tensor} with --distributed.num-processes {number}; "
         f"valid: {mesh.data * mesh.tensor}, a process for each device": mesh.data * mesh.tensor != number,

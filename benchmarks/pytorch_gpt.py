@@ -1,4 +1,5 @@
-"""GPT-2 in plain PyTorch, the same function of the same weights as `megajax.models.gpt2`, split as Megatron splits it.
+"""GPT-2 in plain PyTorch, the same function of the same weights as our decoder in GPT-2's words, split as Megatron
+splits it.
 
 `group` is the process group of a tensor group, None where nothing is split; with it every module holds a shard and
 computes on that. Letters: B batch, T tokens, N = B · T, D model, H heads, K head size, F feed-forward, V vocabulary.

@@ -26,7 +26,7 @@ from megajax.launch import start
 from megajax.models.family import step_products
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
-PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "LayerNorm": (), "head and loss": ("head",)}
+PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "norms": (), "head and loss": ("head",)}
 
 
 def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:

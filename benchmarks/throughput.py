@@ -4,15 +4,15 @@
         [--rounds N] [--steps N] [--json]
 
 PRESET is benchmarks/gpt-4x512.toml unless given. Every side is a process of its own; they step in turn, A B A B, and
-`ratio` is the median over the rounds of the peer's time by ours. The peer is the faster of PyTorch eager and compiled:
-our own GPT-2 in PyTorch, or the BERT of transformers.
+`ratio` is the median over the rounds of the peer's time by ours, `cpu_ratio` that of CPU time, which says more where
+other jobs run on the machine. The peer is the faster of PyTorch eager and compiled: our own GPT-2 in PyTorch, or the
+BERT, Llama, Qwen or Mistral of transformers.
 `matmul_share` is the time that the step's own matrix products take, each measured alone in the same run and causal
 attention's only where a block of queries sees keys, by the time of the step. Model FLOP/s count as the paper does.
 """
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, random_arrays, serve
+from paired import KEEP_FREED_MEMORY, Side, in_turn_with_cpu, parse_own, random_arrays, serve
+from pytorch_peers import peer_of
 
 from megajax.config import Config
 from megajax.ending import run
@@ -36,7 +37,6 @@ from megajax.models.flops import MatrixProduct
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
 PEERS = {"torch, eager": [], "torch, compiled": ["--compile"]}
-NEEDED = {"gpt2": ("torch",), "bert": ("torch", "transformers")}  # by a family's peer
 
 
 def work(config: Config) -> None:
@@ -125,9 +125,9 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     cores = sorted(os.sched_getaffinity(0))
     if own.device == "cpu" and own.threads > len(cores):
         raise UserError(f"--threads {own.threads}; valid: 1 to {len(cores)}, the cores of this machine")
-    needed = NEEDED[config.model.family]
-    if own.peer and not all(map(importlib.util.find_spec, needed)):
-        raise UserError(f"--peer torch: {' or '.join(needed)} is not installed; pip install -e '.[peer]' brings them")
+    if own.peer and not (peer := peer_of(config.model)).installed:
+        packages = " or ".join(peer.packages)
+        raise UserError(f"--peer torch: {packages} is not installed; pip install -e '.[peer]' brings them")
     if own.device == "gpu" and not may_use_gpus(os.environ):
         raise UserError(
             "--device gpu: JAX's CUDA packages are not installed or JAX_PLATFORMS rules them out; valid: cpu"
@@ -148,7 +148,8 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
             print(f"{name}: compiling and warming up", file=sys.stderr)
             extra = KEEP_FREED_MEMORY if name in PEERS else {}
             sides.append(Side(name, [command], cores=pinned, environment=environment | extra))
-        seconds = dict(zip(commands, in_turn(sides, own.rounds, own.steps), strict=True))
+        wall, cpu = in_turn_with_cpu(sides, own.rounds, own.steps)
+        seconds, cpu_seconds = (dict(zip(commands, times, strict=True)) for times in (wall, cpu))
         peaks = {side.name: side.ask("memory")["peak_bytes"] for side in sides}  # before what the products take
         products = sides[0].ask("products")
     finally:
@@ -169,13 +170,17 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     }
     if own.peer:
         best = min(PEERS, key=lambda name: statistics.median(seconds[name]))
-        ratios = [theirs / us for theirs, us in zip(seconds[best], seconds["megajax"], strict=True)]
+        ratios, cpu_ratios = (
+            [theirs / us for theirs, us in zip(times[best], times["megajax"], strict=True)]
+            for times in (seconds, cpu_seconds)
+        )
         report |= {
             "peer": best,
             "peer_tokens_per_second": tokens / statistics.median(seconds[best]),
             "peer_peak_bytes": peaks[best],
             "ratio": statistics.median(ratios),
             "ratios": ratios,
+            "cpu_ratio": statistics.median(cpu_ratios),
             "losses": {side.name: side.about["losses"] for side in sides},
         }
     return report | {
@@ -188,6 +193,7 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
             "precision": config.precision,
             "sides": {side.name: side.about for side in sides},
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
         }
     }
 
@@ -199,7 +205,8 @@ def show(report: dict) -> None:
     print(f"{'megajax':24}{report['tokens_per_second']:12,.0f}{report['peak_bytes'] / 2**30:12.2f}")
     if "peer" in report:
         print(f"{report['peer']:24}{peer['tokens/s']:12,.0f}{peer['peak'] / 2**30:12.2f}")
-        print(f"ratio {report['ratio']:.3f}, rounds {' '.join(f'{ratio:.3f}' for ratio in report['ratios'])}")
+        rounds = " ".join(f"{ratio:.3f}" for ratio in report["ratios"])
+        print(f"ratio {report['ratio']:.3f}, rounds {rounds}; of CPU time {report['cpu_ratio']:.3f}")
     print(f"model {report['tflops']:.4g} TFLOP/s; its products alone {report['matmul_tflops']:.4g} TFLOP/s")
     print(f"matrix products are {report['matmul_share']:.1%} of the step")
 

@@ -142,7 +142,8 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
             values.pop(other, None)  # one corpus takes the place of several, and several that of one
     values |= overrides
     if (task := TASKS.get(values.get("task.name", PRETRAINING))) is not None:
-        values = {"model.head": task.head, "model.num_classes": task.classes} | values
+        resets = {"data.reset_attention": True} if task.continues_text else {}
+        values = {"model.head": task.head, "model.num_classes": task.classes} | resets | values
     for option in options(Config).values():
         if option.default is MISSING and option.key not in values:
             raise UserError(f"{option.flag} missing ({option.help}); valid: that flag, or {option.key} in the preset")

@@ -7,11 +7,11 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.models.checks import check_model
-from megajax.models.registry import FAMILIES
+from megajax.models.registry import FAMILIES, Entry
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, Task
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -26,8 +26,8 @@ def check_values(config: Config) -> None:
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
     check_model(model)
     family = FAMILIES[model.family]
-    if not config.pretrains and TASKS[config.task.name].head not in family.heads:
-        able = (name for name, entry in FAMILIES.items() if TASKS[config.task.name].head in entry.heads)
+    if not config.pretrains and not _fits(TASKS[config.task.name], family):
+        able = (name for name, entry in FAMILIES.items() if _fits(TASKS[config.task.name], entry))
         raise UserError(
             f"--task.name {config.task.name} with --model.family {model.family}; valid: --model.family "
             f"{' or '.join(able)}"
@@ -79,6 +79,11 @@ def check_values(config: Config) -> None:
         )
 
 
+def _fits(task: Task, family: Entry) -> bool:
+    """Whether the models of a family are for a task."""
+    return task.head in family.heads and (family.continues_text or not task.continues_text)
+
+
 def _check_task(config: Config) -> None:
     """What a task needs, and what is for tasks only."""
     model, data, name = config.model, config.data, config.task.name
@@ -99,6 +104,11 @@ def _check_task(config: Config) -> None:
         raise UserError(f"--model.head {model.head} with --task.name {name}; valid: {task.head}")
     if model.num_classes != task.classes:
         raise UserError(f"--model.num-classes {model.num_classes} with --task.name {name}; valid: {task.classes}")
+    if task.continues_text and not data.reset_attention:
+        raise UserError(
+            f"--no-data.reset-attention with --task.name {name}, of which several records share a row; valid: "
+            "--data.reset-attention"
+        )
     of_corpora = {"--data.path": data.path, "--data.sources": data.sources, "--data.validation": data.validation}
     for flag, corpora in of_corpora.items():
         if corpora:

@@ -21,6 +21,7 @@ USAGE = "eval.py TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data 
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
 TASK_FLAGS = ("doc_stride", "question_tokens", "answer_tokens", "n_best", "null_threshold", "option_tokens", "strict")
 NAMES = sorted([*EVALUATIONS, *TASKS])
+_ANSWERED = ", ".join(name for name, task in TASKS.items() if not task.continues_text)
 _ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the run
 
 
@@ -32,16 +33,14 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = Parser("Evaluate a trained model.", USAGE)
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
-    runs = (
-        f"run directory of the training; of {', '.join(TASKS)} also several: their answers' probabilities are averaged"
-    )
+    runs = f"run directory of the training; of {_ANSWERED} also several: their answers' probabilities are averaged"
     parser.add_argument("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     data = f"what to evaluate on, of {', '.join(TASKS)} one file or several [perplexity: the run's validation split; "
     parser.add_argument("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
-    predictions = f"file that the answers are written to; of {', '.join(TASKS)}"
+    predictions = f"file that the answers are written to; of {_ANSWERED}"
     parser.add_argument("--predictions", default="", metavar="FILE", help=predictions)
     parser.add_config_flags(*CONFIG_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
     args = parser.parse_args(argv)

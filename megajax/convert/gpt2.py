@@ -70,7 +70,10 @@ def _lacks(model: ModelConfig) -> Lacks:
 
 
 def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text if tokenizer else None)
+    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    if tokenizer:
+        begin, *_ = *tokenizer.begin[-1:], tokenizer.end_of_text
+        special = {"bos_token_id": begin, "eos_token_id": tokenizer.ends if tokenizer.ends[1:] else tokenizer.ends[0]}
     sizes = {
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,

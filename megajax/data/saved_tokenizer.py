@@ -15,6 +15,7 @@ from megajax.data.tokenizer import END_OF_TEXT, FILE_BYTES, MOST_IDS, Tokenizer
 from megajax.data.tokenizer_settings import GENERATION, SINGLE, TokenizerSettings, parsed_object, read_settings
 from megajax.errors import UserError
 
+_LINE_END = "\n"  # after which a text has no space put before it, as transformers encodes parts of chats
 _PROBES = ("a", "1", "\n")  # one of them has a token in every vocabulary
 
 
@@ -62,11 +63,22 @@ class SavedTokenizer(Tokenizer):
         """Texts of its files by name, as they were read."""
         return {**self._settings.files, SINGLE: self._text}
 
-    def encode_pairs(self, texts: Sequence[str], continuations: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Ids of texts and of what follows each: those of both together after those of the text alone."""
-        before = self.encode_batch(texts)
-        both = self.encode_batch([text + more for text, more in zip(texts, continuations, strict=True)])
-        return [(ids, whole[len(ids) :]) for ids, whole in zip(before, both, strict=True)]
+    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts that go on with another one: without the space that some tokenizers put before texts."""
+        if not self._adds_space:
+            return self.encode_batch(texts)
+        line_end = self.encode(_LINE_END)
+        after = self.encode_batch([_LINE_END + text for text in texts])
+        own = self.encode_batch(texts)
+        return [
+            both[len(line_end) :] if both[: len(line_end)] == line_end else alone
+            for both, alone in zip(after, own, strict=True)
+        ]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a text's first word gets a space before it."""
+        return self.decode(self.encode("a") * 2) != "aa"
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
         """UTF-8 bytes of the text, as it was normalized, that was encoded as these ids, without special tokens; None if

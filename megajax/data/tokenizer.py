@@ -54,9 +54,9 @@ class Tokenizer(ABC):
         one without a begin the end of text."""
         return self.with_begin(self.encode(text)) or [self.end_of_text]
 
-    def encode_pairs(self, texts: Sequence[str], continuations: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Ids of texts, and of what follows each; no begin is added."""
-        return list(zip(self.encode_batch(texts), self.encode_batch(continuations), strict=True))
+    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts that go on with another one."""
+        return self.encode_batch(texts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, encoded on all cores."""
@@ -66,6 +66,11 @@ class Tokenizer(ABC):
         """Ids of several texts, and of every token its first character in the text and the one after its last."""
         found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """What becomes a token of its own where it is written out in a text, as a special token."""
+        return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
 
     def with_begin(self, ids: list[int]) -> list[int]:
         """The ids of a text after `begin`, or, where the text has that written out, as they are."""

@@ -85,7 +85,7 @@ def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
         if value is None:
             continue
         if not isinstance(token, str) or not token:
-            raise UserError(f"{file}: {name} is no token; valid: the text of one, or an object with it as content")
+            raise UserError(f"{file}: {name} is no token; valid: the text of a token, or an object with it as content")
         found[name] = token
     return found
 

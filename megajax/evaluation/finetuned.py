@@ -11,7 +11,9 @@ import numpy.typing as npt
 from megajax.config import Config, MeshConfig
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
+from megajax.evaluation.perplexity import perplexities
 from megajax.evaluation.scoring import answer_samples
+from megajax.models.registry import FAMILIES
 from megajax.processes import on_first_process, say
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
@@ -47,6 +49,8 @@ def evaluate_task(
         UserError: a run is of something else, or of several the answers cannot be put together; the step, the files or
             the mesh cannot be used.
     """
+    if TASKS[name].continues_text:
+        _check_alone(name, run_dirs, predictions)
     config = _run_config(name, run_dirs[0], overrides)
     paths = data or config.data.dev
     if not paths:
@@ -62,6 +66,15 @@ def evaluate_task(
     tokenizers = [run_tokenizer(run_dir, own) for run_dir, own in zip(run_dirs, configs, strict=True)]
     if TASKS[name].head == "span":
         _check_same_windows(run_dirs, configs, tokenizers)
+    if TASKS[name].continues_text:
+        length = config.model.sequence_length
+        samples = task_samples(
+            name, found.entries, tokenizers[0], sequence_length=length, config=config.task, training=False
+        )
+        for what, count in samples.counts.items():
+            say(f"{count} {what}")
+        trained = TrainedModel.restore(run_dirs[0], config, step)
+        return {"task": name, "step": trained.step, **text_figures(trained.program, trained.params, samples)}
     logits, steps = [], []
     for run_dir, own, tokenizer in zip(run_dirs, configs, tokenizers, strict=True):
         length = own.model.sequence_length
@@ -74,6 +87,14 @@ def evaluate_task(
     if predictions:
         on_first_process(lambda: write_predictions(predictions, name, samples.records, answers))
     return {"task": name, "step": steps[0] if len(steps) == 1 else steps, **figures}
+
+
+def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
+    """Raises `UserError` where what a task of texts has no answers for is asked for."""
+    if len(run_dirs) > 1:
+        raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
+    if predictions:
+        raise UserError(f"--predictions: {name} has none; valid: without it, and megajax generate for texts")
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
@@ -105,10 +126,13 @@ def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshC
     fits = config.task.name == name or (
         config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)
     )
+    fits &= FAMILIES[config.model.family].continues_text or not task.continues_text
     if not fits:
         model = f"a {config.model.family} with the head {config.model.head}"
         has = model if config.pretrains else f"a run of {config.task.name}"
         raise UserError(f"--checkpoint {run_dir}: {has}; valid: a run that was fine-tuned on {name}")
+    if task.continues_text:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention=True))
     return dataclasses.replace(config, task=dataclasses.replace(config.task, name=name))
 
 
@@ -123,8 +147,27 @@ def dev_figures(
         data: of the run.
         between: called before every batch.
     """
+    if TASKS[program.config.task.name].continues_text:
+        return text_figures(program, params, data.validation, between)
     logits = answer_samples(program, params, data.validation, between=between)
     return task_answers(program.config, data.validation, [logits])[0]
+
+
+def text_figures(
+    program: Program, params: Any, samples: TaskSamples, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The figures of texts, over all tokens that count: the mean loss in nats, the perplexity, and in percent how many
+    of them are the most probable ones; how many there are, and of how many records.
+
+    Args:
+        program: compiled for batches of its global batch.
+        params: weights on the program's mesh.
+        samples: of the records.
+        between: called before every batch.
+    """
+    (found,) = perplexities(program, params, samples, between=between).values()
+    figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}
+    return figures | {"tokens": found.tokens, "records": len(samples.records)}
 
 
 def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits]) -> tuple[dict[str, float], list[Any]]:

@@ -29,7 +29,8 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
             raise UserError(f"--data {place}: the passage is one word; valid: a last word and text before it")
         contexts.append(context)
         words.append(" " + word)
-    pairs = ((tokenizer.with_begin(context), word) for context, word in tokenizer.encode_pairs(contexts, words))
+    before = [tokenizer.with_begin(context) for context in tokenizer.encode_batch(contexts)]
+    pairs = zip(before, tokenizer.encode_continuations(words), strict=True)
     return [(context + word, len(context)) for context, word in pairs]
 
 

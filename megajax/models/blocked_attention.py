@@ -151,7 +151,8 @@ def _grouped_rows(x_NRK: Array, group: int) -> Array:
 
 def _feature_first(x_NGTK: Array) -> Array:
     """[N, K, G, T], so that the rows of a product are its columns."""
-    return jnp.moveaxis(x_NGTK, 3, 1)
+    num_heads, group, length, _ = x_NGTK.shape
+    return x_NGTK.reshape(num_heads, group * length, -1).swapaxes(1, 2).reshape(num_heads, -1, group, length)
 
 
 def _columns(x_NKGT: Array, queries: slice) -> Array:

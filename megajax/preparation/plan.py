@@ -13,6 +13,7 @@ from megajax.data import files as temporary
 from megajax.data.library import DOCSTRINGS
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
+from megajax.data.saved_tokenizer import SavedTokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
@@ -57,7 +58,8 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     tests = TextFiles(task.test_sets, "--decontaminate").files
     tokenizer = given
     if given not in TRAINED:
-        content = load_tokenizer(given, flag="--tokenizer").to_json()  # its errors come before any work
+        loaded = load_tokenizer(given, flag="--tokenizer")  # its errors come before any work
+        content = json.dumps(loaded.files) if isinstance(loaded, SavedTokenizer) else loaded.to_json()
         tokenizer = hashlib.sha256(content.encode()).hexdigest()
     if task.options.split_sentences:
         _check_pieces(given)

@@ -89,7 +89,9 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     shapes = program.form.shapes(rows, tokens=model.sequence_length)
     tokens, block = math.prod(shapes["tokens"]), min(backend.block_of(model.sequence_length), model.sequence_length)
     layers = -(-model.num_layers // config.mesh.pipe) if every_layer else 1
-    scores = block * model.sequence_length * max(4, width) if rows and not backend.fused_attention else 0  # of a head
+    group = model.num_heads // model.num_kv_heads
+    at_once = group * block * model.sequence_length * max(4, width)  # of a head of keys
+    scores = at_once if rows and not backend.fused_attention else 0
     split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
     here = tokens // (config.mesh.tensor if config.sequence_parallel else 1)
     predicted = max(math.prod(shapes[name]) for name in program.form.targets.values())

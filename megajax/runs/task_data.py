@@ -51,6 +51,8 @@ class TaskData:
         for name, samples in (("train", self.train_samples), ("dev", self.validation)):
             cut = "".join(f", {count:,} {what}" for what, count in samples.counts.items() if count)
             kind = f"in {len(samples):,} windows" if len(samples) != len(samples.records) else "each a sample"
+            if TASKS[config.task.name].continues_text:
+                kind = f"packed in {len(samples):,} rows"
             yield f"{config.task.name} {name}: {len(samples.records):,} records, {kind}{cut}"
         yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
@@ -77,9 +79,7 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)
-    WordPieces.of(tokenizer, "the tokenizer")
-    for entries in (train, dev):  # what cannot be cut in samples is found here
-        _samples(config, entries[:1], tokenizer, training=False)
+    _check_samples(config, train, dev, tokenizer)
     tokenizer.save(folder / "tokenizer")
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
 
@@ -105,6 +105,17 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     return TaskData(tokenizer, EpochOrder(samples, config.seed), dev_samples, samples, odd)
 
 
+def _check_samples(config: Config, train: Sequence[Record], dev: Sequence[Record], tokenizer: Tokenizer) -> None:
+    """Raises `UserError` for records that cannot be cut in samples: of instructions any, else the first ones."""
+    if TASKS[config.task.name].continues_text:
+        _samples(config, train, tokenizer, training=True)
+        _samples(config, dev, tokenizer, training=False)
+        return
+    WordPieces.of(tokenizer, "the tokenizer")
+    for entries in (train, dev):
+        _samples(config, entries[:1], tokenizer, training=False)
+
+
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     """Those to train on, those of dev, and what was odd."""
     if not config.data.train:
@@ -125,6 +136,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
         sequence_length=config.model.sequence_length,
         config=config.task,
         training=training,
+        seed=config.seed,
     )
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.paths import check_place
-from megajax.tasks.records import Exam, Pair, Question
+from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
 
 _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 
 
-def check_predictions(path: str, records: Sequence[Pair | Question | Exam], flag: str = "--predictions") -> None:
+def check_predictions(path: str, records: Sequence[Record], flag: str = "--predictions") -> None:
     """Check that predictions for records can be written: before they are made, which takes long.
 
     Raises:
@@ -35,7 +35,7 @@ def check_predictions(path: str, records: Sequence[Pair | Question | Exam], flag
 def write_predictions(
     path: str,
     task_name: str,
-    records: Sequence[Pair | Question | Exam],
+    records: Sequence[Record],
     found: Sequence[Any],
     flag: str = "--predictions",
 ) -> None:

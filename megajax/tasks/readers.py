@@ -5,6 +5,7 @@ from typing import Any
 
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.glue import read_mnli, read_qqp
+from megajax.tasks.instructions import read_instructions
 from megajax.tasks.race import read_race
 from megajax.tasks.records import Records
 from megajax.tasks.registry import TASKS
@@ -18,7 +19,7 @@ def read_records(
 
     Args:
         task_name: one of `TASKS`.
-        paths: its files; of RACE also folders of them.
+        paths: its files; of RACE and instructions also folders of them.
         config: whether odd records end the reading.
         flag: that named the paths, for error messages.
         labelled: whether the right answers must be there.
@@ -29,5 +30,5 @@ def read_records(
     assert task_name in TASKS, task_name
     if task_name.startswith("squad"):
         return read_squad(paths, config, flag, impossible=task_name == "squad2", labelled=labelled)
-    read: Any = {"mnli": read_mnli, "qqp": read_qqp, "race": read_race}[task_name]
+    read: Any = {"mnli": read_mnli, "qqp": read_qqp, "race": read_race, "instructions": read_instructions}[task_name]
     return read(paths, config, flag, labelled=labelled)

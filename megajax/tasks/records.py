@@ -1,8 +1,9 @@
 """Records as the files of the tasks have them, whatever their format."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megajax.errors import UserError
 
@@ -88,7 +89,40 @@ class Exam:
         return self.article
 
 
-Record = Pair | Question | Exam
+@dataclass(frozen=True)
+class Instruction:
+    """What is asked, and what the model should say.
+
+    Attributes:
+        place: flag, file and line, for error messages.
+        prompt: what is asked.
+        completion: what the model should say.
+        messages: of a conversation, instead of both, each with `role` and `content`.
+    """
+
+    place: str = field(repr=False, compare=False)
+    prompt: str = ""
+    completion: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its line."""
+        return self.place
+
+    @property
+    def texts(self) -> list[str]:
+        """All that it says."""
+        return [message["content"] for message in self.messages] or [self.prompt, self.completion]
+
+    @property
+    def context(self) -> str:
+        """What must not be in training and on dev: what is asked, of a conversation what is before the first answer."""
+        before = itertools.takewhile(lambda message: message["role"] != "assistant", self.messages)
+        return "\n".join(message["content"] for message in before) if self.messages else self.prompt
+
+
+Record = Pair | Question | Exam | Instruction
 
 
 @dataclass

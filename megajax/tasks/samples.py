@@ -13,11 +13,12 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.inputs import ExamInputs, PairInputs
-from megajax.tasks.records import Exam, Pair, Question, Record
+from megajax.tasks.instruction_rows import InstructionRows
+from megajax.tasks.records import Exam, Instruction, Pair, Question, Record
 from megajax.tasks.registry import TASKS
 from megajax.tasks.windows import SpanWindows
 
-R = TypeVar("R", Pair, Question, Exam)
+R = TypeVar("R", Pair, Question, Exam, Instruction)
 
 _ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed
 
@@ -27,7 +28,8 @@ class TaskSamples(Samples, Protocol):
 
     Attributes:
         records: what they were made of.
-        owners: the record of every sample, its place in `records`, int64, ascending.
+        owners: the record of every sample, its place in `records`, int64, ascending; of rows with several records the
+            row of every record.
         counts: in words, how many records were cut or left out; only what happened.
     """
 
@@ -46,23 +48,33 @@ def task_samples(
     sequence_length: int,
     config: TaskConfig,
     training: bool,
+    seed: int = 0,
 ) -> TaskSamples:
     """The samples of a task.
 
     Args:
         task_name: one of `TASKS`.
         records: those of its files.
-        tokenizer: a WordPiece one.
+        tokenizer: a WordPiece one, or of instructions any.
         sequence_length: T.
         config: how questions and contexts are cut.
-        training: leave out what has no label.
+        training: leave out what has no label, and pack instructions in a random order.
+        seed: of that.
 
     Raises:
         UserError: T is too short, the tokenizer is of another kind, or nothing is left to train on.
     """
     head = TASKS[task_name].head
-    samples: PairInputs | SpanWindows | ExamInputs
-    if head == "span":
+    samples: PairInputs | SpanWindows | ExamInputs | InstructionRows
+    if head == "pretraining":
+        asked, order = cast(Sequence[Instruction], records), seed if training else None
+        samples = InstructionRows(asked, tokenizer, sequence_length=sequence_length, seed=order)
+        if not training and not len(samples):
+            raise UserError(
+                f"none of the {len(records)} records to evaluate on has what the model should say in its first "
+                f"{sequence_length} tokens; valid: at least one that has"
+            )
+    elif head == "span":
         questions = cast(Sequence[Question], records)
         samples = SpanWindows(questions, tokenizer, sequence_length=sequence_length, config=config, training=training)
     else:
@@ -77,7 +89,7 @@ def task_samples(
         if len(kept) < len(records):
             samples.counts["records without a label, left out"] = len(records) - len(kept)
     if training and not len(samples):
-        what = "an answer that is at its offset" if head == "span" else "a label"
+        what = {"span": "an answer that is at its offset", "pretraining": "tokens to train on"}.get(head, "a label")
         raise UserError(f"--data.train: none of its {len(records)} records has {what}; valid: at least one that has")
     return samples
 

@@ -23,6 +23,7 @@ VALID = {
     "squad1": 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}',
     "squad2": 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}',
     "race": "JSON with article, questions, options and answers, of one passage or on each line",
+    "instructions": 'JSON lines with "prompt" and "completion", or with "messages"',
 }
 """What the files of every task are, in words."""
 
@@ -158,7 +159,9 @@ def _recognised(head: str) -> str:
         keys = set(_KEY.findall(head))
         if keys & {"paragraphs", "qas"}:
             return _SQUAD
-        return "race" if keys >= {"article", "options"} else ""
+        if keys >= {"article", "options"}:
+            return "race"
+        return "instructions" if keys >= {"prompt", "completion"} or keys >= {"messages", "role"} else ""
     columns = set(head.split("\n", 1)[0].rstrip("\r").split("\t"))
     if columns >= {"question1", "question2"}:
         return "qqp"

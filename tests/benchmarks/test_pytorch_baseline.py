@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config, DistributedConfig, to_toml
@@ -28,7 +28,17 @@ Baseline = importlib.import_module("pytorch_baseline").Baseline  # needs torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 8
-CLIP, BERT_CLIP = 1.0, 2.2  # some steps of these tests are above it, others below
+CLIP = 1.0
+# Words of the models, and a norm that the gradients of some steps are above, others below.
+MODELS: dict[str, tuple[dict, float]] = {
+    "gpt2": ({}, CLIP),
+    "bert, pre": ({"family": "bert", "layer_order": "pre"}, 2.2),
+    "bert, post": ({"family": "bert", "layer_order": "post"}, 2.2),
+    "llama": (LLAMA, CLIP),
+    "mistral": (LLAMA | {"rope_scaling": "linear", "sliding_window": 5}, CLIP),
+    "qwen2": (LLAMA | {"rope_scaling": "linear", "bias": "query-key-value", "tied_embedding": True}, 2.0),
+    "qwen3": (QWEN3, 2.0),
+}
 
 # One process of several: for each preset and its HOST:PORT, steps on the batches of a file. Prints losses as JSON.
 PROCESS = """
@@ -94,13 +104,13 @@ def make_pairs(config: Config) -> dict[str, np.ndarray]:
     return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
 
 
-@pytest.mark.parametrize("order", ["", "pre", "post"], ids=["gpt2", "bert, pre", "bert, post"])
-def test_losses_and_final_weights_are_ours(order: str):
-    if order:
+@pytest.mark.parametrize(("words", "clip"), MODELS.values(), ids=MODELS)
+def test_losses_and_final_weights_are_ours(words: dict, clip: float):
+    if words:
         pytest.importorskip("transformers", reason="the extra `peer` is not installed")
-    clip = BERT_CLIP if order else CLIP
-    config = learning_config(clip=clip, **{"family": "bert", "layer_order": order} if order else {})
-    batches = make_pairs(config) if order else make_batches(config)
+    pairs = "family" in words
+    config = learning_config(clip=clip, **words)
+    batches = make_pairs(config) if pairs else make_batches(config)
     program, baseline = tiny_program(config), Baseline(config)
     state = program.layout.init()
     baseline.load(jax.device_get(program.layout.to_natural(state)).params)
@@ -119,7 +129,7 @@ def test_losses_and_final_weights_are_ours(order: str):
     weights = dict(baseline.model.named_parameters())
     by_rounding = STEPS * config.optimizer.learning_rate  # a key's bias changes nothing: Adam moves it all the same
     for name, weight in final.model.named_parameters():
-        most = by_rounding if name.endswith("key.bias") else 2e-3
+        most = by_rounding if name.endswith(("key.bias", "k_proj.bias")) else 2e-3
         np.testing.assert_allclose(weights[name].detach(), weight.detach(), rtol=0, atol=most, err_msg=name)
 
 
@@ -188,6 +198,10 @@ def test_the_command_runs_steps_and_refuses_what_it_lacks(tmp_path: Path):
         ("--mesh.data 2", {"mesh": (2, 1, 1)}),
         ("--mesh.tensor 2 with --model.family bert", {"mesh": (1, 1, 2), "family": "bert"}),
         ("--train.remat layer with --model.family bert", {"remat": "layer", "family": "bert"}),
+        ("--train.remat layer with --model.family decoder --model.positions rotary", {"remat": "layer"} | LLAMA),
+        ("--model.norm rmsnorm with --model.positions learned; valid: layernorm", LLAMA | {"positions": "learned"}),
+        ("--model.num-kv-heads 4 with --model.positions learned; valid: 8", {"num_kv_heads": 4}),
+        ("--model.bias all with --model.positions rotary; valid: none", QWEN3 | {"bias": "all"}),
         ("--sequence-parallel", {"sequence_parallel": True}),
         ("--precision fp16", {"precision": "fp16"}),
         ("--train.remat selective", {"remat": "selective"}),

@@ -21,7 +21,7 @@ from megajax.data.tokenizers import load_tokenizer
     ("line", "words"),
     [
         redundant("train.py PRESET --run-dir DIR/run --mesh.data 3", [r"--mesh\.data 3", "devices", "valid"]),
-        ("train.py PRESET --run-dir DIR/run --data.path DIR/no.txt", [r"no\.txt", "does not exist"]),
+        redundant("train.py PRESET --run-dir DIR/run --data.path DIR/no.txt", [r"no\.txt", "does not exist"]),
         ("train.py PRESET --run-dir DIR/run --nonsense", ["--nonsense"]),
         redundant("eval.py perplexitty --checkpoint DIR", ["perplexitty", r"\bperplexity\b"]),
         ("eval.py perplexity --checkpoint DIR/no-run", ["--checkpoint", "no-run", r"config\.toml"]),

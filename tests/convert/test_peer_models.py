@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import drawn_state
 from hugging_face import peer_model
 from tiny import tiny_config, tiny_program
 
@@ -27,8 +28,15 @@ transformers = pytest.importorskip("transformers", reason="the extra `peer` is n
 SMALL = ModelConfig(num_layers=3, hidden_size=48, num_heads=4, sequence_length=24, vocab_size=101)
 GPT2 = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, sequence_length=20, vocab_size=50257)
 DEEP = ModelConfig(num_layers=5, hidden_size=40, num_heads=8, sequence_length=37, vocab_size=1000)
-CASES = [(SMALL, (1, 1, 1)), (SMALL, (1, 1, 2)), (SMALL, (1, 2, 2)), (GPT2, (1, 2, 2)), (DEEP, (1, 1, 1))]
-REST = [(GPT2, (1, 1, 1)), (GPT2, (1, 1, 2)), (DEEP, (1, 1, 2)), (DEEP, (1, 2, 2))]
+CASES = [(SMALL, (1, 2, 2)), (GPT2, (1, 2, 2)), (DEEP, (1, 1, 1))]  # a mesh changes nothing, see test_parity.py
+REST = [
+    (SMALL, (1, 1, 1)),
+    (SMALL, (1, 1, 2)),
+    (GPT2, (1, 1, 1)),
+    (GPT2, (1, 1, 2)),
+    (DEEP, (1, 1, 2)),
+    (DEEP, (1, 2, 2)),
+]
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES + [pytest.param(*case, marks=pytest.mark.full) for case in REST])
@@ -57,7 +65,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
         (1, 2, 2), global_batch=1, sequence_length=72, hidden_size=48, vocab_size=300, init_std=0.2, dropout=0.0
     )
     program = tiny_program(config)
-    state = program.layout.init()
+    state = program.layout.from_natural(drawn_state(program))
     run = tmp_path / "run"
     checkpoints = Checkpoints(run, program.layout, keep=1)
     checkpoints.save(7, state)

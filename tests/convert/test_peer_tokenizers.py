@@ -63,6 +63,20 @@ def test_a_tokenizer_without_settings(tmp_path: Path) -> None:
     assert theirs.eos_token_id == tokenizer.end_of_text
 
 
+def test_the_class_that_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
+    """LlamaTokenizer puts a rule for spaces of its own in the place of tokenizer.json's: texts without a space in the
+    beginning have the same ids."""
+    folder = write_saved(tmp_path, "mistral")
+    settings = (folder / "tokenizer_config.json").read_text().replace("PreTrainedTokenizerFast", "LlamaTokenizer")
+    (folder / "tokenizer_config.json").write_text(settings)
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    assert type(theirs).__name__ == "LlamaTokenizer"
+    for text in [*TEXTS, "a", "ünïcödé 漢字 🙂", "a</s>b"]:
+        assert theirs(text).input_ids == tokenizer.encode_prompt(text), text
+    ours = [token for token in map(tokenizer.token, tokenizer.encode("  a")) if token == "▁"]
+    assert len(ours) == theirs("  a").tokens().count("▁") + 1
+
+
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
 def test_chats(source: str, add_generation_prompt: bool, tmp_path: Path) -> None:
@@ -87,3 +101,20 @@ def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
         any(start < stop <= last and first <= start for first, last in conversation.spans) for start, stop in offsets
     ]
     assert ids == found["input_ids"] and mask == [bool(counted) for counted in found["assistant_masks"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_harness_encodes(kind: str, tmp_path: Path) -> None:
+    """Contexts begin as those of the harness's own models do."""
+    harness = pytest.importorskip("megajax.evaluation.harness", reason="the extra `eval` is not installed")
+    folder = write_saved(tmp_path, kind)
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    model = object.__new__(harness.MegajaxLM)
+    model._text = tokenizer
+    assert model.prefix_token_id == (theirs.eos_token_id if theirs.bos_token_id is None else theirs.bos_token_id)
+    assert model.tok_encode("The text") == theirs("The text").input_ids
+    assert model.tok_encode(" of", add_special_tokens=False) == theirs(" of", add_special_tokens=False).input_ids
+    context, continuation = model._encode_pair("The text ", "of words")
+    assert (context, context + continuation) == (theirs("The text").input_ids, theirs("The text of words").input_ids)
+    begin = tokenizer.decode(tokenizer.begin)
+    assert model.tok_encode(begin + "a") == theirs(begin + "a", add_special_tokens=False).input_ids

@@ -97,6 +97,9 @@ def test_a_corpus_of_a_run(tmp_path):
     corpus, kept = open_corpus(tmp_path / "data", 700), kept_tokenizer(tmp_path / "data")
     assert corpus.tokens.document(1)[0] == kept.begin[0] and corpus.tokens.document(1)[-1] == kept.end_of_text
     assert {"tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"} <= corpus.report.digests.keys()
+    kept.save(tmp_path / "imported" / "tokenizer")  # as weights that were imported have it
+    again = make_corpus(str(tmp_path / "corpus.txt"), "", 700, tmp_path / "imported")
+    assert again.tokenizer == kept and again.tokens.num_tokens == corpus.tokens.num_tokens
     (tmp_path / "data" / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1]}')
     with pytest.raises(UserError, match=r"generation_config.json: was not there when the tokenizer was written"):
         kept_tokenizer(tmp_path / "data")

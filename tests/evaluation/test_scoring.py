@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from drawn import drawn_params
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -23,7 +24,7 @@ SEQUENCES = [(RNG.integers(0, VOCABULARY, length).tolist(), first) for length, f
 def model(mesh=(1, 1, 1), global_batch=64, **options):
     config = tiny_config(mesh, global_batch=global_batch, init_std=0.2, num_layers=2, **options)
     program = tiny_program(config)
-    return program, program.layout.init().params
+    return program, drawn_params(program)
 
 
 def windows(ids: np.ndarray, overlap: int) -> EvaluationSamples:

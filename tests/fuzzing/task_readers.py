@@ -1,13 +1,19 @@
 """The readers of the tasks' files that are fuzzed: a line of `TASK_READERS` each."""
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from reader import GZ, NONE, ZST, Packing, Reader
+from saved_tokenizers import write_saved
 
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import load_tokenizer
 from megajax.tasks.config import TaskConfig
+from megajax.tasks.instruction_rows import InstructionRows
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 
@@ -58,6 +64,24 @@ def _passage(number: int) -> dict[str, Any]:
 
 _LINES = "".join(json.dumps(_passage(number)) + "\n" for number in range(6))
 
+
+def _read_instructions(folder: Path) -> None:
+    records = read_records("instructions", [str(folder / "a.jsonl")], TaskConfig(), "--data.train")
+    rows = InstructionRows(records.entries, _chatting(), sequence_length=24, seed=1)
+    assert all(rows[number]["targets"].max() >= 0 for number in range(len(rows)))
+
+
+@functools.cache
+def _chatting() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(write_saved(Path(folder), "qwen"))
+
+
+_TURNS = [
+    {"role": role, "content": text} for role, text in zip(("system", "user", "assistant") * 2, _WORDS, strict=False)
+]
+_ASKED = [{"messages": _TURNS[:3]}, {"prompt": "a é", "completion": "b"}, {"messages": _TURNS[1:], "source": None}]
+
 TASK_READERS = [
     Reader("MNLI", _write("a.tsv", _MNLI), _read("mnli", "a.tsv"), ("a.tsv",)),
     Reader("QQP", _write("a.tsv.gz", _QQP, GZ), _read("qqp", "a.tsv.gz"), ("a.tsv.gz",), GZ),
@@ -70,5 +94,11 @@ TASK_READERS = [
         ZST,
     ),
     Reader("RACE: folder", _write("d/1.txt", json.dumps(_passage(1), indent=1)), _read("race", "d"), ("d/1.txt",)),
+    Reader(
+        "instructions",
+        _write("a.jsonl", "".join(json.dumps(record) + "\n" for record in _ASKED)),
+        _read_instructions,
+        ("a.jsonl",),
+    ),
     Reader("RACE: lines", _write("a.jsonl", _LINES), _read("race", "a.jsonl"), ("a.jsonl",)),
 ]

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from drawn import drawn_params
 from tiny import tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
@@ -22,7 +23,7 @@ Texts = dict[int, tuple[list[int], str]]
 def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32"):
     sizes = {"num_layers": 2, "sequence_length": SEQUENCE, "init_std": 0.3, "precision": precision}
     program = tiny_program(tiny_config(mesh, global_batch=2, **sizes))
-    return program, program.layout.init().params
+    return program, drawn_params(program)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from drawn import drawn_params
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -17,7 +18,7 @@ PROMPT = [5, 17, 99]
 @functools.cache
 def model(mesh: tuple[int, int, int]):
     program = tiny_program(tiny_config(mesh, global_batch=4, init_std=0.2))
-    return program, program.layout.init().params
+    return program, drawn_params(program)
 
 
 def draw(mesh, *, temperature: float = 1.0, seed: int = 3, ends: tuple[int, ...] = ()) -> list[int]:

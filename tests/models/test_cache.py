@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import drawn_params
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import QWEN3, tiny_config, tiny_program
@@ -66,7 +67,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     specs = program.layout.specs.params, P("data"), P("data")
     run = jax.shard_map(region, mesh=program.mesh, in_specs=specs, out_specs=LOGITS, check_vma=True)
-    arguments = program.layout.init().params, tokens, LENGTHS
+    arguments = drawn_params(program), tokens, LENGTHS
     size = program.config.model.vocab_size
     whole, cached = jax.jit(run).lower(*arguments).compile(QUICKLY)(*arguments)
     return np.asarray(whole)[..., :size], np.asarray(cached)[..., :size]

@@ -5,10 +5,11 @@ import math
 import jax
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from tiny import abstract_batch, tiny_config, tiny_program
+from tiny import QWEN3, abstract_batch, tiny_config, tiny_program
 
 from megajax.models.config import ModelConfig
 from megajax.models.family import step_flops, step_products
+from megajax.presets import load_preset, resolve
 from megajax.program.train_step import train_step
 
 
@@ -23,6 +24,24 @@ def test_it_is_the_papers_formula(layers, hidden, length, vocabulary):
     formula = 72 * batch * length * layers * hidden**2
     formula *= 1 + length / (6 * hidden) + padded / (12 * layers * hidden)
     assert step_flops(model, batch) == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "in_no_product", "heads"),
+    [
+        ("llama3-8b", 8_030_261_248, 128256 * 4096 + 65 * 4096, 32 * 128),
+        ("mistral-7b", 7_241_732_096, 32000 * 4096 + 65 * 4096, 32 * 128),  # its window is half of a sequence
+        ("qwen3-0.6b", 596_049_920, 28 * (2 * 1024 + 2 * 128) + 1024, 16 * 128),  # its table is the head, too
+    ],
+)
+def test_it_is_six_for_every_weight_and_attention_as_if_all_was_seen(
+    preset: str, parameters: int, in_no_product: int, heads: int
+):
+    """Of every token, with the published numbers of parameters, less the embedding table and the norms."""
+    model = resolve(load_preset(preset)).model
+    attention = 12 * model.num_layers * heads * model.sequence_length
+    by_hand = 6 * (parameters - in_no_product) + attention
+    assert step_flops(model, 2) == 2 * model.sequence_length * by_hand
 
 
 def product_flops(jaxpr: Jaxpr) -> int:
@@ -43,10 +62,10 @@ def product_flops(jaxpr: Jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("length", [16, 300])
-def test_the_step_runs_these_products_and_the_scores_once_more(length):
-    """A sequence of one block of queries, and of two."""
-    config = tiny_config(global_batch=2, microbatch=2, sequence_length=length)
+@pytest.mark.parametrize(("length", "words"), [(16, {}), (300, {}), (300, QWEN3)])
+def test_the_step_runs_these_products_and_the_scores_once_more(length: int, words: dict):
+    """A sequence of one block of queries, and of two; with fewer heads of keys, a gate, and a window."""
+    config = tiny_config(global_batch=2, microbatch=2, sequence_length=length, **words)
     program = tiny_program(config)
     products = step_products(config.model, 2, program.backend.block_of(length))
     scores = sum(product.flops for product in products if "scores" in product.name) // 2  # of which half is forward

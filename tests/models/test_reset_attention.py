@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from drawn import drawn_params
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -40,7 +41,7 @@ def alone() -> dict[str, np.ndarray]:
 def model(mesh: tuple[int, int, int], rows: int) -> tuple[Program, dict]:
     options = {"remat": "selective", "vocabulary": "split", "num_layers": 2, "init_std": 0.3}
     program = tiny_program(tiny_config(mesh, global_batch=rows, dropout=0.0, **options))
-    return program, program.layout.init(QUICKLY).params
+    return program, drawn_params(program)
 
 
 def logits(mesh: tuple[int, int, int], batch: dict[str, np.ndarray]) -> np.ndarray:

@@ -195,7 +195,9 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
     expected = {
         "missing": " does not exist; valid: a file of ",
         "pipe": " is a named pipe; valid: a file of ",
-        "folder": " has no files; valid: some that end in " if task == "race" else " is a folder; valid: a file of ",
+        "folder": " has no files; valid: some that end in "
+        if task in ("race", "instructions")
+        else " is a folder; valid: a file of ",
         "a.gz": " is truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
         "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: all of it",
     }

@@ -30,7 +30,7 @@ def make(name, records, training=True, **config):
     )
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.head in RECORDS])
 def test_every_task(name):
     record = RECORDS[TASKS[name].head]
     unknown = {"answers": (Answer("c", -1),)} if TASKS[name].head == "span" else {"label": None}

@@ -1,0 +1,181 @@
+"""Instructions: what is read, which tokens count, how records are packed in rows, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from saved_tokenizers import LLAMA3, TEXTS, write_saved
+
+from megajax.batch import IGNORED
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.errors import UserError
+from megajax.tasks.config import TaskConfig
+from megajax.tasks.instruction_rows import InstructionRows, encoded, packed
+from megajax.tasks.readers import read_records
+from megajax.tasks.records import Instruction
+
+GPT2 = train_tokenizer(TEXTS, 300)
+TURNS = [
+    {"role": "user", "content": "Which day?"},
+    {"role": "assistant", "content": "Monday."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Tuesday — größer."},
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    return {kind: load_tokenizer(write_saved(folder / kind, kind)) for kind in ("llama3", "qwen", "mistral")}
+
+
+def asked(prompt: str, completion: str) -> Instruction:
+    return Instruction("f:1", prompt, completion)
+
+
+def chat(*messages: dict[str, Any]) -> Instruction:
+    return Instruction("f:2", messages=messages or tuple(TURNS))
+
+
+def rows(records, tokenizer=GPT2, length=64, seed=None) -> InstructionRows:
+    return InstructionRows(records, tokenizer, sequence_length=length, seed=seed)
+
+
+@given(st.lists(st.integers(1, 20), max_size=30), st.randoms())
+def test_packing(lengths, random):
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    found = packed(lengths, order, 20)
+    assert [number for row in found for number in row] == order
+    sums = [sum(lengths[number] for number in row) for row in found]
+    assert all(0 < total <= 20 for total in sums)
+    assert all(total + lengths[after[0]] > 20 for total, after in zip(sums, found[1:], strict=False))
+
+
+def test_completions_and_their_end_count():
+    ((ids, says),) = encoded([asked("What?", " That.")], GPT2)
+    assert ids == [*GPT2.encode("What?"), *GPT2.encode(" That."), GPT2.end_of_text]
+    assert [token for token, said in zip(ids, says, strict=True) if said] == [*GPT2.encode(" That."), GPT2.end_of_text]
+    ((ids, says),) = encoded([asked("", "a<|endoftext|>")], GPT2)
+    assert (ids, says) == ([GPT2.end_of_text, *GPT2.encode("a"), GPT2.end_of_text], [False, True, True])
+
+
+@pytest.mark.parametrize("kind", ["llama3", "mistral"])
+def test_prompts_begin_as_the_tokenizer_says_and_completions_do_not(saved, kind):
+    tokenizer = saved[kind]
+    ((ids, says),) = encoded([asked("The text", " of words")], tokenizer)
+    assert ids == [*tokenizer.encode_prompt("The text of words"), tokenizer.end_of_text]
+    assert tokenizer.decode(np.array(ids)[says]).strip().startswith("of words")
+    ((ids, says),) = encoded([asked("The te", "xt")], tokenizer)  # a word goes on without a space
+    assert (
+        tokenizer.decode([each for each in ids if each not in (*tokenizer.begin, tokenizer.end_of_text)]) == "The text"
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen", "mistral"])
+def test_every_turn_of_the_assistant_counts(saved, kind):
+    tokenizer = saved[kind]
+    ((ids, says),) = encoded([chat()], tokenizer)
+    end = tokenizer.token(tokenizer.end_of_text)
+    assert tokenizer.decode(np.array(ids)[says]) == f"Monday.{end}Tuesday — größer.{end}"
+    assert ids.count(tokenizer.begin[0] if tokenizer.begin else -1) == len(tokenizer.begin)
+
+
+def test_a_row_is_its_records_apart():
+    records = [asked("What?", " That."), asked("Who?", " She, größer."), asked("The 4th text", " of words")]
+    samples = rows(records)
+    assert len(samples) == 1 and samples.owners.tolist() == [0, 0, 0] and not samples.counts
+    sample, done = samples[0], 0
+    for ids, says in encoded(records, GPT2):
+        place = slice(done, done + len(ids) - 1)
+        assert sample["tokens"][place].tolist() == ids[:-1]
+        assert sample["targets"][place].tolist() == [
+            token if said else IGNORED for token, said in zip(ids[1:], says[1:], strict=True)
+        ]
+        assert sample["positions"][place].tolist() == list(range(len(ids) - 1))
+        done = place.stop
+    assert (sample["targets"][done:] == IGNORED).all() and not sample["positions"][done:].any()
+    assert {array.dtype for array in sample.values()} == {np.dtype(np.int32)}
+
+
+def test_what_is_too_long_is_cut_or_left_out():
+    long = asked("What?", " of words" * 30)
+    cut = rows([long, asked("What? " * 30, " That."), asked("a", "b")], length=16)
+    assert cut.records == [long, asked("a", "b")] and len(cut) == 2
+    assert list(cut.counts.values()) == [2, 1] and cut[0]["targets"][-1] != IGNORED
+    assert [what[:13] for what in cut.counts] == ["records cut t", "records witho"]
+    whole = asked("What?", " That.")
+    ((ids, _),) = encoded([whole], GPT2)
+    assert not rows([whole], length=len(ids) - 1).counts and rows([whole], length=len(ids) - 2).counts
+
+
+def test_the_seed_orders_the_records_and_dev_has_its_own_order():
+    records = [asked(f"{number}?", f" {number}") for number in range(40)]
+    first, again, other = (rows(records, seed=seed, length=16) for seed in (1, 1, 2))
+    assert [first[n]["tokens"].tolist() for n in range(len(first))] == [
+        again[n]["tokens"].tolist() for n in range(len(again))
+    ]
+    assert first.owners.tolist() != other.owners.tolist()
+    assert sorted(rows(records, length=16).owners.tolist()) == rows(records, length=16).owners.tolist()
+
+
+def test_special_tokens_in_texts_are_counted():
+    assert list(rows([asked("a<|endoftext|>b", "c"), asked("a", "c")]).counts.values()) == [1]
+
+
+def write(folder: Path, *lines: Any) -> str:
+    file = folder / "a.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(file)
+
+
+def test_both_forms_are_read(tmp_path):
+    lines = [{"prompt": "a", "completion": "b", "id": 7}, "", {"prompt": "x", "messages": TURNS}]
+    lines += [{"prompt": "a", "completion": ""}, {"messages": TURNS[:1]}]
+    found = read_records("instructions", [write(tmp_path, *lines)], TaskConfig(), "--data.train")
+    assert found.entries == [asked("a", "b"), chat()]
+    assert [record.place.rpartition(":")[2] for record in found.entries] == ["1", "3"]
+    assert [record.context for record in found.entries] == ["a", "Which day?"]
+    assert [line.partition(",")[0] for line in found.lines()] == [
+        "1 records with an empty completion",
+        "1 records without a message of the assistant",
+    ]
+    with pytest.raises(
+        UserError, match=r"a.jsonl:4: records with an empty completion, skipped; valid: text, or --no-ta"
+    ):
+        read_records("instructions", [write(tmp_path, *lines)], TaskConfig(strict=True), "--data.train")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "a"}, ':2: no key "completion", there are "prompt"; valid: text under "completion"'),
+        ({"prompt": "a", "completion": 3}, ':2: "completion" is not text; valid: text'),
+        ({"prompt": "a", "completion": "\ud800"}, ':2: "completion" has half of a character'),
+        ({"messages": {}}, ':2: "messages" is not a list; valid: a list'),
+        ({"messages": [{"role": "user"}]}, ':2: message 1: no key "content", there are "role"'),
+        ({"messages": [TURNS[0], "b"]}, ":2: message 2: the message is not an object; valid: an object"),
+        ({"messages": TURNS, "tools": [{}]}, ':2: "tools" are not given to the chat template; valid: '),
+        ('["a"]', ":2: the record is not an object; valid: an object"),
+        ('{"prompt": "a', ":2: the file ends in the middle"),
+    ],
+)
+def test_bad_records_are_one_line(tmp_path, line, message):
+    file = write(tmp_path, {"prompt": "a", "completion": "b"}, line)
+    with pytest.raises(UserError) as refusal:
+        read_records("instructions", [file], TaskConfig(), "--data.train")
+    assert f"--data.train: {file}{message}" in str(refusal.value) and "; valid: " in str(refusal.value)
+
+
+def test_refused_messages(saved):
+    with pytest.raises(UserError, match=r"^f:2: messages, and the tokenizer has no chat template; valid: prompt and c"):
+        rows([chat()])
+    with pytest.raises(
+        UserError, match=r"^f:2: the chat template of the tokenizer cannot render it: Conversation roles "
+    ):
+        rows([chat(TURNS[0], TURNS[0], TURNS[1])], saved["mistral"])
+    assert "role" in LLAMA3 and len(rows([chat(TURNS[0], TURNS[0], TURNS[1])], saved["llama3"])) == 1
