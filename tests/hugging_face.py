@@ -56,13 +56,14 @@ def write_model(
     return folder
 
 
-def peer_model(model: ModelConfig) -> Any:
-    """A GPT-2 of `transformers` with random weights of the size that makes differences visible."""
+def peer_model(model: ModelConfig, **settings: Any) -> Any:
+    """A GPT-2 of `transformers` with random weights of the size that makes differences visible; `settings` are further
+    fields of config.json."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    settings = transformers.GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=model.vocab_size,
         n_positions=model.sequence_length,
         n_embd=model.hidden_size,
@@ -73,8 +74,9 @@ def peer_model(model: ModelConfig) -> Any:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        **settings,
     )
-    peer = transformers.GPT2LMHeadModel(settings)
+    peer = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

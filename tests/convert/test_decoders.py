@@ -46,7 +46,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 _full = pytest.mark.full
 _OUT_AND_IN = [
     ("llama", ml_dtypes.bfloat16, {}),
-    ("qwen3", np.float16, TIED),
+    pytest.param("qwen3", np.float16, TIED, marks=_full),
     pytest.param("llama", np.float32, BIASES | TIED, marks=_full),
     pytest.param("qwen2", ml_dtypes.bfloat16, TIED, marks=_full),
     pytest.param("mistral", np.float16, {"sliding_window": 5}, marks=_full),

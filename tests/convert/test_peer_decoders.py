@@ -62,7 +62,7 @@ FEW = [
     ("llama, all biases", (1, 2, 2)),
     ("qwen2", (1, 1, 2)),
     ("qwen3", (1, 1, 3)),
-    ("mistral", (1, 2, 2)),
+    ("mistral", (1, 1, 1)),
 ]
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 1, 6), (1, 2, 2)]
 
@@ -96,7 +96,7 @@ def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_pa
     """Imported: the logits within 1e-5 of the largest, the loss, and every gradient."""
     peer = peer_of(case)
     peer.save_pretrained(tmp_path / "hf")
-    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 48})
+    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 48, "model.scan_layers": "true"})
     import_hf(source, tmp_path / "run")
     config = dataclasses.replace(
         source.config,
@@ -128,7 +128,9 @@ def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_pa
         assert error <= 1e-5, (name, error)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] if "," in c else []) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.full] if "," in c or c == "llama" else []) for c in CASES]
+)
 def test_an_export_is_the_same_there(case: str, tmp_path: Path) -> None:
     """Loaded without a word as the class that it came as: the same logits, and of every tensor the same bytes."""
     peer_of(case).bfloat16().save_pretrained(tmp_path / "hf")

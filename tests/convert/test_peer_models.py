@@ -59,6 +59,26 @@ def test_logits_after_import(model: ModelConfig, mesh: tuple[int, int, int], tmp
         np.testing.assert_allclose(ours, expected[:, position], rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_a_gpt2_of_other_settings(tmp_path: Path) -> None:
+    """Another width of the MLP, activation and epsilon, and a head of its own: the same logits, and back again."""
+    settings = {"n_inner": 50, "activation_function": "gelu", "layer_norm_epsilon": 0.1, "tie_word_embeddings": False}
+    peer = peer_model(SMALL, **settings)
+    peer.save_pretrained(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    import_hf(source, tmp_path / "run")
+    rows = dataclasses.replace(source.config.train, global_batch=4, microbatch=2)
+    program = tiny_program(dataclasses.replace(source.config, train=rows))
+    params, _ = restore_params(program, tmp_path / "run", "latest")
+    tokens = np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, SMALL.sequence_length), np.int32)
+    expected = peer(torch.tensor(tokens, dtype=torch.long)).logits.detach().numpy()
+    batch = program.put_batch({"tokens": tokens, "targets": np.full_like(tokens, IGNORED)}, program.local_rows)
+    ours = np.asarray(next_logits(program)(params, batch, np.int32(SMALL.sequence_length - 1)))[:, : SMALL.vocab_size]
+    np.testing.assert_allclose(ours, expected[:, -1], rtol=0, atol=1e-5 * np.abs(expected).max())
+    export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert torch.equal(back(torch.tensor(tokens, dtype=torch.long)).logits, torch.tensor(expected))
+
+
 def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
     """64 tokens from a checkpoint of a mesh of four devices, and the tokenizer finds the same ids."""
     config = tiny_config(

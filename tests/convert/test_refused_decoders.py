@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hugging_face_decoders import KINDS, decoder_tensors, write_decoder
 from refusals import refusal
 from tiny import tiny_config
 
+from megajax.cli import main
 from megajax.config import to_toml
-from megajax.convert.exporting import export_config
+from megajax.convert.exporting import export_config, export_hf
+from megajax.convert.importing import import_hf, open_source
 from megajax.errors import UserError
 
 TIED = {"tie_word_embeddings": True}
@@ -68,6 +71,37 @@ def test_refused(kind: str, settings: dict[str, Any], words: str, tmp_path: Path
     known = kind if kind in KINDS else "llama"
     line = refusal(write_decoder(tmp_path, known, decoder_tensors(known), **settings))
     assert re.search(words, line) and str(tmp_path) in line, line
+
+
+@pytest.mark.parametrize("value", [np.nan, pytest.param(-np.inf, marks=pytest.mark.full)])
+def test_numbers_that_are_none(value: float, tmp_path: Path) -> None:
+    """Found when they are read, which is in another thread; nothing stays."""
+    tensors = decoder_tensors("llama")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    source = open_source(write_decoder(tmp_path / "hf", "llama", tensors))
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are NaN or inf.*valid"):
+        import_hf(source, tmp_path / "some" / "run")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_numbers_that_the_dtype_has_not(tmp_path: Path) -> None:
+    """fp16 ends at 65504; nothing stays."""
+    tensors = decoder_tensors("llama")
+    tensors["model.norm.weight"][0] = 7e4
+    import_hf(open_source(write_decoder(tmp_path / "hf", "llama", tensors)), tmp_path / "run")
+    with pytest.raises(UserError, match=r"--dtype fp16: model\.norm\.weight has numbers beyond 65504; valid: bf16 or"):
+        export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "back", dtype="fp16")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_flags(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["export-hf", "a", "b", "--dtype", "fp8"], "--dtype .*fp8.*fp32.*bf16.*fp16"),
+        (["import-hf", "a", "b", "--model.sequence-length", "0"], "--model.sequence-length .*valid|1 to"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            main(["convert", *arguments])
+        assert "\n" not in str(error.value)
 
 
 def test_lengths(tmp_path: Path) -> None:

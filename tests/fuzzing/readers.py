@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hugging_face import random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
+from hugging_face_decoders import write_decoder
 from reader import GZ, NONE, ZST, Packing, Reader
 from saved_tokenizers import write_saved
 from task_readers import TASK_READERS
@@ -22,6 +23,7 @@ from tiny import tiny_config
 
 from megajax.config import to_toml
 from megajax.convert.importing import open_source
+from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
 from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
 from megajax.data.encoding import encode_documents
@@ -191,6 +193,16 @@ def _read_lock(folder: Path) -> bool:
     return holder is not None and holder.is_here and holder.is_alive
 
 
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+_ENDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+
+
+def _write_decoder(folder: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}
+    write_decoder(folder, "qwen3", rope_parameters=_LLAMA3, **window, **_ENDS)
+    (folder / "generation_config.json").write_text(json.dumps(_ENDS | {"temperature": 0.6}))
+
+
 def _write_hugging_face(folder: Path) -> None:
     tensors = random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}
     write_model(folder, tensors, vocab_size=300)
@@ -320,6 +332,13 @@ READERS = [
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
+    Reader("Hugging Face decoder", _write_decoder, open_source, ("config.json", "generation_config.json")),
+    Reader(
+        "imported.json",
+        Origin("LlamaForCausalLM", "bf16", 24, _ENDS, _ENDS | {"temperature": 0.6}).write,
+        Origin.read,
+        ("imported.json",),
+    ),
     Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
     Reader("Hugging Face BERT: classes", _write_bert_classes, open_source, ("config.json",)),
     Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),

@@ -30,7 +30,7 @@ from megajax.runs.formats import FORMAT, upgraded, written_as
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import MARK, run_format
 from megajax.runs.stored import Reader
-from megajax.runs.trained import check_run, restore_params
+from megajax.runs.trained import check_run, restore_params, weights_in_parts
 
 WRITTEN = Path(__file__).parent / "written_by_format_1"
 RUN, STEP = WRITTEN / "run", 3
@@ -110,6 +110,9 @@ def test_evaluating_format_1() -> None:
     params, step = restore_params(program, RUN, "latest")
     jax.tree.map(np.testing.assert_array_equal, params, restored(program).params)
     assert step == STEP
+    read, _ = weights_in_parts(program.layout, RUN, "latest")  # of an older format, whose leaves are others
+    for path, leaf in jax.tree_util.tree_leaves_with_path(program.layout.natural_weights(params)):
+        np.testing.assert_array_equal(read([path])[0], leaf)
     (loss,) = [record["validation_loss"] for record in read_metrics(RUN) if "validation_loss" in record]
     found = evaluate_perplexity(RUN, step="latest", data="", overrides={})
     assert found["loss"] == pytest.approx(loss, rel=1e-6)

@@ -1,0 +1,75 @@
+"""A state that is written leaf by leaf is stored as one that was in memory as a whole."""
+
+import dataclasses
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_program
+
+from megajax.errors import RunError
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.trained import weights_in_parts
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.full)])
+def test_a_new_state(precision: str, tmp_path: Path) -> None:
+    """The same checksums of all arrays, and the same state; of the weights one is there at a time."""
+    config = dataclasses.replace(tiny_config(num_layers=3), precision=precision)
+    layout = tiny_program(config).layout
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), layout.natural_shapes.params)
+    named = dict(jax.tree_util.tree_leaves_with_path(weights))
+    there: list[weakref.ref] = []
+
+    def weight(path: Any, shape: tuple[int, ...]) -> np.ndarray:
+        assert not any(ref() is not None for ref in there)
+        made = named[path].copy()
+        assert made.shape == shape
+        there.append(weakref.ref(made))
+        return made
+
+    parts, whole = (Checkpoints(tmp_path / name, layout, keep=1) for name in ("parts", "whole"))
+    parts.save_new(weight)
+    whole.save(0, layout.from_natural(layout.begin(weights)))
+    for checkpoints in parts, whole:
+        checkpoints.wait()
+        checkpoints.close()
+    assert len(there) == len(named)
+    sums = [json.loads((tmp_path / name / "checkpoints/0/digest/metadata").read_text()) for name in ("parts", "whole")]
+    assert sums[0] == sums[1] and len(sums[0]) > 3 * len(named)
+
+    states = []
+    for name in "parts", "whole":
+        reader = Checkpoints(tmp_path / name, layout)
+        states.append(jax.device_get(reader.restore(0)))
+        reader.close()
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+    read, step = weights_in_parts(layout, tmp_path / "parts", "latest")
+    for path, expected in named.items():
+        np.testing.assert_array_equal(read([path])[0], expected)
+    assert step == 0
+
+
+def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
+    layout = tiny_program(tiny_config(num_layers=2)).layout
+    checkpoints = Checkpoints(tmp_path, layout, keep=1)
+    checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
+    checkpoints.wait()
+    checkpoints.close()
+    file = tmp_path / "checkpoints/0/digest/metadata"
+    sums = json.loads(file.read_text())
+    file.write_text(json.dumps(sums | {".params['shared']['table']": 1 + sums[".params['shared']['table']"]}))
+    read, _ = weights_in_parts(layout, tmp_path, "latest")
+    table, positions = (
+        next(path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if name in str(path))
+        for name in ("table", "positions")
+    )
+    assert read([positions])[0].all()
+    with pytest.raises(RunError, match=r"damaged checkpoint: .*1 arrays differ"):
+        read([table])
