@@ -207,6 +207,14 @@ def is_whole(text: str) -> bool:
 _LONGEST = 300  # characters of a number
 
 
+def as_flag(key: str, value: object) -> str:
+    """An option with a value, as on a command line: `--model.norm rmsnorm`, `--no-model.query-key-norm`."""
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+
+
 def shown(value: object) -> str:
     """A value as error messages quote it, cut where it is long."""
     return _SHOWN.repr(value)

@@ -1,13 +1,12 @@
 """The classes of transformers that are exchanged: found by `model_type` of config.json on import, by the options of the
 model on export."""
 
-from typing import Any
-
 from megajax.convert import bert, gpt2, llama
-from megajax.convert.exchange import Exchange
+from megajax.convert.exchange import Exchange, Lacks
 from megajax.convert.settings import Fields
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
+from megajax.options import as_flag
 
 EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, bert.EXCHANGE)
 
@@ -43,17 +42,10 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     fewest = min(len(exchange.lacks(model)) for exchange in those)
     nearest = [exchange for exchange in those if len(exchange.lacks(model)) == fewest]
     has = dict.fromkeys(option for exchange in nearest for option in exchange.lacks(model))
-    told = " and ".join(_flag(option, getattr(model, option)) for option in has)
-    valid = " or ".join(
-        f"{' '.join(_flag(*lack) for lack in exchange.lacks(model).items())} ({exchange.architecture(model)})"
-        for exchange in nearest
-    )
+    told = " and ".join(as_flag(f"model.{option}", getattr(model, option)) for option in has)
+    valid = " or ".join(f"{_flags(exchange.lacks(model))} ({exchange.architecture(model)})" for exchange in nearest)
     raise UserError(f"{name} holds a model that no class of transformers can, with {told}; valid: {valid}")
 
 
-def _flag(option: str, value: Any) -> str:
-    """An option of the model with a value, as on a command line."""
-    flag = option.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}model.{flag}"
-    return f"--model.{flag} {value}"
+def _flags(lacks: Lacks) -> str:
+    return " ".join(as_flag(f"model.{option}", value) for option, value in lacks.items())

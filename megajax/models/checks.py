@@ -3,6 +3,7 @@
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
+from megajax.options import as_flag
 
 
 def check_model(model: ModelConfig) -> None:
@@ -23,8 +24,8 @@ def check_model(model: ModelConfig) -> None:
         )
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
-            told = _told(name, getattr(model, name))
-            raise UserError(f"{told} with --model.family {model.family}; valid: {_told(name, value)}")
+            told = as_flag(f"model.{name}", getattr(model, name))
+            raise UserError(f"{told} with --model.family {model.family}; valid: {as_flag(f'model.{name}', value)}")
     _check_heads(model, free=not family.fixed)
     if family.fixed and model.mlp_size != 4 * model.hidden_size:
         raise UserError(
@@ -58,7 +59,10 @@ def _check_rotary(model: ModelConfig) -> None:
     if not model.rotary:
         for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
             if getattr(model, name) != value:
-                told, valid = _told(name, getattr(model, name)), f"--model.positions rotary, or {_told(name, value)}"
+                told, valid = (
+                    as_flag(f"model.{name}", getattr(model, name)),
+                    f"--model.positions rotary, or {as_flag(f'model.{name}', value)}",
+                )
                 raise UserError(f"{told} with --model.positions {model.positions}; valid: {valid}")
         return
     if model.head_size % 2:
@@ -76,11 +80,3 @@ def _check_rotary(model: ModelConfig) -> None:
             f"--model.rope-low-frequency {model.rope_low_frequency:g} is not below --model.rope-high-frequency "
             f"{model.rope_high_frequency:g}; valid: less"
         )
-
-
-def _told(name: str, value: object) -> str:
-    """An option of the model with a value, as a flag."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--model.{flag}" if value else f"--no-model.{flag}"
-    return f"--model.{flag} {value:g}" if isinstance(value, float) else f"--model.{flag} {value}"
