@@ -78,10 +78,11 @@ class Parser(argparse.ArgumentParser):
             helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
             raise UserError(f"{reason} missing; valid: {helps[0] if helps else self.usage}")
         positional = next((action for action in self._get_positional_actions() if action.metavar == name), None)
-        if positional and positional.choices and reason.startswith("invalid choice: "):
-            given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
-            raise UserError(f"{name} {given}; valid: {', '.join(positional.choices)}")
         action = self._option_string_actions.get(name.partition("/")[0])
+        chosen = positional or action
+        if chosen and chosen.choices and reason.startswith("invalid choice: "):
+            given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
+            raise UserError(f"{name} {given}; valid: {', '.join(chosen.choices)}")
         if action is None:
             raise UserError(f"{message}; valid: {self.usage}")
         if reason.startswith("expected "):

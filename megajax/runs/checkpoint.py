@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.errors import RunError, UserError
@@ -20,7 +19,7 @@ from megajax.processes import is_first_process, numbers_of_first_process, of_fir
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, natural_bytes
 from megajax.runs import step_folders
-from megajax.runs.deferred import Deferred
+from megajax.runs.deferred import new_state
 from megajax.runs.failures import in_one_line
 from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import read_metrics
@@ -109,26 +108,7 @@ class Checkpoints:
         if obstacle:
             self._failed(0, obstacle)
             return
-        self._begin(0, self._layout_of_new(weight))
-
-    def _layout_of_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
-        """The natural state before the first step as `Deferred` arrays."""
-        layout = self._layout
-        shapes = layout.natural_shapes
-        scalars = jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params)
-        begun = layout.begin(scalars)  # moments are the same number everywhere
-        begun = dataclasses.replace(begun, loss_scale=layout.stored_scale(begun.loss_scale))
-
-        def filled(shape: Any, value: Any) -> Deferred:
-            number = np.asarray(value)
-            whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
-            return Deferred(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
-
-        def made(path: Any, shape: Any) -> Deferred:
-            return Deferred(shape.shape, shape.dtype, lambda: weight(path, shape.shape).astype(shape.dtype, copy=False))
-
-        state = jax.tree.map(filled, dataclasses.replace(shapes, params=None), dataclasses.replace(begun, params=None))
-        return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(made, shapes.params))
+        self._begin(0, new_state(self._layout, weight))
 
     def _begin(self, step: int, natural: TrainState) -> None:
         self._write = Write(self.folder, step, natural, {FORMAT_NAME: FORMAT}, then=self._retire)

@@ -1,13 +1,17 @@
 """Arrays of a checkpoint that are made when it is their turn to be written, and dropped before the next one, of a state
 that has never been in memory. One process writes them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from megajax.program.state import StateLayout, TrainState
 from megajax.runs.checksums import checksum
 
 
@@ -36,6 +40,26 @@ class Deferred:
     def size(self) -> int:
         """Likewise."""
         return int(np.prod(self.shape))
+
+
+def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
+    """The natural state before the first step; `weight` makes a natural main weight of its path and shape."""
+    shapes = layout.natural_shapes
+    begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
+    begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
+
+    def filled(shape: jax.ShapeDtypeStruct, value: Any) -> Deferred:
+        """A moment, which is the same number everywhere, or what is no weight's."""
+        number = np.asarray(value)
+        whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
+        return Deferred(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
+
+    def made(path: Any, shape: jax.ShapeDtypeStruct) -> Deferred:
+        dtype = np.dtype(shape.dtype)
+        return Deferred(shape.shape, dtype, lambda: weight(path, shape.shape).astype(dtype, copy=False))
+
+    state = jax.tree.map(filled, dataclasses.replace(shapes, params=None), begun)
+    return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(made, shapes.params))
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):

@@ -96,8 +96,8 @@ def test_numbers_that_the_dtype_has_not(tmp_path: Path) -> None:
 
 def test_flags(tmp_path: Path) -> None:
     for arguments, words in (
-        (["export-hf", "a", "b", "--dtype", "fp8"], "--dtype .*fp8.*fp32.*bf16.*fp16"),
-        (["import-hf", "a", "b", "--model.sequence-length", "0"], "--model.sequence-length .*valid|1 to"),
+        (["export-hf", "a", "b", "--dtype", "fp8"], "--dtype 'fp8'; valid: fp32, bf16, fp16"),
+        (["import-hf", "a", "b", "--model.sequence-length", "0"], "--model.sequence-length .*valid: .*1 to"),
     ):
         with pytest.raises(UserError, match=words) as error:
             main(["convert", *arguments])
