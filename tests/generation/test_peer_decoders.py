@@ -1,0 +1,79 @@
+"""Greedy continuations by the cache beside those of `transformers` in fp64: grouped heads, rotary positions, windows."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hugging_face_decoders import peer_decoder
+from tiny import tiny_program
+
+from megajax.convert.importing import import_hf, open_source
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.runs.trained import restore_params
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+
+TOKENS, VOCABULARY = 64, 211
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 80,
+    "hidden_size": 48,
+    "intermediate_size": 84,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3},
+    "qwen2": WINDOW,
+    "qwen3": {"head_dim": 40},
+    "mistral": {"sliding_window": 11},
+}
+PROMPTS = [[5], [7, 3, 200, 41, 5, 5, 9, 17, 1, 2, 77, 12], [3, 1, 4, 1]]
+TIE = 1e-5
+
+
+def beside(peer: Any, prompt: list[int], ours: list[int]) -> list[tuple[int, float]]:
+    """Where ours is not the token of the highest logit there, after our own tokens, and how far below it."""
+    ids = torch.tensor([prompt + ours])
+    with torch.no_grad():
+        logits_TV = peer(ids).logits[0, len(prompt) - 1 : -1].numpy()
+    below_T = logits_TV.max(axis=-1) - logits_TV[np.arange(len(ours)), ours]
+    return [(int(place), float(below_T[place])) for place in np.flatnonzero(below_T > 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [("qwen3", 6), ("mistral", 2)]
+    + [pytest.param(kind, tensor, marks=pytest.mark.full) for kind in ("llama", "qwen2") for tensor in (1, 2)],
+)
+def test_64_greedy_tokens(kind: str, tensor: int, tmp_path: Path) -> None:
+    """Of prompts of several lengths at once; a tensor group of six holds each of the two heads of keys three times."""
+    peer = peer_decoder(kind, **SIZES | CASES[kind])
+    peer.save_pretrained(tmp_path / "hf")
+    overrides = {"precision": "fp64", "model.vocab_multiple": 6, "mesh.tensor": tensor}
+    with jax.enable_x64(True):
+        source = open_source(tmp_path / "hf", overrides)
+        import_hf(source, tmp_path / "run")
+        program = tiny_program(source.config)
+        params, _ = restore_params(program, tmp_path / "run", "latest")
+        found: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
+        for piece in Decoder(program, params, Sampling(0.0), ()).stream(PROMPTS, max_tokens=TOKENS, batch=3):
+            found[piece.number] += piece.ids
+    peer = peer.double()
+    for prompt, ours in zip(PROMPTS, found.values(), strict=True):
+        assert len(ours) == TOKENS and len(set(ours)) > 4
+        differing = beside(peer, prompt, ours)
+        assert all(below < TIE for _, below in differing), differing
