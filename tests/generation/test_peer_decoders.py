@@ -1,4 +1,4 @@
-"""Greedy continuations by the cache beside those of `transformers` in fp64: grouped heads, rotary positions, windows."""
+"""Greedy continuations by the cache are those of `transformers` in fp64: grouped heads, rotary positions, windows."""
 
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,9 @@ def test_64_greedy_tokens(kind: str, tensor: int, tmp_path: Path) -> None:
         found: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
         for piece in Decoder(program, params, Sampling(0.0), ()).stream(PROMPTS, max_tokens=TOKENS, batch=3):
             found[piece.number] += piece.ids
+    assert len({token for ids in found.values() for token in ids}) > 10
     peer = peer.double()
     for prompt, ours in zip(PROMPTS, found.values(), strict=True):
-        assert len(ours) == TOKENS and len(set(ours)) > 4
+        assert len(ours) == TOKENS
         differing = beside(peer, prompt, ours)
         assert all(below < TIE for _, below in differing), differing
