@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megajax.convert.byte_pair_files import read_byte_pair, write_byte_pair
 from megajax.convert.exchange import Exchange, Lacks
 from megajax.convert.rope import read_rope, rope_fields
+from megajax.convert.saved_tokenizer_files import read_saved_tokenizer, write_saved_tokenizer
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, Places, linear
 from megajax.data.tokenizer import Tokenizer
@@ -159,7 +159,10 @@ def _lacks(kind: _Kind, model: ModelConfig) -> Lacks:
 def _settings(
     kind: _Kind, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
 ) -> dict[str, dict[str, Any]]:
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text if tokenizer else None)
+    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    if tokenizer:
+        special["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None
+        special["eos_token_id"] = tokenizer.ends[0] if len(tokenizer.ends) == 1 else tokenizer.ends
     config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": kind.model_type}
     config |= {
         "num_hidden_layers": model.num_layers,
@@ -230,15 +233,15 @@ def _exchange(kind: _Kind) -> Exchange:
         family="decoder",
         model_types=(kind.model_type,),
         kind=lambda _: f"a {kind.said}",
-        special_tokens="only one special token",
+        special_tokens="all special tokens",
         layers="num_hidden_layers",
         read_settings=partial(_read_settings, kind),
         settings=partial(_settings, kind),
         architecture=lambda _: kind.architecture,
         lacks=partial(_lacks, kind),
         places=_places,
-        read_tokenizer=read_byte_pair,
-        write_tokenizer=write_byte_pair,
+        read_tokenizer=read_saved_tokenizer,
+        write_tokenizer=write_saved_tokenizer,
     )
 
 

@@ -36,7 +36,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     """Bit for bit."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (np.float32, expected[name].shape), name
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
         assert tensor.tobytes() == expected[name].tobytes(), name
 
 
@@ -88,14 +88,17 @@ def test_export_then_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_without_a_prefix_and_with_buffers(dtype, tmp_path: Path) -> None:
-    """As GPT2Model saves it, with the masks of older versions; weights in half precision are those in fp32."""
+    """As GPT2Model saves it, with the masks of older versions; weights in half precision are those in fp32, and go out
+    in either."""
     tensors = random_tensors(dtype=dtype)
     buffers = {f"h.{layer}.attn.bias": np.tri(24, dtype=np.uint8)[None, None] for layer in range(2)}
     buffers |= {"h.1.attn.masked_bias": np.full((), -1e4, np.float32)}
     source = open_source(write_model(tmp_path / "hf", tensors | buffers, prefix=""))
     import_hf(source, tmp_path / "run")
-    expected = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    assert_same(export(tmp_path / "run", tmp_path / "back"), expected)
+    assert_same(export(tmp_path / "run", tmp_path / "back"), tensors)
+    export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "wide", dtype="fp32")
+    expected = {f"transformer.{name}": tensor.astype(np.float32) for name, tensor in tensors.items()}
+    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), expected)
 
 
 def test_several_files_and_a_tied_head(tmp_path: Path) -> None:
