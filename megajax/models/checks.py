@@ -23,8 +23,8 @@ def check_model(model: ModelConfig) -> None:
         )
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
-            told = _told(name, getattr(model, name))
-            raise UserError(f"{told} with --model.family {model.family}; valid: {_told(name, value)}")
+            told = flag_with(name, getattr(model, name))
+            raise UserError(f"{told} with --model.family {model.family}; valid: {flag_with(name, value)}")
     _check_heads(model, free=not family.fixed)
     if family.fixed and model.mlp_size != 4 * model.hidden_size:
         raise UserError(
@@ -58,8 +58,10 @@ def _check_rotary(model: ModelConfig) -> None:
     if not model.rotary:
         for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
             if getattr(model, name) != value:
-                told, valid = _told(name, getattr(model, name)), f"--model.positions rotary, or {_told(name, value)}"
-                raise UserError(f"{told} with --model.positions {model.positions}; valid: {valid}")
+                told, valid = flag_with(name, getattr(model, name)), flag_with(name, value)
+                raise UserError(
+                    f"{told} with --model.positions {model.positions}; valid: --model.positions rotary, or {valid}"
+                )
         return
     if model.head_size % 2:
         raise UserError(
@@ -78,9 +80,10 @@ def _check_rotary(model: ModelConfig) -> None:
         )
 
 
-def _told(name: str, value: object) -> str:
+def flag_with(name: str, value: object) -> str:
     """An option of the model with a value, as a flag."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--model.{flag}" if value else f"--no-model.{flag}"
-    return f"--model.{flag} {value:g}" if isinstance(value, float) else f"--model.{flag} {value}"
+    short = isinstance(value, float) and float(f"{value:g}") == value
+    return f"--model.{flag} {value:g}" if short else f"--model.{flag} {value}"
