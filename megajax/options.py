@@ -212,7 +212,8 @@ def as_flag(key: str, value: object) -> str:
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+    short = isinstance(value, float) and float(f"{value:g}") == value
+    return f"--{name} {value:g}" if short else f"--{name} {value}"
 
 
 def shown(value: object) -> str:

@@ -24,7 +24,6 @@ def check_values(config: Config) -> None:
     """
     check(config)
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
-    check_model(model)
     family = FAMILIES[model.family]
     if not config.pretrains and not _fits(TASKS[config.task.name], family):
         able = (name for name, entry in FAMILIES.items() if _fits(TASKS[config.task.name], entry))
@@ -32,6 +31,7 @@ def check_values(config: Config) -> None:
             f"--task.name {config.task.name} with --model.family {model.family}; valid: --model.family "
             f"{' or '.join(able)}"
         )
+    check_model(model)
     _check_task(config)
     _check_length(config)
     if config.data.reset_attention and not family.continues_text:

@@ -59,15 +59,19 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
         if len(source) > _SOURCE_CHARACTERS:
-            raise UserError(f"{name}: {len(source)} characters; valid: at most {_SOURCE_CHARACTERS}")
+            raise UserError(
+                f"the chat template of {name}: {len(source)} characters; valid: at most {_SOURCE_CHARACTERS}"
+            )
         self._tokens, self._name, self._marked = dict(tokens), name, bool(_MARKED.search(source))
         self._environment = _Sandbox(today)
         try:
             self._template = self._environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise UserError(f"{name}: line {error.lineno}: {error.message}; valid: a template in Jinja") from None
+            raise UserError(
+                f"the chat template of {name}: line {error.lineno}: {error.message}; valid: a template in Jinja"
+            ) from None
         except (TemplateError, RecursionError, MemoryError, ValueError, OverflowError, SyntaxError) as error:
-            raise UserError(f"{name}: {_reason(error)}; valid: a template in Jinja") from None
+            raise UserError(f"the chat template of {name}: {_reason(error)}; valid: a template in Jinja") from None
 
     def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
         """The text of some messages.

@@ -110,21 +110,28 @@ class MegajaxLM(TemplateLM):
         """Up to `limit` new ids, some at a time: with a KV cache, or, on a pipe, without one."""
         config = self._trained.program.config
         length = config.model.sequence_length
-        if config.mesh.pipe == 1 and config.optimizer.zero != 3 and limit < length:
-            recent = prompt[limit - length :]  # so that all fits in the context
-            for piece in self._decoder(sampling).stream([recent], max_tokens=limit, batch=1):
-                yield piece.ids
-            return
-        done = 0
-        while done < limit:
-            wanted = min(_TOKENS_AT_ONCE, limit - done)
+        if limit < length:
+            prompt = prompt[limit - length :]  # so that all fits in the context
+            if config.mesh.pipe == 1 and config.optimizer.zero != 3:
+                for piece in self._decoder(sampling).stream([prompt], max_tokens=limit, batch=1):
+                    yield piece.ids
+                return
+        done: list[int] = []
+        while len(done) < limit:
+            wanted = min(_TOKENS_AT_ONCE, limit - len(done))
             new = continue_in_windows(
-                self._sampler, self._trained.params, prompt, num_tokens=wanted, sampling=sampling, ends=self._text.ends
+                self._sampler,
+                self._trained.params,
+                prompt,
+                num_tokens=wanted,
+                sampling=sampling,
+                ends=self._text.ends,
+                before=done,
             )
             yield new
             if len(new) < wanted:  # the end of the text
                 return
-            prompt, done = prompt + new, done + wanted
+            done += new
 
     @lru_cache(maxsize=1)  # noqa: B019  # one model lives as long as its caller
     def _decoder(self, sampling: Sampling) -> Decoder:

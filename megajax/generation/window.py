@@ -1,7 +1,7 @@
 """The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
 that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -16,7 +16,14 @@ _choose = jax.jit(choose, static_argnames="sampling")
 
 
 def continue_in_windows(
-    program: Program, params, prompt: list[int], *, num_tokens: int, sampling: Sampling, ends: Collection[int] = ()
+    program: Program,
+    params,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+    ends: Collection[int] = (),
+    before: Sequence[int] = (),
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before any of the ids `ends`.
 
@@ -25,9 +32,10 @@ def continue_in_windows(
     Args:
         program: a program whose global batch all rows of the prompt are copied to.
         params: weights on the program's mesh.
+        before: what an earlier call has continued the prompt by; the new ids follow it.
     """
     model = program.config.model
-    ids, bits = list(prompt), prompt_bits([prompt], sampling.seed)
+    ids, bits = [*prompt, *before], prompt_bits([prompt], sampling.seed)
     rows = program.local_rows
     for _ in range(num_tokens):
         window = ids[-model.sequence_length :]
@@ -40,4 +48,4 @@ def continue_in_windows(
         if chosen in ends:
             break
         ids.append(chosen)
-    return ids[len(prompt) :]
+    return ids[len(prompt) + len(before) :]

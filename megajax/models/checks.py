@@ -59,11 +59,10 @@ def _check_rotary(model: ModelConfig) -> None:
     if not model.rotary:
         for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
             if getattr(model, name) != value:
-                told, valid = (
-                    as_flag(f"model.{name}", getattr(model, name)),
-                    f"--model.positions rotary, or {as_flag(f'model.{name}', value)}",
+                told, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
+                raise UserError(
+                    f"{told} with --model.positions {model.positions}; valid: --model.positions rotary, or {valid}"
                 )
-                raise UserError(f"{told} with --model.positions {model.positions}; valid: {valid}")
         return
     if model.head_size % 2:
         raise UserError(

@@ -17,6 +17,7 @@ from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
+from megajax.options import as_flag
 from megajax.parallel.borders import F_AND_G
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
@@ -33,6 +34,10 @@ _SAME = (
     *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "mlp_size", "vocab_size"),
     *("padded_vocab_size", "layer_order", "norm", "norm_epsilon", "positions", "activation", "bias", "query_key_norm"),
     "tied_embedding",
+)
+_MAY_DIFFER = (  # no weight depends on them, but what is computed with the weights does
+    *("rope_theta", "rope_scaling", "rope_factor", "rope_low_frequency", "rope_high_frequency"),
+    *("rope_original_length", "sliding_window"),
 )
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 
@@ -52,9 +57,10 @@ def check_init(config: Config) -> None:
     if model.sequence_length > theirs.sequence_length and not model.rotary:
         differ.append("sequence_length")
     if differ:
+        differ += _others(model, theirs)
         has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
         flags = " ".join(
-            f"--model.{name.replace('_', '-')} {getattr(theirs, name)}"
+            as_flag(f"model.{name}", getattr(theirs, name))
             for name in ({"padded_vocab_size": "vocab_multiple"}.get(name, name) for name in differ)
         )
         ours = ", ".join(str(getattr(model, name)) for name in differ)
@@ -138,7 +144,14 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
+    for name in _others(config.model, theirs):
+        told += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
     return transfer.to_devices(dataclasses.replace(natural, params=params)), told
+
+
+def _others(model: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """What differs and may."""
+    return [name for name in _MAY_DIFFER if getattr(model, name) != getattr(theirs, name)]
 
 
 def _answers(model: ModelConfig) -> tuple[str, int]:

@@ -69,12 +69,20 @@ def test_a_mesh_and_a_resume_do_not_change_it(commands: Commands, run: Path, doc
     [
         ("eval.py", ("lambada", "--data", "x", "--checkpoint", "RUN"), "the family bert does not predict the next"),
         ("eval.py", ("perplexity", "--overlap", 8, "--checkpoint", "RUN"), "--overlap: bert has no windows of text"),
-        ("-m", ("megajax", "generate", "--prompt", "a", "--checkpoint", "RUN"), "valid: a run of --model.family gpt2"),
-        ("train.py", ("PRESET", "--run-dir", "RUN"), "holds a run with model.family bert, not gpt2; valid: the same"),
+        (
+            "-m",
+            ("megajax", "generate", "--prompt", "a", "--checkpoint", "RUN"),
+            "valid: a run of --model.family decoder",
+        ),
+        (
+            "train.py",
+            ("PRESET", "--run-dir", "RUN"),
+            "holds a run with model.family bert, not decoder; valid: the same",
+        ),
         (
             "train.py",
             ("PRESET", "--run-dir", "NEW", "--model.layer-order", "post"),
-            "--model.layer-order post with --model.family gpt2; valid: pre",
+            "--model.layer-order post with --model.family decoder; valid: pre",
         ),
         (
             "train.py",

@@ -47,7 +47,10 @@ def main():
     written = model.generate_until([ask("generate_until", "the end", {"until": ["zzz"], "max_gen_toks": 20})])[0]
     stop = written[5:8]
     stopped = model.generate_until([ask("generate_until", "the end", {"until": [stop], "max_gen_toks": 20})])[0]
+    other = get_model("megajax")(run_dir, step=20, **{"simulate_devices": 2, "mesh.tensor": 2})
+    long = [ask("generate_until", "the end " * 100, {"max_gen_toks": 20, "temperature": t}) for t in (0.0, 0.9)]
     print(json.dumps({
+        "long": [each.generate_until(long) for each in (model, other)],
         "perplexity": figures["perplexity,none"], "accuracy": figures["acc,none"],
         "rolling": model.loglikelihood_rolling([ask("loglikelihood_rolling", text)])[0],
         "after_nothing": model.loglikelihood([ask("loglikelihood", "", text)])[0][0],
@@ -81,6 +84,8 @@ def test_the_harness_sees_what_eval_sees(commands: Commands, straight: Run, corp
     assert found["rolling"] == pytest.approx(found["after_nothing"], rel=1e-6)
     assert found["rolling"] < 0
     assert found["greedy"] or found["tokens"] != 20, "unless the text has another tokenization"
+    on_a_pipe, without = found["long"]
+    assert on_a_pipe == without and on_a_pipe[0] != on_a_pipe[1], "a prompt longer than the context"
     assert found["stopped"] == found["written"].split(found["stop"])[0]
 
 

@@ -122,8 +122,11 @@ def test_a_run_goes_on_where_it_was(instructions: Instructions, run: Path, tmp_p
     ("flags", "message"),
     [
         (("--no-data.reset-attention",), "--no-data.reset-attention with --task.name instructions, of which several"),
-        (("--model.family", "bert"), "--task.name instructions with --model.family bert; valid: --model.family gpt2"),
-        (("--model.head", "classes"), "--model.head classes with --model.family gpt2; valid: pretraining"),
+        (
+            ("--model.family", "bert"),
+            "--task.name instructions with --model.family bert; valid: --model.family decoder",
+        ),
+        (("--model.head", "classes"), "--model.head classes with --model.family decoder; valid: pretraining"),
         (("--model.sequence-length", 2), "--data.train: none of its 60 records has tokens to train on; valid: at"),
     ],
 )

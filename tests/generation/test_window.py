@@ -33,6 +33,13 @@ def test_every_mesh_draws_the_same_text(mesh):
     assert draw(mesh) == draw((1, 1, 1)) and len(draw(mesh)) == 20
 
 
+def test_it_is_the_same_text_in_parts():
+    """The noise is the prompt's, not that of what was there before the last part."""
+    whole, sampling = draw((1, 1, 1)), Sampling(1.0, seed=3)
+    rest = continue_in_windows(*model((1, 1, 1)), PROMPT, num_tokens=13, sampling=sampling, before=whole[:7])
+    assert rest == whole[7:]
+
+
 def test_the_seed_and_the_temperature_matter():
     assert draw((1, 1, 1), seed=4) != draw((1, 1, 1), seed=3)
     greedy = draw((1, 1, 1), temperature=0.0)
