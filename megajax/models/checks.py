@@ -1,5 +1,7 @@
 """Whether the options of a model fit each other and its family."""
 
+from dataclasses import fields
+
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
@@ -54,25 +56,31 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
         )
 
 
+_OF_OPTIONS = {  # what is read only where another option has one of some values
+    "rope_theta": ("positions", ("rotary",)),
+    "rope_scaling": ("positions", ("rotary",)),
+    "rope_factor": ("rope_scaling", ("linear", "llama3")),
+    "rope_low_frequency": ("rope_scaling", ("llama3",)),
+    "rope_high_frequency": ("rope_scaling", ("llama3",)),
+    "rope_original_length": ("rope_scaling", ("llama3",)),
+}
+
+
 def _check_rotary(model: ModelConfig) -> None:
     """What rotary positions need, and what is for them only."""
-    if not model.rotary:
-        for name, value in (("rope_theta", 10_000.0), ("rope_scaling", "none"), ("rope_factor", 1.0)):
-            if getattr(model, name) != value:
-                told, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
-                raise UserError(
-                    f"{told} with --model.positions {model.positions}; valid: --model.positions rotary, or {valid}"
-                )
-        return
-    if model.head_size % 2:
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    for name, (owner, readers) in _OF_OPTIONS.items():
+        value, default = getattr(model, name), defaults[name]
+        if getattr(model, owner) not in readers and value != default:
+            told, without = (as_flag(f"model.{name}", each) for each in (value, default))
+            flag = f"--model.{owner.replace('_', '-')}"
+            raise UserError(
+                f"{told} with {flag} {getattr(model, owner)}; valid: {flag} {' or '.join(readers)}, or {without}"
+            )
+    if model.rotary and model.head_size % 2:
         raise UserError(
             f"--model.head-size {model.head_size} with --model.positions rotary, which turn pairs of features; "
             "valid: an even one"
-        )
-    if model.rope_scaling == "none" and model.rope_factor != 1:
-        raise UserError(
-            f"--model.rope-factor {model.rope_factor:g} with --model.rope-scaling none; valid: 1, or "
-            "--model.rope-scaling linear or llama3"
         )
     if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
         raise UserError(

@@ -26,7 +26,7 @@ def llama(**words: Any) -> Config:
         ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 126 or 132, or a --model.head-size"),
         (
             {"rope_factor": 2.0},
-            "--model.rope-factor 2 with --model.rope-scaling none; valid: 1, or --model.rope-scaling",
+            "--model.rope-factor 2 with --model.rope-scaling none; valid: --model.rope-scaling linear or llama3, or ",
         ),
         (
             {"rope_scaling": "llama3", "rope_low_frequency": 4.0},
