@@ -34,6 +34,6 @@ def test_other_angles_are_no_refusal(tmp_path: Path) -> None:
     mark(tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(theirs))
     (tmp_path / "checkpoints").mkdir()
-    flags = ["--init", str(tmp_path), "--model.rope-theta", "500000", "--model.rope-scaling", "linear"]
+    flags = ["--init", str(tmp_path), "--model.rope-theta", "500000", "--model.rope-factor", "2"]
     with pytest.raises(UserError, match="holds no checkpoint"):  # the model is not what is refused
         check_init(parse([str(tmp_path / "config.toml"), *flags], "", ""))
