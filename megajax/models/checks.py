@@ -56,13 +56,12 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
         )
 
 
-_OF_OPTIONS = {  # what is read only where another option has one of some values
+# What is read only where another option has one of some values. Not llama3's own numbers: whoever takes another scaling
+# need not undo a preset's.
+_OF_OPTIONS = {
     "rope_theta": ("positions", ("rotary",)),
     "rope_scaling": ("positions", ("rotary",)),
     "rope_factor": ("rope_scaling", ("linear", "llama3")),
-    "rope_low_frequency": ("rope_scaling", ("llama3",)),
-    "rope_high_frequency": ("rope_scaling", ("llama3",)),
-    "rope_original_length": ("rope_scaling", ("llama3",)),
 }
 
 
