@@ -1,7 +1,7 @@
 """Small GPT-2 models in Hugging Face's format: written by hand, or by transformers."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,18 @@ def write_model(
 ) -> Path:
     """A folder with config.json and model.safetensors; `settings` are fields of config.json, `without` names some that
     it lacks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in (SETTINGS | settings).items() if name not in without}
-    (folder / "config.json").write_text(json.dumps(fields))
     tensors = random_tensors() if tensors is None else tensors
     named = {name if name.startswith("lm_head") else prefix + name: tensor for name, tensor in tensors.items()}
-    save_file(named, folder / "model.safetensors")
+    return write_folder(folder, SETTINGS | settings, named, without)
+
+
+def write_folder(
+    folder: Path, fields: Mapping[str, Any], tensors: dict[str, np.ndarray], without: Iterable[str]
+) -> Path:
+    """config.json with these fields but those of the names `without`, and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({n: value for n, value in fields.items() if n not in without}))
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

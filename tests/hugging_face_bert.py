@@ -1,15 +1,14 @@
 """Small BERTs in Hugging Face's format: written by hand, or by transformers; and both heads' logits of ours."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hugging_face import write_folder
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
-from safetensors.numpy import save_file
 
 from megajax.mesh import BATCH_SPEC
 from megajax.models.config import ModelConfig
@@ -87,11 +86,8 @@ def write_bert(
 ) -> Path:
     """A folder with config.json and model.safetensors; `settings` are fields of config.json, `without` names some that
     it lacks."""
-    folder.mkdir(parents=True, exist_ok=True)
     fields = {"model_type": TYPES[order], "architectures": [CLASSES[order]]} | SETTINGS | settings
-    (folder / "config.json").write_text(json.dumps({n: value for n, value in fields.items() if n not in without}))
-    save_file(bert_tensors(order) if tensors is None else tensors, folder / "model.safetensors")
-    return folder
+    return write_folder(folder, fields, bert_tensors(order) if tensors is None else tensors, without)
 
 
 def peer_bert(model: ModelConfig, kind: str = "", **settings: Any) -> Any:

@@ -1,12 +1,11 @@
 """Small Llamas, Qwens and Mistrals in Hugging Face's format: written by hand, or by transformers."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from hugging_face import write_folder
 
 KINDS = {  # model_type -> class
     "llama": "LlamaForCausalLM",
@@ -68,11 +67,8 @@ def write_decoder(
 ) -> Path:
     """A folder with config.json and model.safetensors; `settings` are fields of config.json, `without` names some that
     it lacks."""
-    folder.mkdir(parents=True, exist_ok=True)
     fields = {"model_type": kind, "architectures": [KINDS.get(kind)]} | SETTINGS | settings
-    (folder / "config.json").write_text(json.dumps({n: value for n, value in fields.items() if n not in without}))
-    save_file(decoder_tensors(kind) if tensors is None else tensors, folder / "model.safetensors")
-    return folder
+    return write_folder(folder, fields, decoder_tensors(kind) if tensors is None else tensors, without)
 
 
 def peer_decoder(kind: str, **settings: Any) -> Any:

@@ -57,8 +57,7 @@ class Rotary:
             return slower_P
         turns_P = self.original_length * plain_P / (2 * math.pi)
         share_P = (turns_P - self.low_frequency) / (self.high_frequency - self.low_frequency)
-        between_P = slower_P + np.clip(share_P, 0, 1) * (plain_P - slower_P)
-        return between_P
+        return slower_P + np.clip(share_P, 0, 1) * (plain_P - slower_P)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
