@@ -60,7 +60,7 @@ FAULTS = {
         "part = axis_index(TENSOR) * 0",
         "tests/models/test_decoder_forward.py",
     ),
-    "gradients of shared heads of keys are not summed": Fault(
+    "gradients of shared heads of keys are summed in every layer": Fault(
         "return bool(_IN_REGIONS & {*logical}) and", "return False and", "tests/test_communication.py -k held"
     ),
     "a cache sees one token beyond the window": Fault(
