@@ -1,0 +1,139 @@
+"""The rows of `test_parity.py`: which meshes, schedules, … and models meet, by default and in the whole grid."""
+
+import itertools
+
+import numpy as np
+from tiny import LLAMA, QWEN3
+
+from megajax.pipeline.schedule import SCHEDULES
+
+MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
+PIPES = [(1, 2, 4), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]
+GRID = {
+    "mesh": MESHES + PIPES,
+    "schedule": [
+        f"{name}-{chunks}" for name in sorted(SCHEDULES) for chunks in ([2, 4] if SCHEDULES[name].chunked else [1])
+    ],
+    "vocabulary": ["replicated", "split"],
+    "remat": ["none", "selective", "layer", "stage"],
+    "microbatches": ["fewer", "not a multiple", "a multiple"],  # of the stages
+    "layers": ["not divisible", "divisible"],  # by the virtual stages
+    "zero": [0, 1, 3],
+    "sequence_parallel": [False, True],
+    "model": ["gpt2", "bert-pre", "bert-post"],
+}
+
+
+def exists(row: tuple) -> bool:
+    """Interleaving needs a pipe, and so does splitting the vocabulary over it; ZeRO has something to split where there
+    is data parallelism, and the sequence is split over a tensor group."""
+    (data, pipe, tensor), schedule, vocabulary, _, microbatches, layers, zero, sequence_parallel, _ = row
+    alone = schedule == "1f1b-1" and vocabulary == "replicated" and layers == "divisible"
+    split = (data > 1 or zero == 1) and (tensor > 1 or not sequence_parallel)
+    return split and (pipe > 1 or (alone and microbatches != "not a multiple"))
+
+
+def cover(rows: list[tuple], meetings: list[tuple[int, ...]], seed: int | None = None) -> list[int]:
+    """Numbers of rows that contain, for every meeting of columns, all their values that occur together; chosen
+    greedily, of equally good rows the first, or the first of an order drawn for a seed."""
+    columns = [
+        np.unique([repr(value) for value in column], return_inverse=True)[1] for column in zip(*rows, strict=True)
+    ]
+    numbers: list[np.ndarray] = []
+    for meeting in meetings:
+        together = np.ravel_multi_index([columns[c] for c in meeting], [len(rows)] * len(meeting))
+        first = numbers[-1].max() + 1 if numbers else 0
+        numbers.append(first + np.unique(together, return_inverse=True)[1])
+    ids = np.stack(numbers, axis=1)
+    order = np.arange(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
+    missing, chosen = np.ones(ids.max() + 1, bool), []
+    while missing.any():
+        best = order[missing[ids[order]].sum(axis=1).argmax()]
+        chosen.append(int(best))
+        missing[ids[best]] = False
+    return chosen
+
+
+def name(row: tuple) -> str:
+    return "-".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in row)
+
+
+ALL = [row for row in itertools.product(*GRID.values()) if exists(row)]
+
+
+NAMES = ("mesh", "schedule", "remat", "microbatches", "layers", "zero", "model")
+MESH, SCHEDULE, REMAT, MICROBATCHES, LAYERS, ZERO, MODEL = map(list(GRID).index, NAMES)
+
+
+def kind(row: tuple) -> str:
+    """Of schedule, whatever its chunks are."""
+    return row[SCHEDULE].partition("-")[0]
+
+
+# Columns of which not the values meet but kinds of them.
+APART = {
+    (MESH, REMAT): lambda row: (row[REMAT], *(size > 1 for size in row[MESH][1:])),
+    (SCHEDULE, REMAT): lambda row: (row[REMAT], kind(row)),
+    (SCHEDULE, ZERO): lambda row: (row[ZERO], kind(row)),
+}
+FURTHER_APART = APART | {
+    (SCHEDULE, MICROBATCHES): lambda row: (row[MICROBATCHES], kind(row)),
+    (SCHEDULE, MODEL): lambda row: (row[MODEL], kind(row)),
+    (REMAT, MODEL): lambda row: (row[REMAT], row[MODEL].partition("-")[0]),  # families
+}
+
+
+def pairwise(rows: list[tuple], apart: dict = APART, seed: int | None = None) -> list[tuple]:
+    """Every two columns meet, or their kinds do."""
+    pairs = [pair for pair in itertools.combinations(range(len(GRID)), 2) if pair not in apart]
+    meetings = [*pairs, *((len(GRID) + number,) for number in range(len(apart)))]
+    with_kinds = [(*row, *(kinds(row) for kinds in apart.values())) for row in rows]
+    return [rows[number] for number in cover(with_kinds, meetings, seed)]
+
+
+USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and every axis without another
+
+
+def usual(row: tuple) -> bool:
+    """By default, BERT is on pipes only, with layers that they do not divide: what is its own (ends, padding, the order
+    of a layer) meets every axis there, and knows neither how many stages nor how many layers there are. No 16 layers.
+    So each BERT needs one reference, GPT-2 two: to compile one takes as long as a row."""
+    pipe, divisible = row[MESH][1], row[LAYERS] == "divisible"
+    few = pipe * int(row[SCHEDULE].rpartition("-")[2]) <= 8 or not divisible
+    return row[MESH] in USUAL and few and (row[MODEL] == "gpt2" or (pipe > 1 and not divisible))
+
+
+DEEP = ((1, 8, 1), "1f1b-1", "split", "none", "not a multiple", "not divisible", 1, False, "gpt2")
+# Rows of one reference stand together, so that few references are computed by both of pytest's workers. This seed gives
+# few rows, and few of them BERT's.
+FEW_ROWS = pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=12)
+DEFAULT = [*sorted(FEW_ROWS, key=lambda row: (row[MODEL], row[LAYERS])), DEEP]
+# The whole grid: every three columns meet, and every two on every mesh.
+TRIPLES = [ALL[number] for number in cover(ALL, list(itertools.combinations(range(len(GRID)), 3)))]
+
+
+def pipeline_code(row: tuple) -> bool:
+    """What meets in the pipeline's code, all of it: schedule, chunks, vocabulary and remat, with three numbers of
+    microbatches and of layers, on the mesh where all of it can be seen."""
+    inside = row[4:6] in [("fewer", "not divisible"), ("not a multiple", "not divisible"), ("a multiple", "divisible")]
+    return row[0] == (2, 2, 2) and row[6:] == (1, False, "gpt2") and inside
+
+
+OTHERS = [row for row in dict.fromkeys([*TRIPLES, *filter(pipeline_code, ALL)]) if row not in DEFAULT]
+# Heads of tasks: every two columns meet; by default, on the mesh of all axes and one of a split sequence, few of them.
+HEADS = [f"bert-{order}-{head}" for head in ("classes", "span") for order in ("pre", "post")]
+BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"]
+TASKS = pairwise([(*row, model) for row in BERTS for model in HEADS])
+FEW_TASKS = [
+    ((2, 2, 2), "interleaved-2", "split", "layer", "not a multiple", "not divisible", 3, True, "bert-pre-span"),
+    ((2, 2, 2), "1f1b-1", "replicated", "none", "fewer", "not divisible", 1, True, "bert-post-classes"),
+    ((2, 2, 2), "gpipe-1", "split", "selective", "a multiple", "not divisible", 0, True, "bert-pre-choice"),
+]
+# Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.
+DECODERS = {"llama": LLAMA, "qwen3": QWEN3}
+GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
+OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])
+FEW_DECODERS = [
+    ((2, 2, 2), "interleaved-2", "split", "selective", "not a multiple", "not divisible", 3, False, "llama"),
+    ((1, 2, 4), "1f1b-1", "replicated", "layer", "not a multiple", "not divisible", 1, True, "qwen3"),
+]
