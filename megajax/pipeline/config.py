@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.options import between
+from megajax.options import MOST, between
+from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.schedule import SCHEDULES
 
 
@@ -21,3 +22,18 @@ class PipelineConfig:
     vocabulary: Annotated[
         Literal["replicated", "split"], "embedding and head on the first and last stage, or split over all stages"
     ] = "replicated"
+    weight_gradients: Annotated[
+        Literal["together", "deferred"],
+        "computed with the gradients of the inputs, or later, where a stage would be idle (docs/pipelines.md)",
+    ] = "together"
+    max_deferred: Annotated[
+        int,
+        "chunks of a stage whose weight gradients may wait at once; -1: 2 (mesh.pipe - 1), all that helps",
+        between(-1, MOST),
+    ] = -1
+
+    def deferring(self, times: PassTimes = PassTimes()) -> Deferring | None:
+        """How weight gradients are deferred, placed by `times`; None if they are not."""
+        if self.weight_gradients == "together":
+            return None
+        return Deferring(times, None if self.max_deferred < 0 else self.max_deferred)

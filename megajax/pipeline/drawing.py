@@ -74,7 +74,7 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for span in spans:
-        colour = COLOURS[span.backward][span.chunk % 4]
+        colour = COLOURS[span.part][span.chunk % 4]
         bar = axes.barh(
             span.stage, span.end - span.start, left=span.start, height=0.84, color=colour, edgecolor="white", lw=0.8
         )

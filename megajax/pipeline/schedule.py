@@ -9,13 +9,15 @@ alone `arrange` makes the table that the executor runs, buffers included, and `c
 arrays.
 """
 
+import dataclasses
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.pipeline.table import IDLE, Pass, Schedule, check
+from megajax.pipeline.deferral import Deferring, place
+from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,11 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     return Ticks(forward=microbatch + stage, backward=turn + in_reverse + (num_stages - 1 - stage))
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule called `name`, checked.
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
+) -> Schedule:
+    """The schedule called `name`, checked; with weight gradients that wait for idle time if it is said how. On one
+    stage, which is never idle, they do not.
 
     Raises:
         ValueError: unknown name, no stage or no microbatch, or a number of chunks that the schedule does not take.
@@ -114,7 +119,8 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ValueError(f"{name} takes {'2 or more chunks' if chunked else '1 chunk'}, not {num_chunks}")
     if num_chunks > 1 and num_stages == 1:
         raise ValueError(f"{name} needs at least 2 stages")
-    return arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
+    schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
+    return schedule if deferring is None or num_stages == 1 else with_deferral(schedule, deferring)
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -163,6 +169,19 @@ def arrange(ticks: Ticks) -> Schedule:
     schedule = Schedule(forward, backward, num_chunks, num_microbatches, num_slots, fused)
     check(schedule)
     return schedule
+
+
+def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
+    """`schedule` with its weight gradients placed apart, checked."""
+    early, late = place(schedule.forward.active, schedule.backward.active, deferring)
+    backward = schedule.backward
+    tick, stage = np.nonzero(backward.active.T)[::-1]  # stage by stage, in the order of the ticks
+    order = (table[tick, stage].reshape(schedule.num_stages, -1).T for table in (backward.microbatch, backward.chunk))
+    kept = backward.active.cumsum(0) - (early + late).cumsum(0) + late  # before the tick's last weight gradients
+    deferral = Deferral(early, late, *order, num_slots=int(kept.max()))
+    deferred = dataclasses.replace(schedule, deferral=deferral)
+    check(deferred)
+    return deferred
 
 
 def _slots(first: np.ndarray, last: np.ndarray, stage: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:

@@ -42,6 +42,32 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Deferral:
+    """When the weight gradients run of a schedule whose backward is the gradient of the input alone. Every stage runs
+    them in the order of its backwards. Tables are int32.
+
+    Attributes:
+        early, late: how many run in a tick, before the forward's hand-over and after the backward; [ticks, stages].
+        microbatch, chunk: of a stage's n-th backward, and so of its n-th weight gradient; [microbatches · chunks,
+            stages].
+        num_slots: size of the ring buffer of factors; the n-th backward leaves them in slot n mod num_slots.
+    """
+
+    early: np.ndarray
+    late: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    num_slots: int
+
+    def ended(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many weight gradients a stage has run before those of a tick's beginning, and before those of its end;
+        [ticks, stages]."""
+        through = (self.early + self.late).cumsum(0)
+        before = through - self.early - self.late
+        return before, before + self.early
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The table of a step.
 
@@ -52,6 +78,7 @@ class Schedule:
         fused: a single stage that runs a microbatch backward in the tick of its forward: what the backward needs does
         not pass through a buffer. (In a pipe it does also on the last stage: run as one, its forward would wait for the
         other stages' forwards of the tick, and their backwards for it.)
+        deferral: of the weight gradients, where they are not part of the backward.
     """
 
     forward: Pass
@@ -60,6 +87,7 @@ class Schedule:
     num_microbatches: int
     num_slots: int
     fused: bool
+    deferral: Deferral | None = None
 
     @property
     def num_ticks(self) -> int:
@@ -138,3 +166,32 @@ def check(schedule: Schedule) -> None:
         assert not any(inboxes) and not any(wires), "something was not used"
     assert schedule.forward.active.any() and not any(buffers)
     assert schedule.backward.active.any() or schedule.num_slots == 0, "kept for a backward that never comes"
+    if schedule.deferral is not None:
+        _check_deferral(schedule, schedule.deferral)
+
+
+def _check_deferral(schedule: Schedule, deferral: Deferral) -> None:
+    """Every weight gradient runs once, after its backward, from factors that nothing has overwritten."""
+    backward, p = schedule.backward, schedule.num_stages
+    for array in (deferral.early, deferral.late):
+        assert array.shape == (schedule.num_ticks, p) and (array >= 0).all(), array.shape
+    assert deferral.num_slots > 0 and not schedule.fused
+    for s in range(p):
+        factors: dict[int, tuple[int, int]] = {}
+        kept = ended = 0
+
+        def run(count: int, s: int = s, factors: dict = factors) -> None:
+            nonlocal ended
+            for n in range(ended, ended + count):
+                expected = int(deferral.microbatch[n, s]), int(deferral.chunk[n, s])
+                assert factors.pop(n % deferral.num_slots, None) == expected, ("factors", n, s)
+            ended += count
+
+        for tick in range(schedule.num_ticks):
+            run(int(deferral.early[tick, s]))
+            if backward.microbatch[tick, s] != IDLE:
+                assert kept % deferral.num_slots not in factors, ("overwritten", tick, s)
+                factors[kept % deferral.num_slots] = int(backward.microbatch[tick, s]), int(backward.chunk[tick, s])
+                kept += 1
+            run(int(deferral.late[tick, s]))
+        assert ended == kept == deferral.microbatch.shape[0] and not factors, "a weight gradient was not run"

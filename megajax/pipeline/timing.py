@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.table import IDLE, Pass, Schedule
 
 
@@ -16,40 +17,46 @@ class StageTimes:
     """What the parts of a step take.
 
     Attributes:
-        forward, backward: of one microbatch through one chunk, arrays [chunks, stages].
+        forward, backward: of one microbatch through one chunk, arrays [chunks, stages]; of a schedule that defers
+            weight gradients, `backward` is without them.
+        weight_gradient: of a chunk's deferred weight gradients, [chunks, stages].
         embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
         hand_over: of sending to one neighbour while receiving from the other.
     """
 
     forward: np.ndarray
     backward: np.ndarray
+    weight_gradient: np.ndarray | float = 0.0
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
     hand_over: float = 0.0
 
     @classmethod
-    def equal(cls, schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> "StageTimes":
-        """Stages that need the same; `forward` and `backward` of all their chunks together."""
+    def equal(cls, schedule: Schedule, times: PassTimes | None = None) -> "StageTimes":
+        """Stages that need the same, `times` for all their chunks together; by default 1, 1 and 1."""
+        times = times or PassTimes()
         ones = np.ones((schedule.num_chunks, schedule.num_stages)) / schedule.num_chunks
-        return cls(forward * ones, backward * ones)
+        if schedule.deferral is None:
+            return cls(times.forward * ones, (times.input_gradient + times.weight_gradient) * ones)
+        return cls(times.forward * ones, times.input_gradient * ones, times.weight_gradient * ones)
 
     def busy(self, schedule: Schedule) -> np.ndarray:
         """What each stage computes in a step, [stages]."""
         work = self.forward.sum(0) + self.embed
         if schedule.backward.active.any():
-            work = work + self.backward.sum(0) + self.head + self.embed_backward
+            work = work + (self.backward + self.weight_gradient).sum(0) + self.head + self.embed_backward
         return schedule.num_microbatches * work
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work in a timeline."""
+    """One piece of work in a timeline; `part` is 0 of a forward, 1 of a backward, 2 of a weight gradient apart."""
 
     stage: int
     microbatch: int
     chunk: int
-    backward: bool
+    part: int
     start: float
     end: float
 
@@ -65,7 +72,8 @@ def wall_time(schedule: Schedule, times: StageTimes) -> float:
 
 
 def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> float:
-    """(wall - ideal) / ideal, the ideal being the busiest stage's work without a pause; by default tF = 1, tB = 2."""
+    """(wall - ideal) / ideal, the ideal being the busiest stage's work without a pause; by default the forward and the
+    two halves of the backward take 1 each."""
     times = times or StageTimes.equal(schedule)
     ideal = float(times.busy(schedule).max())
     return (wall_time(schedule, times) - ideal) / ideal
@@ -75,6 +83,23 @@ def in_flight(schedule: Schedule) -> list[int]:
     """The most chunks that each stage has run forward and not yet backward; both in one tick counts."""
     entered, left = schedule.forward.active.cumsum(0), schedule.backward.active.cumsum(0)
     return (entered - left + schedule.backward.active).max(0).tolist()
+
+
+def pending_weights(schedule: Schedule) -> list[int]:
+    """The most chunks of each stage whose weight gradients wait when a tick ends."""
+    if schedule.deferral is None:
+        return [0] * schedule.num_stages
+    ran = (schedule.deferral.early + schedule.deferral.late).cumsum(0)
+    return (schedule.backward.active.cumsum(0) - ran).max(0).tolist()
+
+
+def kept_entries(schedule: Schedule) -> list[int]:
+    """The most chunks of each stage of which it keeps something: what the backward needs, or the factors of the weight
+    gradients; `in_flight` where these do not wait."""
+    if schedule.deferral is None:
+        return in_flight(schedule)
+    ran = (schedule.deferral.early + schedule.deferral.late).cumsum(0)
+    return (schedule.forward.active.cumsum(0) - (ran - schedule.deferral.late)).max(0).tolist()
 
 
 def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> float | None:
@@ -101,13 +126,23 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     p, ring = schedule.num_stages, schedule.num_chunks > 1
     now = np.zeros(p)
     spans: list[Span] = []
+    deferral, weight_cost = schedule.deferral, np.broadcast_to(times.weight_gradient, times.backward.shape)
+    before = () if deferral is None else deferral.ended()
 
-    def work(table: Pass, tick: int, cost: np.ndarray, backward: bool) -> None:
-        for s in np.flatnonzero(table.microbatch[tick] != IDLE):
+    def span(s: int, microbatch: int, chunk: int, cost: float, part: int) -> None:
+        spans.append(Span(s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
+        now[s] += cost
+
+    def work(table: Pass, tick: int, cost: np.ndarray, part: int) -> None:
+        for s in np.flatnonzero(table.microbatch[tick] != IDLE).tolist():
             microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
-            end = now[s] + cost[chunk, s]
-            spans.append(Span(int(s), microbatch, chunk, backward, float(now[s]), float(end)))
-            now[s] = end
+            span(s, microbatch, chunk, cost[chunk, s], part)
+
+    def weight_gradients(counts: np.ndarray, first: np.ndarray) -> None:
+        for s in np.flatnonzero(counts).tolist():
+            for n in range(first[s], first[s] + counts[s]):
+                microbatch, chunk = int(deferral.microbatch[n, s]), int(deferral.chunk[n, s])
+                span(s, microbatch, chunk, weight_cost[chunk, s], 2)
 
     def together(cost: float) -> None:
         if cost:
@@ -126,11 +161,15 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     embeds, embeds_backward = on_any_stage(schedule.forward, 0), on_any_stage(schedule.backward, 0)
     heads = on_any_stage(schedule.backward, schedule.num_virtual - 1)
     for tick in range(schedule.num_ticks):
+        if deferral is not None:
+            weight_gradients(deferral.early[tick], before[0][tick])
         together(times.embed * embeds[tick])
-        work(schedule.forward, tick, times.forward, backward=False)
+        work(schedule.forward, tick, times.forward, part=0)
         receive(+1)
         together(times.head * heads[tick])
-        work(schedule.backward, tick, times.backward, backward=True)
+        work(schedule.backward, tick, times.backward, part=1)
         together(times.embed_backward * embeds_backward[tick])
+        if deferral is not None:
+            weight_gradients(deferral.late[tick], before[1][tick])
         receive(-1)
     return float(now.max()), spans

@@ -113,7 +113,8 @@ class Program:
     def schedule(self) -> Schedule:
         """The table of a training step."""
         pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
-        return make_schedule(pipeline.schedule, pipe, self.num_microbatches, pipeline.chunks)
+        arguments = pipe, self.num_microbatches, pipeline.chunks, pipeline.deferring()
+        return make_schedule(pipeline.schedule, *arguments)
 
     @cached_property
     def forward_schedule(self) -> Schedule:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import TABLES, all_arguments
 
+from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import (
@@ -153,7 +154,9 @@ def test_the_bubble_is_the_published_one(name, p, v):
         assert bubble_overhead(schedule) == pytest.approx((p - 1) / (v * m), rel=1e-12)
         assert published_bubble(name, p, m, v) == (p - 1) / (v * m)
         assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(3 * (m + (p - 1) / v), rel=1e-12)
-        assert wall_time(schedule, StageTimes.equal(schedule, 5, 4)) == pytest.approx(9 * (m + (p - 1) / v), rel=1e-12)
+        assert wall_time(schedule, StageTimes.equal(schedule, PassTimes(5, 2, 2))) == pytest.approx(
+            9 * (m + (p - 1) / v), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(("name", "p", "v"), GRID)
@@ -194,7 +197,7 @@ def test_literature():
 def test_equal_stages_share_the_work():
     """The times are those of all chunks of a stage together."""
     schedule = make_schedule("interleaved", 2, 3, 4)
-    times = StageTimes.equal(schedule, 1, 2)
+    times = StageTimes.equal(schedule)
     assert (times.forward == np.full((4, 2), 0.25)).all() and (times.backward == np.full((4, 2), 0.5)).all()
     assert times.busy(schedule).tolist() == [9, 9]
     with_ends = dataclasses.replace(times, embed=1, head=5, embed_backward=2)
@@ -291,7 +294,7 @@ def test_evaluation_takes_the_forwards_time():
     """m + (p-1)/v of a stage's forward."""
     for p, m, v in [(1, 3, 1), (4, 6, 1), (4, 8, 2), (4, 6, 2), (2, 5, 3)]:
         schedule = forward_only(p, m, v)
-        assert wall_time(schedule, StageTimes.equal(schedule, 1, 2)) == pytest.approx(m + (p - 1) / v)
+        assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(m + (p - 1) / v)
 
 
 def test_schedules_and_their_times_need_no_jax():

@@ -1,0 +1,79 @@
+"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in the table of any schedule. No JAX here.
+
+The backward of a chunk is then two passes: the gradient of its input, which the stage before waits for, and, at any
+later time, the gradients of its weights, for which nobody waits. A stage that has no forward or no backward in a tick
+while others have one runs weight gradients in its place. What is kept until then are the two factors of every product.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROUNDING = 1e-9  # of a number of passes that fit
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Time of a stage's passes over a microbatch, in any unit; of a chunk the same parts."""
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+
+@dataclass(frozen=True)
+class Deferring:
+    """How weight gradients are deferred.
+
+    Attributes:
+        times: what they are placed by.
+        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps.
+    """
+
+    times: PassTimes = PassTimes()
+    most: int | None = None
+
+
+def place(forward: np.ndarray, backward: np.ndarray, deferring: Deferring) -> tuple[np.ndarray, np.ndarray]:
+    """How many weight gradients every stage runs in every tick.
+
+    A tick has two halves, each as long as its slowest stage, because a hand-over to the neighbours ends it: the
+    forward, or weight gradients in its place, and the backward with weight gradients after it. A stage runs as many of
+    the pending ones, oldest first, as do not make a half longer, with two exceptions: while the first microbatches
+    have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with more than
+    `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
+
+    With times tF, tB, tW, where tW is at most tF and tB, v chunks and m >= 2p microbatches in groups of p, this leaves
+    1F1B, interleaved or not, a bubble of (p-1)(tF + tB - tW)/v; with at most c <= 2(p-1) pending chunks it is
+    ((p-1)(tF + tB + tW) - c tW)/v (tested).
+
+    Args:
+        forward, backward: where a stage runs one, bool [ticks, stages].
+        deferring: times and limit.
+
+    Returns:
+        Numbers before the forward's hand-over and after the backward, int32 [ticks, stages].
+    """
+    num_ticks, num_stages = forward.shape
+    times = deferring.times
+    most = 2 * (num_stages - 1) if deferring.most is None else deferring.most
+    all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
+    no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
+    early, late = np.zeros((2, num_ticks, num_stages), np.int32)
+    pending = np.zeros(num_stages, np.int32)
+
+    def fitting(length: float, taken: np.ndarray) -> np.ndarray:
+        room = np.floor((length - taken) / times.weight_gradient + _ROUNDING)
+        return np.minimum(pending, np.minimum(room, num_ticks * num_stages)).astype(np.int32)
+
+    for tick in range(num_ticks):
+        taken = forward[tick] * times.forward
+        early[tick] = fitting(taken.max(), taken)
+        pending = pending - early[tick] + backward[tick]
+        taken, surplus = backward[tick] * times.input_gradient, np.maximum(pending - most, 0)
+        longer = times.weight_gradient if all_return <= tick < no_more_enter else 0.0
+        length = max(taken.max() + longer, (taken + surplus * times.weight_gradient).max())
+        late[tick] = np.maximum(fitting(length, taken), surplus)
+        pending = pending - late[tick]
+    late[-1] += pending
+    return early, late
