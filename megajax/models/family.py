@@ -7,11 +7,12 @@ Letters: B batch, T tokens, D model.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -21,9 +22,11 @@ from megajax.models.config import ModelConfig
 from megajax.models.flops import MatrixProduct
 from megajax.models.registry import FAMILIES
 from megajax.parallel.borders import Borders
+from megajax.parallel.deferred import Factors, Seen, Slots
 from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
+Path = tuple[str, ...]  # in nested dicts
 Batch = Mapping[str, Array]  # the arrays of the family's `BatchForm`, of some rows
 Scores = dict[str, tuple[Array, Array]]
 
@@ -31,7 +34,12 @@ Scores = dict[str, tuple[Array, Array]]
 class Block(Protocol):
     """A layer."""
 
-    def __call__(self, x_BTD: Array, context: Tree, layer: Array) -> Array: ...
+    @property
+    def products(self) -> Mapping[str, Sequence]:
+        """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
+        ...
+
+    def __call__(self, x_BTD: Array, context: Tree, layer: Array, slots: Slots) -> Array: ...
 
 
 class Model(Protocol):
@@ -108,6 +116,7 @@ class CutModel:
         self._new = lambda key: family.model(config, key, borders, backend)
         self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
         self.shapes = nnx.to_pure_dict(weights)
+        self._products = self._paths_of_products()
         self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
 
     def init(self, seed: int) -> Tree:
@@ -121,6 +130,32 @@ class CutModel:
     def block(self, weights: Tree) -> Any:
         """One layer, whose weights have no leading dim."""
         return nnx.merge(self._blocks, weights)
+
+    @property
+    def products(self) -> frozenset[Path]:
+        """Where in a layer's weights those are that its products multiply with."""
+        return frozenset(path for paths in self._products.values() for path in paths)
+
+    def factors(self, weights: Tree, x_BTD: Array, context: Tree) -> dict[str, Factors]:
+        """What has the types of the factors of a layer's products, by name; to be used abstractly."""
+        seen = Seen()
+        self.block(weights)(x_BTD, context, jnp.zeros((), jnp.int32), seen)
+        return dict(seen)
+
+    def weight_gradients(self, weights: Tree, factors: Mapping[str, Factors]) -> dict[Path, Array]:
+        """The gradients of the weights of a layer's products; of `weights` only the types matter."""
+        products = self.block(weights).products
+        gradients: dict[Path, Array] = {}
+        for name, paths in self._products.items():
+            linears = products[name]
+            gradients |= zip(paths, type(linears[0]).weight_gradients(factors[name], linears), strict=True)
+        return gradients
+
+    def _paths_of_products(self) -> dict[str, list[Path]]:
+        block = nnx.merge(self._blocks, self.shapes["blocks"])
+        params = ((path, node) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Param))
+        paths = {id(node): tuple(map(str, path)) for path, node in params}
+        return {name: [paths[id(linear.weight)] for linear in linears] for name, linears in block.products.items()}
 
     def joined(self, weights: Tree) -> Any:
         """The model with its layers, to call as a whole."""

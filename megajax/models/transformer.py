@@ -17,6 +17,7 @@ from megajax.backend import Backend
 from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
 from megajax.parallel.borders import Borders
+from megajax.parallel.deferred import NO_SLOTS, Slots
 from megajax.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -54,11 +55,16 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(residual, borders, (width,), ("mlp",), hidden, backend, bias=bias)
         self.activation = config.activation
 
-    def __call__(self, x_BTD: Array) -> Array:
-        if self.gate is None:
-            return self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x_BTD), "mlp_up")))
-        gate_BTF, up_BTF = (checkpoint_name(y, "mlp_up") for y in column_parallel(x_BTD, self.gate, self.up))
-        return self.down(gated(gate_BTF, up_BTF))
+    @property
+    def products(self) -> dict[str, tuple]:
+        """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
+        return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
+
+    def __call__(self, x_BTD: Array, slots: Slots = NO_SLOTS) -> Array:
+        linears = self.products["mlp_input"]
+        outputs = column_parallel(x_BTD, *linears, name="mlp_input", slots=slots)
+        inner = [checkpoint_name(y_BTF, "mlp_up") for y_BTF in outputs]
+        return self.down(ACTIVATIONS[self.activation](*inner), "mlp_output", slots)
 
 
 @jax.checkpoint
@@ -104,4 +110,4 @@ def _normal_distribution(x_BTF: Array) -> Array:
     return half + half * lax.erf(x_BTF * root)
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": gelu, "gelu-tanh": gelu_tanh}
+ACTIVATIONS: dict[str, Callable[..., Array]] = {"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated}

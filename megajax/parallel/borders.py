@@ -46,6 +46,11 @@ class Borders:
     regather: bool = True
     chosen: bool = False
 
+    @property
+    def regathers(self) -> bool:
+        """Whether a product keeps this device's tokens alone, and gathers the others where it needs them."""
+        return self.sequence_parallel and self.regather
+
     def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
         """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient is
         reduce-scattered."""

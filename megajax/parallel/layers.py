@@ -8,7 +8,8 @@ Modules compute on whatever shard of the weights they are given: sizes come from
 Letters: B batch, T tokens, D model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.parallel.borders import Borders
-from megajax.parallel.collectives import TENSOR, axis_index, axis_size
-from megajax.parallel.products import product
+from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
+from megajax.parallel.deferred import NO_SLOTS, Factors, Slots, deferred
+from megajax.parallel.products import product, weight_gradient
 from megajax.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -88,25 +90,49 @@ class ColumnParallelLinear(nnx.Module):
     def own(self, x: Array, dim: int) -> Array:
         """Of weight or bias, with the parts along `dim`, what this device computes with: all that it has, or, of parts
         that are held several times, the one that it shares with its neighbours."""
+        return lax.dynamic_slice_in_dim(x, self._part, 1, dim) if self.held_several_times else x
+
+    def of_all_parts(self, gradient: Array) -> Array:
+        """The gradient of the weight that this device has, from that of its `own`."""
         if not self.held_several_times:
-            return x
-        part = axis_index(TENSOR) * self.parts // axis_size(TENSOR)
-        return lax.dynamic_slice_in_dim(x, part, 1, dim)
+            return gradient
+        nothing = jnp.zeros_like(gradient, shape=self.weight.shape)
+        return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, self._part, 1)
+
+    @property
+    def _part(self) -> Array:
+        return axis_index(TENSOR) * self.parts // axis_size(TENSOR)
+
+    @staticmethod
+    def weight_gradients(factors: Factors, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
+        """The weights' gradients from the factors of `column_parallel`."""
+        (x_BTD, grads), borders, backend = factors, linears[0].borders, linears[0].backend
+        entered_BTD = borders.enter(x_BTD) if borders.regathers else x_BTD
+        pairs = zip(linears, grads, strict=True)
+        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend)) for linear, grad in pairs]
 
 
-def column_parallel(x_BTD: Array, *linears: ColumnParallelLinear) -> list[Array]:
-    """The outputs of several layers of one input, which enters their region once."""
+def column_parallel(
+    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", slots: Slots = NO_SLOTS
+) -> list[Array]:
+    """The outputs of several layers of one input, which enters their region once. With a slot of their `name` their
+    weight gradients are left for later."""
     borders, backend = linears[0].borders, linears[0].backend
+    weights = [linear.weight[...] for linear in linears]
+    input_BTD = x_BTD if borders.regathers else borders.enter(x_BTD)
 
-    def multiply(x_BTD: Array, *weights: Array) -> list[Array]:
-        entered_BTD = borders.enter(x_BTD)
+    def multiply(times: Callable[[Array, Array, int], Array], input_BTD: Array, weights: list[Array]) -> list[Array]:
+        entered_BTD = borders.enter(input_BTD) if borders.regathers else input_BTD
         own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
-        return [product(entered_BTD, weight, 1, backend) for weight in own]
+        return [times(entered_BTD, weight, 1) for weight in own]
 
-    regathers = borders.sequence_parallel and borders.regather
-    if regathers or any(linear.held_several_times for linear in linears):  # nor is a part of a weight kept
-        multiply = jax.checkpoint(multiply)
-    outputs = multiply(x_BTD, *(linear.weight[...] for linear in linears))
+    if slots:
+        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, slots)
+    else:
+        together: Callable[[Array, list[Array]], list[Array]] = partial(multiply, partial(product, backend=backend))
+        if borders.regathers or any(linear.held_several_times for linear in linears):  # nor is a part of a weight kept
+            together = jax.checkpoint(together)
+        outputs = together(input_BTD, weights)
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
     return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
 
@@ -129,8 +155,22 @@ class RowParallelLinear(nnx.Module):
         self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
         self.bias = zeros_param((out_size,), ("embed",)) if bias else None
 
-    def __call__(self, y: Array) -> Array:
-        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens."""
+    def __call__(self, y: Array, name: str = "", slots: Slots = NO_SLOTS) -> Array:
+        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens. With a
+        slot of its `name` the weight's gradient is left for later."""
         weight = self.weight[...]
-        y_BTD = self.borders.leave(product(y, weight, weight.ndim - 1, self.backend))
+        contracted = weight.ndim - 1
+        if slots:
+            (product_BTD,) = deferred(
+                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], slots
+            )
+        else:
+            product_BTD = product(y, weight, contracted, self.backend)
+        y_BTD = self.borders.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
+
+    @staticmethod
+    def weight_gradients(factors: Factors, linears: "Sequence[RowParallelLinear]") -> list[Array]:
+        """The weight's gradient from the factors of the product."""
+        (y, (grad_BTD,)), (linear,) = factors, linears
+        return [weight_gradient(y, grad_BTD, linear.weight.ndim - 1, linear.backend)]

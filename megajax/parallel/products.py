@@ -30,18 +30,29 @@ def _forward(x: Array, weight: Array, contracted: int) -> tuple[Array, tuple[Arr
 
 def _backward(contracted: int, kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = kept
-    rows = x.ndim - contracted
-    over_outputs = tuple(range(rows, grad.ndim)), tuple(range(contracted, weight.ndim))
-    dx = lax.dot_general(grad, weight, (over_outputs, ((), ())))
-    x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
-    if x_NK.shape[1] <= grad_NM.shape[1]:
-        dweight = _transposed_copy(x_NK) @ grad_NM
-    else:
-        dweight = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
-    return dx, dweight.reshape(weight.shape)
+    over_outputs = tuple(range(x.ndim - contracted, grad.ndim)), tuple(range(contracted, weight.ndim))
+    return lax.dot_general(grad, weight, (over_outputs, ((), ()))), _by_transposed_copy(x, grad, contracted)
 
 
 _product.defvjp(_forward, _backward)
+
+
+def weight_gradient(x: Array, grad: Array, contracted: int, backend: Backend) -> Array:
+    """The gradient of a weight [*K, *M], from its product's input [..., *K] and output gradient [..., *M]."""
+    if backend.transposed_copies:
+        return _by_transposed_copy(x, grad, contracted)
+    rows = tuple(range(x.ndim - contracted))
+    return jnp.tensordot(x, grad, axes=(rows, rows))
+
+
+def _by_transposed_copy(x: Array, grad: Array, contracted: int) -> Array:
+    rows = x.ndim - contracted
+    x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
+    if x_NK.shape[1] <= grad_NM.shape[1]:
+        gradient_KM = _transposed_copy(x_NK) @ grad_NM
+    else:
+        gradient_KM = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
+    return gradient_KM.reshape(*x.shape[rows:], *grad.shape[rows:])
 
 
 def _transposed_copy(x: Array) -> Array:

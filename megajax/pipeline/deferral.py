@@ -1,4 +1,4 @@
-"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in the table of any schedule. No JAX here.
+"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in any schedule's table. No JAX here.
 
 The backward of a chunk is then two passes: the gradient of its input, which the stage before waits for, and, at any
 later time, the gradients of its weights, for which nobody waits. A stage that has no forward or no backward in a tick

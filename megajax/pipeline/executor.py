@@ -25,8 +25,8 @@ from megajax.parallel.collectives import (
     zeros_like_type,
 )
 from megajax.pipeline.ends import Ends, Microbatch, StageFunctions
-from megajax.pipeline.rows import Row, Work, rows_of
-from megajax.pipeline.stages import idle, when
+from megajax.pipeline.rows import Row, Turns, Work, rows_of
+from megajax.pipeline.stages import NO_FACTORS, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
 from megajax.precision import at_least_fp32
 
@@ -73,10 +73,11 @@ class Pipeline:
 
         def tick(carry, values):
             row = row_of(values)
-            x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks = carry
+            x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums = carry
             grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
+            sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
             x = self.ends.input(row, x_in)
             if schedule.fused:
@@ -90,18 +91,19 @@ class Pipeline:
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
-                grad, blocks = self.layers.pull_back(self.blocks, row.backward.chunk, residuals, context, grad, blocks)
+                grad, sums = self.layers.pull_back(self.blocks, row.backward.chunk, residuals, context, grad, sums)
             else:
-                pull = lambda grad, blocks: self.backward_chunk(row, buffer, grad, blocks)  # noqa: E731
-                grad, blocks = when(row.backward.runs, pull, lambda *carry: carry, grad, blocks)
+                pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums)  # noqa: E731
+                grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
             ends = self.ends.embed_backward(row, grad, ends)
-            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, blocks), None
+            sums = self.weight_gradients(schedule, row.late, sums)
+            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
-        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype)
-        *_, ends, blocks = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
-        return ends["losses"], {"shared": ends["shared"], "blocks": blocks}
+        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots)
+        *_, ends, sums = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
         """Run the microbatches forward only.
@@ -137,27 +139,51 @@ class Pipeline:
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry)
 
-    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, blocks: Tree) -> tuple[Array, Tree]:
-        """Pull the gradient of a chunk's output back to its input; `blocks` are the sums of the layers' gradients."""
+    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums) -> tuple[Array, Sums]:
+        """Pull the gradient of a chunk's output back to its input."""
         residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        return self.layers.backward(self.blocks, row.backward.chunk, residuals, context, grad, blocks)
+        return self.layers.backward(
+            self.blocks, row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot
+        )
+
+    def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums) -> Sums:
+        """Run the deferred weight gradients whose turn it is."""
+        if turns is None or schedule.deferral is None:
+            return sums
+        num_slots = schedule.deferral.num_slots
+        chunk = jnp.asarray(schedule.deferral.chunk)[:, self.stage]
+
+        def run(number: Array, sums: Sums) -> Sums:
+            own = chunk[number] if self.num_chunks > 1 else 0
+            return self.layers.add_weight_gradients(self.blocks, own, sums, number % num_slots)
+
+        return lax.fori_loop(turns.first, turns.first + turns.count, run, sums)
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
-        context = vary(self.functions.context(self.ends.take(0)), (PIPE,))
-        return self.layers.residual_types(self.blocks, idle(self.x_type), context)
+        return self.layers.residual_types(self.blocks, idle(self.x_type), self._context(0))
+
+    def factor_types(self) -> Tree:
+        """Types of what a stage keeps of a chunk until its weight gradients are computed, where these are deferred."""
+        types = self.layers.factor_types(self.blocks, idle(self.x_type), self._context(0))
+        return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output`: also of chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
         return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # as the slots' numbers do
 
-    def sums(self, dtype: Any) -> tuple[Tree, Tree]:
-        """The sums of a step: losses and gradients of the ends, and gradients of the layers."""
+    def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
+        """The sums of a step: losses and gradients of the ends, and gradients of the layers, with the factors of those
+        that wait."""
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        return {"losses": dict.fromkeys(self.functions.trained, loss), "shared": zeros["shared"]}, zeros["blocks"]
+        ends = {"losses": dict.fromkeys(self.functions.trained, loss), "shared": zeros["shared"]}
+        factors: Tree = NO_FACTORS
+        if num_factor_slots:
+            factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
+        return ends, Sums(zeros["blocks"], factors)
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches

@@ -3,6 +3,7 @@
 What is the same in every tick is a Python number or bool, decided while tracing; the rest are scalars of a scan's row.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from megajax.pipeline.table import IDLE, Pass, Schedule
+from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule
 
 Number = Array | int
 Predicate = Array | bool
@@ -29,6 +30,7 @@ class Work:
         slot: of the ring buffer, for what the backward needs of the forward.
         arrival: inbox slot for what the neighbour sent in the tick before; a spare one where it sent nothing.
         source: inbox slot of the input; a spare one where there is none.
+        factor_slot: of the buffer of factors, where a backward leaves them whose weight gradients are deferred.
     """
 
     runs: Predicate
@@ -37,6 +39,16 @@ class Work:
     slot: Number
     arrival: Number
     source: Number
+    factor_slot: Number = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turns:
+    """Which of a stage's deferred weight gradients run, `count` of them from number `first` on."""
+
+    first: Number
+    count: Number
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +78,7 @@ class Row:
         finish: the forward leaves the last layer.
         head: the backward begins, at the head.
         embed_backward: the backward leaves the first layer, into the embedding.
+        early, late: weight gradients before the forward and after the backward; None where none ever run.
     """
 
     forward: Work
@@ -74,6 +87,8 @@ class Row:
     finish: End
     head: End
     embed_backward: End
+    early: Turns | None = None
+    late: Turns | None = None
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
@@ -87,6 +102,8 @@ def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[li
         head=_end(schedule, down, last),
         embed_backward=_end(schedule, down, 0),
     )
+    if schedule.deferral is not None:
+        tables = _with_deferral(tables, schedule.deferral, down)
     leaves, structure = jax.tree.flatten(tables)
     columns = [_column(table, stage) for table in leaves]
     changing = [column for column in columns if isinstance(column, Array)]
@@ -111,6 +128,22 @@ def _work(table: Pass) -> Any:
     )
 
 
+def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
+    """Tables with the turns of deferred weight gradients."""
+
+    def turns(first: np.ndarray, count: np.ndarray) -> Any:
+        return Turns(first, count) if count.any() else None  # type: ignore[arg-type]
+
+    slot = (backward.active.cumsum(0) - 1) % deferral.num_slots
+    before_early, before_late = deferral.ended()
+    return dataclasses.replace(
+        tables,
+        backward=dataclasses.replace(tables.backward, factor_slot=slot.astype(np.int32)),
+        early=turns(before_early, deferral.early),
+        late=turns(before_late, deferral.late),
+    )
+
+
 def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:
     """Tables [ticks, stages] and [ticks] in place of a tick's values."""
     here = schedule.at_virtual(table, virtual_stage)
@@ -118,8 +151,10 @@ def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:
     return End(here=here, anywhere=here.max(axis=1), microbatch=microbatch)  # type: ignore[arg-type]
 
 
-def _column(table: np.ndarray, stage: Array) -> Array | bool | int:
+def _column(table: np.ndarray | int, stage: Array) -> Array | bool | int:
     """A stage's column of a table [ticks, stages], or a table [ticks]; its one value where it has no other."""
+    if isinstance(table, int):
+        return table
     if (table == table.flat[0]).all():
         return table.flat[0].item()
     column = jnp.asarray(table)

@@ -176,9 +176,11 @@ def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
     early, late = place(schedule.forward.active, schedule.backward.active, deferring)
     backward = schedule.backward
     tick, stage = np.nonzero(backward.active.T)[::-1]  # stage by stage, in the order of the ticks
-    order = (table[tick, stage].reshape(schedule.num_stages, -1).T for table in (backward.microbatch, backward.chunk))
+    microbatch, chunk = (
+        table[tick, stage].reshape(schedule.num_stages, -1).T for table in (backward.microbatch, backward.chunk)
+    )
     kept = backward.active.cumsum(0) - (early + late).cumsum(0) + late  # before the tick's last weight gradients
-    deferral = Deferral(early, late, *order, num_slots=int(kept.max()))
+    deferral = Deferral(early, late, microbatch, chunk, num_slots=int(kept.max()))
     deferred = dataclasses.replace(schedule, deferral=deferral)
     check(deferred)
     return deferred

@@ -4,6 +4,9 @@ them backward.
 A layer's forward is `jax.vjp`; the pullback it returns is a pytree whose leaves are either the layer's own weights,
 recognised by identity and not kept, or activations: the residuals, which are. The backward puts the weights back. So a
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
+
+Where weight gradients are deferred, the pullback gives instead of those of the layer's products their factors
+(`parallel/deferred.py`), which are kept until `add_weight_gradients`.
 """
 
 from collections.abc import Callable
@@ -13,13 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
 from megajax.parallel.shards import Shards
 
 Tree = Any
-LayerFunction = Callable[[Tree, Array, Array, Tree], Array]  # (weights, layer index, x_BTD, context) -> x_BTD
+Path = tuple[str, ...]  # in nested dicts
+Factors = Tree  # of all products of a layer, or of several, stacked
+# (weights, slots for the factors, layer index, x_BTD, context) -> x_BTD
+LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], Array]
+NO_FACTORS: Factors = {}
+Slot = int | Array
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
@@ -57,16 +66,45 @@ class Pullback:
 
     Attributes:
         structure: of the pullback as a pytree.
-        places: for every leaf its place among the layer's weights followed by its residuals.
+        places: for every leaf its place among what is known, the layer's weights and slots, followed by its residuals.
     """
 
     structure: jax.tree_util.PyTreeDef
     places: tuple[int, ...]
 
-    def restore(self, weights: Tree, residuals: list[Array]) -> Callable:
+    def restore(self, known: Tree, residuals: list[Array]) -> Callable:
         """The pullback itself."""
-        known = [*jax.tree.leaves(weights), *residuals]
+        known = [*jax.tree.leaves(known), *residuals]
         return jax.tree.unflatten(self.structure, [known[place] for place in self.places])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What the backward passes of a stage leave behind.
+
+    Attributes:
+        total: sums of the gradients of the layers' weights, [v · n, …].
+        factors: ring buffer of those that wait for their weight gradients, [slots, n, …]; nothing where none do.
+    """
+
+    total: Tree
+    factors: Factors
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a layer whose weight gradients are deferred.
+
+    Attributes:
+        paths: where in the layer's weights theirs are.
+        factors: (weights, x_BTD, context) -> what has the types of their factors; used abstractly.
+        weight_gradients: (weights, of which only the types matter, factors) -> gradients by path.
+    """
+
+    paths: frozenset[Path]
+    factors: Callable[[Tree, Array, Tree], Factors]
+    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +121,7 @@ class Layers:
         padded: some slot of some stage holds no layer.
         storage: how the weights of a layer are kept; they are gathered just for it, forward and again backward.
         recompute_stage: keep a stage's input only, and run its forward again in the backward pass.
+        products: those whose weight gradients are deferred; None: no weight gradient is.
     """
 
     function: LayerFunction
@@ -91,10 +130,15 @@ class Layers:
     padded: bool
     storage: Shards
     recompute_stage: bool = False
+    products: Products | None = None
 
     @property
     def num_chunks(self) -> int:
         return self.layer_index.shape[0]
+
+    @property
+    def layers_per_chunk(self) -> int:
+        return self.layer_index.shape[1]
 
     def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
         """Output of a chunk, and its residuals: what is kept until its `backward`."""
@@ -103,12 +147,51 @@ class Layers:
         return self.forward_with_residuals(weights, chunk, x, context)
 
     def backward(
-        self, weights: Tree, chunk: int | Array, residuals: list[Array], context: Tree, grad: Array, total: Tree
-    ) -> tuple[Array, Tree]:
-        """Pull `grad` back through a chunk; the gradients of its weights are added to `total` [v · n, …] in place."""
+        self,
+        weights: Tree,
+        chunk: int | Array,
+        residuals: list[Array],
+        context: Tree,
+        grad: Array,
+        sums: Sums,
+        slot: Slot,
+    ) -> tuple[Array, Sums]:
+        """Pull `grad` back through a chunk, and add the gradients of its weights to `sums`, or leave their factors in
+        its `slot`."""
         if self.recompute_stage:
             residuals = self.forward_with_residuals(weights, chunk, residuals[0], context)[1]
-        return self.pull_back(weights, chunk, residuals, context, grad, total)
+        return self.pull_back(weights, chunk, residuals, context, grad, sums, slot)
+
+    def add_weight_gradients(self, weights: Tree, chunk: int | Array, sums: Sums, slot: Slot) -> Sums:
+        """Add the deferred gradients of a chunk, from the factors that its backward left in a slot."""
+        products = self.products
+        assert products is not None
+
+        def layer(total: Tree, own: Tree, index: Array, places: tuple[Array, Array]) -> tuple[Tree, None]:
+            place, number = places
+
+            def gradients() -> dict[Path, Array]:
+                factors = jax.tree.map(lambda buffer: buffer[slot, number], sums.factors)
+                found = products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors)
+                return self._scattered(found, total)
+
+            def none() -> dict[Path, Array]:
+                return jax.tree.map(zeros_like_type, jax.eval_shape(gradients))
+
+            found = when(index < 0 if self.padded else False, none, gradients)
+            return _added(total, found, place), None
+
+        numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
+        total, _ = self._scan(layer, sums.total, weights, chunk, (self._slots(chunk), numbers))
+        return Sums(total, sums.factors)
+
+    def factor_types(self, weights: Tree, x: Array, context: Tree) -> Factors:
+        """Types of the factors that a layer leaves; nothing is computed."""
+        own = jax.eval_shape(lambda weights: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], weights)), weights)
+        return self._slot_types(own, x, context)
+
+    def _slot_types(self, gathered: Tree, x: Array, context: Tree) -> Factors:
+        return NO_FACTORS if self.products is None else jax.eval_shape(self.products.factors, gathered, x, context)
 
     def residual_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
         """Types of the residuals of `forward`; nothing is computed."""
@@ -120,7 +203,7 @@ class Layers:
         def layer(x: Array, own: Tree, index: Array, _):
             skip = index < 0 if self.padded else False
             return when(
-                skip, lambda x: x, lambda x: self.function(self.storage.gather(own), index, x, context), x
+                skip, lambda x: x, lambda x: self.function(self.storage.gather(own), NO_FACTORS, index, x, context), x
             ), None
 
         return self._scan(layer, x, weights, chunk)[0]
@@ -132,7 +215,8 @@ class Layers:
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, list[Array]]:
-                return self._vjp(self.storage.gather(own), index, x, context)[:2]
+                gathered = self.storage.gather(own)
+                return self._vjp(gathered, self._idle_slots(gathered, x, context), index, x, context)[:2]
 
             if not self.padded:
                 return run(x)
@@ -142,34 +226,54 @@ class Layers:
         return self._scan(layer, x, weights, chunk)
 
     def pull_back(
-        self, weights: Tree, chunk: int | Array, residuals: list[Array], context: Tree, grad: Array, total: Tree
-    ) -> tuple[Array, Tree]:
+        self,
+        weights: Tree,
+        chunk: int | Array,
+        residuals: list[Array],
+        context: Tree,
+        grad: Array,
+        sums: Sums,
+        slot: Slot = 0,
+    ) -> tuple[Array, Sums]:
         """`backward` from what `forward_with_residuals` returned."""
 
-        def layer(carry: tuple[Array, Tree], own: Tree, index: Array, slot_and_residuals: tuple[Array, list[Array]]):
-            (grad, total), (slot, residuals) = carry, slot_and_residuals
-            grad_dtype = jax.tree.leaves(total)[0].dtype
+        def layer(carry: tuple[Array, Tree, Factors], own: Tree, index: Array, xs: tuple[Array, Array, list[Array]]):
+            (grad, total, buffer), (place, number, residuals) = carry, xs
 
-            def pull(grad: Array) -> tuple[Tree, Array]:
+            def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
                 gathered = self.storage.gather(own)
                 # The gradient is of the input's type.
-                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, index, grad, context)
-                grads, grad = pullback.restore(gathered, residuals)(grad)
-                return self.storage.scatter(grads, grad_dtype), grad
+                slots = self._idle_slots(gathered, grad, context)
+                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, slots, index, grad, context)
+                grads, factors, grad = pullback.restore((gathered, slots), residuals)(grad)
+                return self._scattered(grads, total), factors, grad
 
-            def skip(grad: Array) -> tuple[Tree, Array]:
-                return jax.tree.map(zeros_like_type, jax.eval_shape(pull, grad)[0]), grad
+            def skip(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
+                grads, factors, _ = jax.eval_shape(pull, grad)
+                return jax.tree.map(zeros_like_type, grads), jax.tree.map(idle, factors), grad
 
             # The sums stay outside: a conditional inside the loop would copy all of them for every layer.
-            grad_weights, grad = when(index < 0 if self.padded else False, skip, pull, grad)
-            return (grad, jax.tree.map(lambda t, g: t.at[slot].add(g), total, grad_weights)), None
+            grads, factors, grad = when(index < 0 if self.padded else False, skip, pull, grad)
+            buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
+            return (grad, _added(total, grads, place), buffer), None
 
-        return self._scan(layer, (grad, total), weights, chunk, (self._slots(chunk), residuals), reverse=True)[0]
+        numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
+        carry, xs = (grad, sums.total, sums.factors), (self._slots(chunk), numbers, residuals)
+        (grad, total, factors), _ = self._scan(layer, carry, weights, chunk, xs, reverse=True)
+        return grad, Sums(total, factors)
+
+    def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
+        """Gradients of gathered weights as those of the weights that are kept, in the type of the sums."""
+        dims = flatten_dict(self.storage.dims)
+        storage = Shards({path: dims[path] for path in grads})
+        return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
+
+    def _idle_slots(self, gathered: Tree, x: Array, context: Tree) -> Factors:
+        return jax.tree.map(idle, self._slot_types(gathered, x, context))
 
     def _slots(self, chunk: int | Array) -> Array:
         """Positions of a chunk's layers in the stack."""
-        slots_per_chunk = self.layer_index.shape[1]
-        return chunk * slots_per_chunk + jnp.arange(slots_per_chunk, dtype=jnp.int32)
+        return chunk * self.layers_per_chunk + jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
 
     def _scan(
         self, layer: Callable, carry: Tree, weights: Tree, chunk: int | Array, xs: Tree = None, reverse: bool = False
@@ -189,13 +293,29 @@ class Layers:
 
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
-    def _vjp(self, weights: Tree, index: Array, x: Array, context: Tree) -> tuple[Array, list[Array], Pullback]:
-        """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback."""
-        y, pullback = jax.vjp(lambda weights, x: self.function(weights, index, x, context), weights, x)
+    def _vjp(
+        self, weights: Tree, slots: Factors, index: Array, x: Array, context: Tree
+    ) -> tuple[Array, list[Array], Pullback]:
+        """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback, which
+        gives the gradients of all weights but the products', by path, the factors of these, and the gradient of `x`."""
+        later = frozenset() if self.products is None else self.products.paths
+        flat = flatten_dict(weights)
+        at_once = {path: weight for path, weight in flat.items() if path not in later}
+
+        def layer(at_once: dict[Path, Array], slots: Factors, x: Array) -> Array:
+            return self.function(unflatten_dict(flat | at_once), slots, index, x, context)
+
+        y, pullback = jax.vjp(layer, at_once, slots, x)
         leaves, structure = jax.tree.flatten(pullback)
-        known = jax.tree.leaves(weights)
-        num_weights, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
+        known = jax.tree.leaves((weights, slots))
+        num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
         for leaf in leaves:
             if places.setdefault(id(leaf), len(known)) == len(known):
                 known.append(leaf)
-        return y, known[num_weights:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
+        return y, known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
+
+
+def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:
+    """The sums with the gradients of one layer, in its place of the stack."""
+    flat = flatten_dict(total)
+    return unflatten_dict(flat | {path: flat[path].at[place].add(grad) for path, grad in grads.items()})

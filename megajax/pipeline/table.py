@@ -98,6 +98,10 @@ class Schedule:
         return self.forward.microbatch.shape[1]
 
     @property
+    def num_factor_slots(self) -> int:
+        return 0 if self.deferral is None else self.deferral.num_slots
+
+    @property
     def num_virtual(self) -> int:
         return self.num_chunks * self.num_stages
 

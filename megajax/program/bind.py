@@ -13,7 +13,7 @@ from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_ove
 from megajax.parallel.random import Dropout
 from megajax.pipeline.ends import Microbatch, StageFunctions
 from megajax.pipeline.executor import Pipeline
-from megajax.pipeline.stages import Layers, rematerialized
+from megajax.pipeline.stages import Layers, Products, rematerialized
 from megajax.program.program import Batch, Program, scans_layers
 
 Tree = Any
@@ -78,14 +78,15 @@ def _bind(
     def embed(shared: Tree, microbatch: Microbatch) -> Array:
         return model.ends(shared).embed(microbatch, context(microbatch))
 
-    def block(weights: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
-        return model.block(weights)(x_BTD, context, layer)
+    def block(weights: Tree, slots: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
+        return model.block(weights)(x_BTD, context, layer, slots)
 
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
         totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
 
     unroll = not scans_layers(config, program.backend)
+    deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
     layer = rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll)
     functions = StageFunctions(
         embed=embed,
@@ -97,6 +98,7 @@ def _bind(
             layout.placement.padded,
             layout.per_use["blocks"],
             recompute_stage=config.train.remat == "stage",
+            products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
         ),
         context=context,
         losses=losses,

@@ -35,6 +35,11 @@ def residual_bytes(program: Program) -> int:
     return _bytes(program, Pipeline.residual_types)
 
 
+def factor_bytes(program: Program) -> int:
+    """Bytes a device keeps of a chunk until its weight gradients are computed; nothing is computed."""
+    return _bytes(program, Pipeline.factor_types)
+
+
 def sum_bytes(program: Program) -> int:
     """Bytes of a device's sums of gradients, and of its losses; nothing is computed."""
     return _bytes(program, lambda pipeline: pipeline.sums(program.gradient_dtype))
