@@ -20,7 +20,7 @@ from megajax.models.rotary import Rotary, rotated
 from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import TENSOR, axis_index
-from megajax.parallel.deferred import NO_SLOTS, Slots
+from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
 from megajax.parallel.random import Dropout, NamedKey
 
@@ -68,14 +68,14 @@ class Attention(nnx.Module):
         return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
 
     def __call__(
-        self, x_BTD: Array, position_BT: Array | None, attend: Attend, slots: Slots = NO_SLOTS
+        self, x_BTD: Array, position_BT: Array | None, attend: Attend, dummies: Dummies = NO_DUMMIES
     ) -> tuple[Array, Any]:
         """`attend` between the projections; also returns what it remembers (`models/cache.py`)."""
-        projected = column_parallel(x_BTD, self.query, self.key, self.value, name="attention_input", slots=slots)
+        projected = column_parallel(x_BTD, self.query, self.key, self.value, name="attention_input", dummies=dummies)
         query_BTHK, key_BSHK, value_BSHK = (checkpoint_name(x_BTHK, "attention_qkv") for x_BTHK in projected)
         query_BTHK, key_BSHK = self._placed(query_BTHK, key_BSHK, position_BT)
         heads_BTHK, memory = attend(query_BTHK, key_BSHK, value_BSHK)
-        return self.output(heads_BTHK, "attention_output", slots), memory
+        return self.output(heads_BTHK, "attention_output", dummies), memory
 
     def _placed(self, q_BTHK: Array, k_BSHK: Array, position_BT: Array | None) -> tuple[Array, Array]:
         """Queries and keys, normalized and turned by their tokens' positions, if they are."""

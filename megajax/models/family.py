@@ -22,7 +22,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.flops import MatrixProduct
 from megajax.models.registry import FAMILIES
 from megajax.parallel.borders import Borders
-from megajax.parallel.deferred import Factors, Seen, Slots
+from megajax.parallel.deferred import Dummies, Factors, Seen
 from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
@@ -39,7 +39,7 @@ class Block(Protocol):
         """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
         ...
 
-    def __call__(self, x_BTD: Array, context: Tree, layer: Array, slots: Slots) -> Array: ...
+    def __call__(self, x_BTD: Array, context: Tree, layer: Array, dummies: Dummies) -> Array: ...
 
 
 class Model(Protocol):

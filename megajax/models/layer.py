@@ -20,7 +20,7 @@ from megajax.models.norms import norm_of
 from megajax.models.transformer import MLP
 from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
-from megajax.parallel.deferred import NO_SLOTS, Slots
+from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.random import Dropout, NamedKey
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # of dropout: stands where the layers' own has their index
@@ -62,27 +62,27 @@ class Block(nnx.Module):
         """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
         return self.attention.products | self.mlp.products
 
-    def __call__(self, x_BTD: Array, context: Context, layer: Array | int, slots: Slots = NO_SLOTS) -> Array:
+    def __call__(self, x_BTD: Array, context: Context, layer: Array | int, dummies: Dummies = NO_DUMMIES) -> Array:
         """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's; with
-        `slots` its backward pass leaves the weights' gradients of its products for later."""
+        `dummies` its backward pass leaves the weights' gradients of its products for later."""
         own = context.of_layer(layer)
 
         def attend_to_visible(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array) -> tuple[Array, None]:
             dropout = own.dropout.fold(ATTENTION_WEIGHTS)
             return attend(q_BTHK, k_BSHK, v_BSHK, own.visible, dropout, self.backend), None
 
-        return self.run(x_BTD, own, attend_to_visible, slots)[0]
+        return self.run(x_BTD, own, attend_to_visible, dummies)[0]
 
-    def run(self, x_BTD: Array, context: Context, attend: Attend, slots: Slots = NO_SLOTS) -> tuple[Array, Any]:
+    def run(self, x_BTD: Array, context: Context, attend: Attend, dummies: Dummies = NO_DUMMIES) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
         dropout, token_T = context.dropout, self.borders.token_index(x_BTD)
 
         def attention(x_BTD: Array) -> tuple[Array, Any]:
-            y_BTD, memory = self.attention(x_BTD, context.position_BT, attend, slots)
+            y_BTD, memory = self.attention(x_BTD, context.position_BT, attend, dummies)
             return dropout.fold(ATTENTION_OUTPUT)(checkpoint_name(y_BTD, "attention_output"), token_T), memory
 
         def mlp(x_BTD: Array) -> Array:
-            return dropout.fold(MLP_OUTPUT)(self.mlp(x_BTD, slots), token_T)
+            return dropout.fold(MLP_OUTPUT)(self.mlp(x_BTD, dummies), token_T)
 
         if self.order == "pre":
             y_BTD, memory = attention(self.attention_norm(x_BTD))

@@ -17,7 +17,7 @@ from megajax.backend import Backend
 from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
 from megajax.parallel.borders import Borders
-from megajax.parallel.deferred import NO_SLOTS, Slots
+from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -60,11 +60,11 @@ class MLP(nnx.Module):
         """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
         return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
 
-    def __call__(self, x_BTD: Array, slots: Slots = NO_SLOTS) -> Array:
+    def __call__(self, x_BTD: Array, dummies: Dummies = NO_DUMMIES) -> Array:
         linears = self.products["mlp_input"]
-        outputs = column_parallel(x_BTD, *linears, name="mlp_input", slots=slots)
+        outputs = column_parallel(x_BTD, *linears, name="mlp_input", dummies=dummies)
         inner = [checkpoint_name(y_BTF, "mlp_up") for y_BTF in outputs]
-        return self.down(ACTIVATIONS[self.activation](*inner), "mlp_output", slots)
+        return self.down(ACTIVATIONS[self.activation](*inner), "mlp_output", dummies)
 
 
 @jax.checkpoint

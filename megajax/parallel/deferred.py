@@ -2,7 +2,7 @@
 
 The backward pass of `Y = X A` has two products: `dX = dY Aᵀ`, for which the layer before waits, and `dA = Xᵀ dY`, for
 which nobody does. Here the second one is left out, and its two factors `X` and `dY` come out as the gradients of two
-dummy arguments of their shapes, the slots. So the pullback of a layer is its input-gradient pass, whatever
+arguments that are used for nothing else, the dummies. So the pullback of a layer is its input-gradient pass, whatever
 `jax.checkpoint` keeps of it, and the weight gradients are products of the factors at any later time.
 """
 
@@ -16,32 +16,32 @@ from jax import Array
 from megajax.parallel.collectives import vary, varying_axes
 
 Factors = tuple[Array, list[Array]]  # the input of one or several products, and the gradient of each one's output
-Slots = Mapping[str, Any]  # `Factors` by the name of the products
-NO_SLOTS: Slots = {}
+Dummies = Mapping[str, Any]  # `Factors` by the name of the products
+NO_DUMMIES: Dummies = {}
 
 
 class Seen(dict[str, Factors]):
-    """In the place of slots: takes down what each product gets and gives, which has the types of its factors."""
+    """In the place of dummies: takes down what each product gets and gives, which has the types of its factors."""
 
     def __bool__(self) -> bool:
         return True
 
 
 def deferred(
-    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], slots: Slots
+    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], dummies: Dummies
 ) -> list[Array]:
-    """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `slots[name]`."""
+    """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
     x, weights = vary(x, axes), vary(weights, axes)
-    if isinstance(slots, Seen):
-        slots[name] = x, multiply(x, weights)
-        return slots[name][1]
+    if isinstance(dummies, Seen):
+        dummies[name] = x, multiply(x, weights)
+        return dummies[name][1]
 
     @jax.custom_vjp
-    def product(x: Array, weights: list[Array], slot: Factors) -> list[Array]:
+    def product(x: Array, weights: list[Array], dummy: Factors) -> list[Array]:
         return multiply(x, weights)
 
-    def forward(x: Array, weights: list[Array], slot: Factors) -> tuple[list[Array], Any]:
+    def forward(x: Array, weights: list[Array], dummy: Factors) -> tuple[list[Array], Any]:
         return multiply(x, weights), (x, weights)
 
     def backward(kept: Any, grads: list[Array]) -> tuple[Array, list[Array], Factors]:
@@ -50,4 +50,4 @@ def deferred(
         return dx, jax.tree.map(jnp.zeros_like, weights), (x, grads)
 
     product.defvjp(forward, backward)
-    return product(x, weights, slots[name])
+    return product(x, weights, dummies[name])

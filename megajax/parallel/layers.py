@@ -19,7 +19,7 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.parallel.deferred import NO_SLOTS, Factors, Slots, deferred
+from megajax.parallel.deferred import NO_DUMMIES, Dummies, Factors, deferred
 from megajax.parallel.products import product, weight_gradient
 from megajax.parallel.random import NamedKey
 
@@ -113,10 +113,10 @@ class ColumnParallelLinear(nnx.Module):
 
 
 def column_parallel(
-    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", slots: Slots = NO_SLOTS
+    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", dummies: Dummies = NO_DUMMIES
 ) -> list[Array]:
-    """The outputs of several layers of one input, which enters their region once. With a slot of their `name` their
-    weight gradients are left for later."""
+    """The outputs of several layers of one input, which enters their region once. With `dummies` their weight gradients are left for
+    later, under their `name`."""
     borders, backend = linears[0].borders, linears[0].backend
     weights = [linear.weight[...] for linear in linears]
     input_BTD = x_BTD if borders.regathers else borders.enter(x_BTD)
@@ -126,8 +126,8 @@ def column_parallel(
         own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
         return [times(entered_BTD, weight, 1) for weight in own]
 
-    if slots:
-        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, slots)
+    if dummies:
+        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, dummies)
     else:
         together: Callable[[Array, list[Array]], list[Array]] = partial(multiply, partial(product, backend=backend))
         if borders.regathers or any(linear.held_several_times for linear in linears):  # nor is a part of a weight kept
@@ -155,14 +155,14 @@ class RowParallelLinear(nnx.Module):
         self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
         self.bias = zeros_param((out_size,), ("embed",)) if bias else None
 
-    def __call__(self, y: Array, name: str = "", slots: Slots = NO_SLOTS) -> Array:
-        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens. With a
-        slot of its `name` the weight's gradient is left for later."""
+    def __call__(self, y: Array, name: str = "", dummies: Dummies = NO_DUMMIES) -> Array:
+        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens. With
+        `dummies` the weight's gradient is left for later, under its `name`."""
         weight = self.weight[...]
         contracted = weight.ndim - 1
-        if slots:
+        if dummies:
             (product_BTD,) = deferred(
-                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], slots
+                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], dummies
             )
         else:
             product_BTD = product(y, weight, contracted, self.backend)

@@ -25,7 +25,7 @@ from megajax.parallel.shards import Shards
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
 Factors = Tree  # of all products of a layer, or of several, stacked
-# (weights, slots for the factors, layer index, x_BTD, context) -> x_BTD
+# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD
 LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], Array]
 NO_FACTORS: Factors = {}
 Slot = int | Array
@@ -66,7 +66,7 @@ class Pullback:
 
     Attributes:
         structure: of the pullback as a pytree.
-        places: for every leaf its place among what is known, the layer's weights and slots, followed by its residuals.
+        places: for every leaf its place among what is known, the layer's weights and dummies, followed by its residuals.
     """
 
     structure: jax.tree_util.PyTreeDef
@@ -188,9 +188,9 @@ class Layers:
     def factor_types(self, weights: Tree, x: Array, context: Tree) -> Factors:
         """Types of the factors that a layer leaves; nothing is computed."""
         own = jax.eval_shape(lambda weights: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], weights)), weights)
-        return self._slot_types(own, x, context)
+        return self._layer_factors(own, x, context)
 
-    def _slot_types(self, gathered: Tree, x: Array, context: Tree) -> Factors:
+    def _layer_factors(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return NO_FACTORS if self.products is None else jax.eval_shape(self.products.factors, gathered, x, context)
 
     def residual_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
@@ -216,7 +216,7 @@ class Layers:
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, list[Array]]:
                 gathered = self.storage.gather(own)
-                return self._vjp(gathered, self._idle_slots(gathered, x, context), index, x, context)[:2]
+                return self._vjp(gathered, self._dummies(gathered, x, context), index, x, context)[:2]
 
             if not self.padded:
                 return run(x)
@@ -243,9 +243,9 @@ class Layers:
             def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
                 gathered = self.storage.gather(own)
                 # The gradient is of the input's type.
-                slots = self._idle_slots(gathered, grad, context)
-                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, slots, index, grad, context)
-                grads, factors, grad = pullback.restore((gathered, slots), residuals)(grad)
+                dummies = self._dummies(gathered, grad, context)
+                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, dummies, index, grad, context)
+                grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
                 return self._scattered(grads, total), factors, grad
 
             def skip(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
@@ -268,8 +268,8 @@ class Layers:
         storage = Shards({path: dims[path] for path in grads})
         return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
 
-    def _idle_slots(self, gathered: Tree, x: Array, context: Tree) -> Factors:
-        return jax.tree.map(idle, self._slot_types(gathered, x, context))
+    def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
+        return jax.tree.map(idle, self._layer_factors(gathered, x, context))
 
     def _slots(self, chunk: int | Array) -> Array:
         """Positions of a chunk's layers in the stack."""
@@ -294,7 +294,7 @@ class Layers:
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
     def _vjp(
-        self, weights: Tree, slots: Factors, index: Array, x: Array, context: Tree
+        self, weights: Tree, dummies: Factors, index: Array, x: Array, context: Tree
     ) -> tuple[Array, list[Array], Pullback]:
         """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback, which
         gives the gradients of all weights but the products', by path, the factors of these, and the gradient of `x`."""
@@ -302,12 +302,12 @@ class Layers:
         flat = flatten_dict(weights)
         at_once = {path: weight for path, weight in flat.items() if path not in later}
 
-        def layer(at_once: dict[Path, Array], slots: Factors, x: Array) -> Array:
-            return self.function(unflatten_dict(flat | at_once), slots, index, x, context)
+        def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> Array:
+            return self.function(unflatten_dict(flat | at_once), dummies, index, x, context)
 
-        y, pullback = jax.vjp(layer, at_once, slots, x)
+        y, pullback = jax.vjp(layer, at_once, dummies, x)
         leaves, structure = jax.tree.flatten(pullback)
-        known = jax.tree.leaves((weights, slots))
+        known = jax.tree.leaves((weights, dummies))
         num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
         for leaf in leaves:
             if places.setdefault(id(leaf), len(known)) == len(known):

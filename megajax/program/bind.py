@@ -78,8 +78,8 @@ def _bind(
     def embed(shared: Tree, microbatch: Microbatch) -> Array:
         return model.ends(shared).embed(microbatch, context(microbatch))
 
-    def block(weights: Tree, slots: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
-        return model.block(weights)(x_BTD, context, layer, slots)
+    def block(weights: Tree, dummies: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
+        return model.block(weights)(x_BTD, context, layer, dummies)
 
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
         totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
