@@ -115,8 +115,8 @@ class ColumnParallelLinear(nnx.Module):
 def column_parallel(
     x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", dummies: Dummies = NO_DUMMIES
 ) -> list[Array]:
-    """The outputs of several layers of one input, which enters their region once. With `dummies` their weight gradients are left for
-    later, under their `name`."""
+    """The outputs of several layers of one input, which enters their region once. With `dummies` their weight
+    gradients are left for later, under their `name`."""
     borders, backend = linears[0].borders, linears[0].backend
     weights = [linear.weight[...] for linear in linears]
     input_BTD = x_BTD if borders.regathers else borders.enter(x_BTD)

@@ -66,7 +66,7 @@ class Pullback:
 
     Attributes:
         structure: of the pullback as a pytree.
-        places: for every leaf its place among what is known, the layer's weights and dummies, followed by its residuals.
+        places: for every leaf its place among the layer's weights and dummies, followed by its residuals.
     """
 
     structure: jax.tree_util.PyTreeDef
