@@ -1,5 +1,6 @@
 """The executor: memory that does not grow with the microbatches, nothing weight-sized kept, no cost without a pipe."""
 
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from counting import equations
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.pipeline.stages import Layers
-from megajax.program.parts import residual_bytes
+from megajax.program.parts import factor_bytes, residual_bytes
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
@@ -28,8 +30,9 @@ def temp_bytes(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@functools.cache
 def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options) -> tuple[int, int]:
-    """Temporary bytes of a compiled step on four stages, and those that its table predicts for the buffer."""
+    """Temporary bytes of a compiled step on four stages, and those that its table predicts for the buffers."""
     model = {"hidden_size": 128, "num_heads": 4, "sequence_length": 64, "num_layers": 8}
     config = tiny_config((1, 4, 1), schedule=schedule, chunks=chunks, global_batch=num_microbatches, **options, **model)
     program = tiny_program(config)
@@ -37,22 +40,38 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
     arguments = params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
     outputs = 0 if program.schedule.turns_at_once else 4 * 64 * 128
     predicted = program.schedule.num_slots * (residual_bytes(program) + outputs)
+    if program.schedule.deferral is not None:
+        predicted += program.schedule.num_factor_slots * factor_bytes(program)
     return temp_bytes(fast_compile(loss_and_gradients(program).lower(*arguments))), predicted
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "vocabulary"),
-    [pytest.param("1f1b", 1, "replicated", marks=pytest.mark.full), ("interleaved", 2, "split")],
-)
-def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary):
+STEADY = [  # schedule, chunks, vocabulary, weight gradients
+    pytest.param("1f1b", 1, "replicated", "together", marks=pytest.mark.full),
+    pytest.param("interleaved", 2, "split", "together", marks=pytest.mark.full),
+    pytest.param("1f1b", 1, "replicated", "deferred", marks=pytest.mark.full),
+    ("interleaved", 2, "split", "deferred"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "weight_gradients"), STEADY)
+def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary, weight_gradients):
     """1F1B and interleaved with 64 microbatches need the memory of 8, to 1% (what is left is the tokens themselves)."""
-    few, many = (step_bytes(schedule, m, chunks, vocabulary=vocabulary)[0] for m in (8, 64))
+    options = {"vocabulary": vocabulary, "weight_gradients": weight_gradients}
+    few, many = (step_bytes(schedule, m, chunks, **options)[0] for m in (8, 64))
     assert many == pytest.approx(few, rel=0.01)
 
 
-def test_memory_is_what_the_tables_predict():
+DEFERRING = {"weight_gradients": "deferred"}
+BUFFERS = [
+    (("gpipe", 8), {}, ("gpipe", 24), {}),
+    pytest.param(("gpipe", 8), {}, ("gpipe", 8), DEFERRING, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("one", "options", "other", "other_options"), BUFFERS)
+def test_memory_is_what_the_tables_predict(one, options, other, other_options):
     """Schedules differ by their ring buffers: slots times what a chunk keeps, to 5% of the difference."""
-    measured, predicted = zip(*[step_bytes("gpipe", 8), step_bytes("gpipe", 24)], strict=True)
+    measured, predicted = zip(step_bytes(*one, **options), step_bytes(*other, **other_options), strict=True)
     assert predicted[1] - predicted[0] > 0.5 * measured[0]
     assert measured[1] - measured[0] == pytest.approx(predicted[1] - predicted[0], rel=0.05)
 
@@ -127,19 +146,8 @@ def test_nothing_weight_sized_is_kept(residuals_and_weights, remat, num_layers, 
 def matrix_products(program) -> int:
     """How often a matrix product runs in a step."""
     arguments = program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
-
-    def count(jaxpr, times: int = 1) -> int:
-        total = 0
-        for eqn in jaxpr.eqns:
-            total += times * (eqn.primitive.name == "dot_general")
-            inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-            for value in eqn.params.values():
-                for part in value if isinstance(value, tuple | list) else (value,):
-                    part = getattr(part, "jaxpr", part)
-                    total += count(part, inner) if hasattr(part, "eqns") else 0
-        return total
-
-    return count(jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr)
+    jaxpr = jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr
+    return sum(times for eqn, times, _ in equations(jaxpr) if eqn.primitive.name == "dot_general")
 
 
 def test_selective_recomputes_no_matrix_product():
