@@ -144,7 +144,7 @@ class Collective:
         shapes: shapes of its operands on one device.
         num_bytes: bytes of its operands on one device.
         count: how often it runs, from the lengths of the scans around it; every branch of a conditional counts as
-        taken.
+        taken, and a loop of unknown length, as that of deferred weight gradients, as run once.
     """
 
     kind: str

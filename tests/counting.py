@@ -1,6 +1,7 @@
 """What a tiny model's train step communicates, from its jaxpr: nothing runs, nothing is compiled."""
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 
 import jax
@@ -62,3 +63,17 @@ def local_shapes(program, tree, specs) -> list[tuple[int, ...]]:
     """Shapes of a device's shards of a tree of arrays."""
     placed = jax.tree.map(lambda leaf, spec: NamedSharding(program.mesh, spec).shard_shape(leaf.shape), tree, specs)
     return jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def equations(jaxpr, times: int = 1, loop: int | None = None) -> Iterator[tuple]:
+    """Every equation, how often it runs, and the loop in which it stands whose turns the jaxpr does not know, of which
+    it counts one; every branch of a conditional counts as taken."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times, loop
+        inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        around = id(eqn) if eqn.primitive.name == "while" else loop
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns"):
+                    yield from equations(part, inner, around)

@@ -40,6 +40,12 @@ def of(model: str) -> dict[str, Any]:
     return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
 
 
+def deferring(weight_gradients: str) -> dict[str, Any]:
+    """What a word of the grid says."""
+    word, _, most = weight_gradients.partition("-")
+    return {"weight_gradients": word, "max_deferred": int(most or -1)}
+
+
 @functools.cache
 def initial(num_layers: int, vocab_size: int, model: str = "gpt2") -> TrainState:
     """The state that all begin with: what a mesh draws by itself is compared elsewhere (tests/models/test_gpt.py)."""
@@ -50,7 +56,9 @@ def first(steps: int, whole: Trace) -> Trace:
     return Trace(whole.losses[:steps], whole.gradients[:steps])
 
 
-def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, zero, sequence_parallel, model) -> None:
+def check_row(
+    mesh, schedule, vocabulary, remat, weight_gradients, microbatches, layers, zero, sequence_parallel, model
+) -> None:
     data, pipe, _ = mesh
     schedule, _, number = schedule.rpartition("-")
     chunks = int(number)
@@ -68,6 +76,7 @@ def check_row(mesh, schedule, vocabulary, remat, microbatches, layers, zero, seq
         chunks=chunks,
         vocabulary=vocabulary,
         remat=remat,
+        **deferring(weight_gradients),
         microbatch=ROWS // data // number,
         global_batch=ROWS,
         num_layers=num_layers,
@@ -105,38 +114,55 @@ def test_rest_of_the_grid(row):
     check_row(*row)
 
 
+EXACT = [  # schedule, chunks, vocabulary, zero, model
+    ("1f1b", 1, "replicated", 0, "gpt2"),
+    ("gpipe", 1, "split", 1, "gpt2"),
+    ("interleaved", 2, "split", 3, "gpt2"),
+    ("interleaved", 2, "split", 3, "bert-pre"),
+    ("1f1b", 1, "replicated", 1, "bert-post"),
+    ("interleaved", 2, "split", 3, "llama"),
+    ("1f1b", 1, "replicated", 1, "qwen3"),
+]
+EXACT_DEFERRED = [  # what is limited, and where products gather or slice for themselves
+    (*EXACT[0], (2, 2, 2), "none", "deferred"),
+    (*EXACT[1], (2, 2, 2), "layer", "deferred-0"),
+    (*EXACT[2], (2, 2, 2), "selective", "deferred-1"),
+    (*EXACT[3], (2, 2, 2), "none", "deferred"),
+    (*EXACT[4], (2, 2, 2), "stage", "deferred"),
+    (*EXACT[5], (2, 2, 2), "layer", "deferred"),
+    (*EXACT[6], (1, 2, 4), "stage", "deferred"),
+]
+EXACT_ROWS = [*((*row, (2, 2, 2), "layer", "together") for row in EXACT), *EXACT_DEFERRED]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "vocabulary", "zero", "model"),
-    [
-        pytest.param("1f1b", 1, "replicated", 0, "gpt2", marks=pytest.mark.full),
-        pytest.param("gpipe", 1, "split", 1, "gpt2", marks=pytest.mark.full),
-        pytest.param("interleaved", 2, "split", 3, "gpt2", marks=pytest.mark.full),
-        pytest.param("interleaved", 2, "split", 3, "bert-pre", marks=pytest.mark.full),
-        pytest.param("1f1b", 1, "replicated", 1, "bert-post", marks=pytest.mark.full),
-        pytest.param("interleaved", 2, "split", 3, "llama", marks=pytest.mark.full),
-        pytest.param("1f1b", 1, "replicated", 1, "qwen3", marks=pytest.mark.full),
-    ],
+    ("schedule", "chunks", "vocabulary", "zero", "model", "mesh", "remat", "weight_gradients"),
+    EXACT_ROWS,
+    ids=map(name, EXACT_ROWS),
 )
-def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model):
-    """The hardest mesh in fp64, with more than one block of queries and layers the pipe does not divide."""
+def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mesh, remat, weight_gradients):
+    """The hardest meshes in fp64, with more than one block of queries and layers the pipe does not divide."""
     common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12, **of(model)}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
-        pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary}
+        pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, **deferring(weight_gradients)}
         split = {"zero": zero, "sequence_parallel": zero > 0}
-        actual = trace(tiny_config((2, 2, 2), microbatch=2, remat="layer", **split, **pipeline, **common), 2)
+        actual = trace(tiny_config(mesh, microbatch=2, remat=remat, **split, **pipeline, **common), 2)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
-def test_as_users_compile(monkeypatch):
+@pytest.mark.parametrize("weight_gradients", ["together", pytest.param("deferred", marks=pytest.mark.full)])
+def test_as_users_compile(weight_gradients, monkeypatch):
     """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""
     options = {"xla_backend_optimization_level": 3}
     options |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
     compiled = jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, options))
-    split = {"zero": 3, "sequence_parallel": True, "vocabulary": "split", "schedule": "interleaved", "chunks": 2}
-    config = tiny_config((2, 2, 2), remat="layer", microbatch=4, global_batch=ROWS, num_layers=9, **split)
+    split = {"zero": 3, "sequence_parallel": True, "vocabulary": "split", **deferring(weight_gradients)}
+    pipeline = {"schedule": "interleaved", "chunks": 2, "remat": "layer", "num_layers": 9}
+    config = tiny_config((2, 2, 2), microbatch=4, global_batch=ROWS, **split, **pipeline)
     actual = trace(config, FEW, natural=initial(9, 101))
     monkeypatch.undo()
     result = compare(first(FEW, reference(9, 101)), actual)
@@ -149,6 +175,7 @@ RESET = [
     pytest.param({"schedule": "gpipe", "remat": "stage", "microbatch": 3}, marks=pytest.mark.full),
     pytest.param({"remat": "selective", "microbatch": 4, "scan_layers": "false"}, marks=pytest.mark.full),
     pytest.param({"remat": "layer", "vocabulary": "split", "microbatch": 2}, marks=pytest.mark.full),
+    pytest.param({"remat": "none", "microbatch": 3, "weight_gradients": "deferred"}, marks=pytest.mark.full),
 ]
 
 
@@ -166,18 +193,22 @@ def reset_reference() -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("precision", "gradient_dtype", "loss", "gradient"),
+    ("precision", "gradient_dtype", "loss", "gradient", "weight_gradients"),
     [
-        pytest.param("fp16", "fp32", 2e-5, 5e-3, marks=pytest.mark.full),
-        ("fp16", "half", 2e-5, 5e-3),  # the one with a loss scale
-        pytest.param("bf16", "half", 2e-4, 4e-2, marks=pytest.mark.full),
-        pytest.param("bf16", "fp32", 2e-4, 4e-2, marks=pytest.mark.full),
+        pytest.param("fp16", "fp32", 2e-5, 5e-3, "together", marks=pytest.mark.full),
+        ("fp16", "half", 2e-5, 5e-3, "together"),  # the one with a loss scale
+        pytest.param("bf16", "half", 2e-4, 4e-2, "together", marks=pytest.mark.full),
+        pytest.param("bf16", "fp32", 2e-4, 4e-2, "together", marks=pytest.mark.full),
+        pytest.param("fp16", "half", 2e-5, 5e-3, "deferred", marks=pytest.mark.full),
+        pytest.param("bf16", "half", 2e-4, 4e-2, "deferred", marks=pytest.mark.full),
+        pytest.param("bf16", "fp32", 2e-4, 4e-2, "deferred", marks=pytest.mark.full),
     ],
 )
-def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient):
+def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient, weight_gradients):
     """Losses and gradients, without fp16's scale, of (2, 2, 2) with ZeRO and a split sequence; fp16 has 3 bits more."""
     expected = reference(9, 101)
-    config = tiny_config((2, 2, 2), precision=precision, sequence_parallel=True, num_layers=9, global_batch=ROWS)
+    options = {"precision": precision, "sequence_parallel": True, **deferring(weight_gradients)}
+    config = tiny_config((2, 2, 2), num_layers=9, global_batch=ROWS, **options)
     summed_in = precision if gradient_dtype == "half" else "fp32"
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype=summed_in)
     actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, natural=initial(9, 101))
@@ -186,15 +217,17 @@ def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("weight_gradients", ["together", "deferred"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_unrolled_layers_equal_scanned_ones(schedule, chunks):
-    common = {"num_layers": 5, "schedule": schedule, "chunks": chunks}
+def test_unrolled_layers_equal_scanned_ones(schedule, chunks, weight_gradients):
+    common = {"num_layers": 5, "schedule": schedule, "chunks": chunks, "weight_gradients": weight_gradients}
     scanned = trace(tiny_config((1, 2, 2), **common), 3)
     unrolled = trace(tiny_config((1, 2, 2), remat="selective", scan_layers="false", **common), 3)
     assert compare(scanned, unrolled).within()
 
 
-def test_a_new_schedule_is_one_function(monkeypatch):
+@pytest.mark.parametrize("weight_gradients", [pytest.param("together", marks=pytest.mark.full), "deferred"])
+def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
     """Any ticks in which the input is there run: here everything waits, every other microbatch a tick longer."""
 
     def dawdling(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
@@ -203,23 +236,29 @@ def test_a_new_schedule_is_one_function(monkeypatch):
         return Ticks(2 * ticks.forward + wait, 2 * ticks.backward + wait + 3)
 
     monkeypatch.setitem(SCHEDULES, "dawdling", ScheduleKind(dawdling, chunked=True))
-    options = {"schedule": "dawdling", "chunks": 2, "remat": "layer"}
+    options = {"schedule": "dawdling", "chunks": 2, "remat": "layer", "weight_gradients": weight_gradients}
     config = tiny_config((1, 2, 1), num_layers=9, microbatch=4, global_batch=ROWS, vocabulary="split", **options)
     assert compare(first(2, reference(9, 101)), trace(config, 2, natural=initial(9, 101))).within()
 
 
 IDLE = [
-    pytest.param("1f1b", 1, "replicated", "none", marks=pytest.mark.full),
-    pytest.param("gpipe", 1, "replicated", "stage", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "replicated", "layer", marks=pytest.mark.full),
-    ("interleaved", 2, "split", "none"),
+    pytest.param("1f1b", 1, "replicated", "none", "together", marks=pytest.mark.full),
+    pytest.param("gpipe", 1, "replicated", "stage", "together", marks=pytest.mark.full),
+    pytest.param("interleaved", 2, "replicated", "layer", "together", marks=pytest.mark.full),
+    pytest.param("interleaved", 2, "split", "none", "together", marks=pytest.mark.full),
+    pytest.param("1f1b", 1, "replicated", "selective", "deferred", marks=pytest.mark.full),
+    pytest.param("gpipe", 1, "split", "stage", "deferred-1", marks=pytest.mark.full),
+    pytest.param("interleaved", 2, "replicated", "layer", "deferred-0", marks=pytest.mark.full),
+    ("interleaved", 2, "split", "none", "deferred"),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "remat"), IDLE)
-def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, remat, monkeypatch):
-    """NaN in place of zero, in every buffer, inbox and wire and in what padded layers keep, changes not a bit."""
+@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "remat", "weight_gradients"), IDLE)
+def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, remat, weight_gradients, monkeypatch):
+    """NaN in place of zero, in every buffer, inbox and wire, in what padded layers keep and in slots for factors,
+    changes not a bit."""
     options = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": remat}
+    options |= deferring(weight_gradients)
     config = tiny_config((1, 4, 1), num_layers=9, global_batch=6, **options)  # 6: stretched groups, a real inbox
     expected = trace(config, 2, natural=initial(9, 101))
     filled = []

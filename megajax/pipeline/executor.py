@@ -156,7 +156,9 @@ class Pipeline:
 
         def run(number: Array, sums: Sums) -> Sums:
             own = chunk[number] if self.num_chunks > 1 else 0
-            return self.layers.add_weight_gradients(self.blocks, own, sums, number % num_slots)
+            sums = self.layers.add_weight_gradients(self.blocks, own, sums, number % num_slots)
+            # Seen to be unchanged, the factors would pass by the loop; then XLA copies all of them in every tick.
+            return Sums(sums.total, lax.optimization_barrier(sums.factors))
 
         return lax.fori_loop(turns.first, turns.first + turns.count, run, sums)
 

@@ -132,7 +132,7 @@ def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
     """Tables with the turns of deferred weight gradients."""
 
     def turns(first: np.ndarray, count: np.ndarray) -> Any:
-        return Turns(first, count) if count.any() else None  # type: ignore[arg-type]
+        return Turns(first.astype(np.int32), count) if count.any() else None  # type: ignore[arg-type]
 
     slot = (backward.active.cumsum(0) - 1) % deferral.num_slots
     before_early, before_late = deferral.ended()

@@ -1,5 +1,6 @@
 """The executor: memory that does not grow with the microbatches, nothing weight-sized kept, no cost without a pipe."""
 
+import functools
 import itertools
 import sys
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from counting import equations
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.pipeline.stages import Layers
-from megajax.program.parts import residual_bytes
+from megajax.program.parts import factor_bytes, residual_bytes
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
@@ -28,8 +30,9 @@ def temp_bytes(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@functools.cache
 def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options) -> tuple[int, int]:
-    """Temporary bytes of a compiled step on four stages, and those that its table predicts for the buffer."""
+    """Temporary bytes of a compiled step on four stages, and those that its table predicts for the buffers."""
     model = {"hidden_size": 128, "num_heads": 4, "sequence_length": 64, "num_layers": 8}
     config = tiny_config((1, 4, 1), schedule=schedule, chunks=chunks, global_batch=num_microbatches, **options, **model)
     program = tiny_program(config)
@@ -37,24 +40,51 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
     arguments = params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
     outputs = 0 if program.schedule.turns_at_once else 4 * 64 * 128
     predicted = program.schedule.num_slots * (residual_bytes(program) + outputs)
+    if program.schedule.deferral is not None:
+        predicted += program.schedule.num_factor_slots * factor_bytes(program)
     return temp_bytes(fast_compile(loss_and_gradients(program).lower(*arguments))), predicted
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "vocabulary"),
-    [pytest.param("1f1b", 1, "replicated", marks=pytest.mark.full), ("interleaved", 2, "split")],
-)
-def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary):
+STEADY = [  # schedule, chunks, vocabulary, weight gradients
+    pytest.param("1f1b", 1, "replicated", "together", marks=pytest.mark.full),
+    pytest.param("interleaved", 2, "split", "together", marks=pytest.mark.full),
+    pytest.param("1f1b", 1, "replicated", "deferred", marks=pytest.mark.full),
+    ("interleaved", 2, "split", "deferred"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "weight_gradients"), STEADY)
+def test_buffers_do_not_grow_with_the_microbatches(schedule, chunks, vocabulary, weight_gradients):
     """1F1B and interleaved with 64 microbatches need the memory of 8, to 1% (what is left is the tokens themselves)."""
-    few, many = (step_bytes(schedule, m, chunks, vocabulary=vocabulary)[0] for m in (8, 64))
+    options = {"vocabulary": vocabulary, "weight_gradients": weight_gradients}
+    few, many = (step_bytes(schedule, m, chunks, **options)[0] for m in (8, 64))
     assert many == pytest.approx(few, rel=0.01)
 
 
+DEFERRED = {"weight_gradients": "deferred"}
+
+
 def test_memory_is_what_the_tables_predict():
-    """Schedules differ by their ring buffers: slots times what a chunk keeps, to 5% of the difference."""
-    measured, predicted = zip(*[step_bytes("gpipe", 8), step_bytes("gpipe", 24)], strict=True)
-    assert predicted[1] - predicted[0] > 0.5 * measured[0]
-    assert measured[1] - measured[0] == pytest.approx(predicted[1] - predicted[0], rel=0.05)
+    """Schedules differ by their buffers, to 5% of the difference: slots times what a chunk keeps for its backward, or
+    until its weight gradients are computed."""
+    least, predicted = step_bytes("gpipe", 8)
+    for schedule, num_microbatches, options in [("gpipe", 24, {}), ("1f1b", 8, DEFERRED)]:
+        measured, expected = step_bytes(schedule, num_microbatches, **options)
+        assert expected - predicted > 0.5 * least
+        assert measured - least == pytest.approx(expected - predicted, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("limit", [-1, 2])
+@pytest.mark.parametrize("remat", ["none", "selective", "layer"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("gpipe", 1)])
+def test_deferral_costs_its_factors(schedule, chunks, remat, limit):
+    """And saves at most a layer's weight gradients, which its backward has no room for."""
+    (measured, predicted), (together, without) = (
+        step_bytes(schedule, 8, chunks, remat=remat, **options) for options in ({"max_deferred": limit, **DEFERRED}, {})
+    )
+    costs, factors, gradients = measured - together, predicted - without, 4 * 12 * 128**2
+    assert factors - gradients < costs < 1.01 * factors and factors > 1.5 * gradients
 
 
 # Tokens are a prime number that divides no dim of a weight, so that an array without them is known by its size.
@@ -62,17 +92,24 @@ ROWS, TOKENS = 2, 17
 
 
 @pytest.fixture
-def residuals_and_weights(monkeypatch) -> list[tuple]:
-    """What a stage keeps of a microbatch and its weights, as types, of every program traced from now on."""
-    found = []
-    residual_types = Layers.residual_types
+def kept_and_weights(monkeypatch) -> dict[str, tuple]:
+    """What a stage keeps of a microbatch, by the method that says it, and its weights, as types, of the program that is
+    traced next."""
+    found = {}
 
-    def record(self, weights, *others):
-        types = residual_types(self, weights, *others)
-        found.append((types, jax.tree.leaves(weights)))
-        return types
+    def recorded(name: str) -> None:
+        method = getattr(Layers, name)
 
-    monkeypatch.setattr(Layers, "residual_types", record)
+        def record(self, weights, *others):
+            assert name not in found
+            types = method(self, weights, *others)
+            found[name] = jax.tree.leaves(types), jax.tree.leaves(weights)
+            return types
+
+        monkeypatch.setattr(Layers, name, record)
+
+    recorded("residual_types")
+    recorded("factor_types")
     return found
 
 
@@ -86,25 +123,35 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("remat", "num_layers", "scan_layers", "precision", "chunks"),
+    ("remat", "num_layers", "scan_layers", "precision", "chunks", "weight_gradients"),
     [  # by default every value of each, and layers of every remat that divide the stages and that do not
-        kind if number % 2 == number // 4 % 2 else pytest.param(*kind, marks=pytest.mark.full)
+        pytest.param(*kind, weight_gradients, marks=[] if number % 2 == number // 4 % 2 and few else pytest.mark.full)
         for number, kind in enumerate(KINDS)
+        for weight_gradients, few in [("together", kind[1] == 4), ("deferred", kind[1] == 5)]
     ],
 )
-def test_nothing_weight_sized_is_kept(residuals_and_weights, remat, num_layers, scan_layers, precision, chunks):
+def test_nothing_weight_sized_is_kept(
+    kept_and_weights, remat, num_layers, scan_layers, precision, chunks, weight_gradients
+):
     """All that is kept has a token dim, but for the states of dropout; with remat of layers it is their input only, of
-    stages the stage's."""
-    layout = {"sequence_length": TOKENS, "microbatch": ROWS, "global_batch": 2 * ROWS, "num_layers": num_layers}
+    stages the stage's. Of deferred weight gradients, beside it, inputs and output gradients of the products."""
+    layout = {"weight_gradients": weight_gradients}
+    layout |= {"sequence_length": TOKENS, "microbatch": ROWS, "global_batch": 2 * ROWS, "num_layers": num_layers}
     layout |= {"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
     config = tiny_config((1, 2, 2), remat=remat, precision=precision, scan_layers=scan_layers, **layout)
     program = tiny_program(config)
     arguments = program.layout.shapes.params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
     jax.eval_shape(loss_and_gradients(program), *arguments)
-    ((residuals, weights),) = residuals_and_weights
+    residuals, weights = kept_and_weights["residual_types"]
+    deferred = weight_gradients == "deferred"
+    assert kept_and_weights.keys() == {"residual_types", *(["factor_types"] if deferred else [])}
     slots = -(-num_layers // (2 * chunks))  # of a chunk
     assert {leaf.shape[0] for leaf in weights} == {slots * chunks}
     x_size = ROWS * TOKENS * config.model.hidden_size
+    heads, up = x_size // 2, 4 * x_size // 2  # half of the heads, half of the MLP
+    if deferred:  # the inputs of the four products, and what comes back of their outputs
+        factors = [leaf.size for leaf in kept_and_weights["factor_types"][0]]
+        assert sorted(factors) == sorted([x_size, heads, x_size, up, *[heads] * 3, x_size, up, x_size])
     if remat == "stage":
         assert [leaf.size for leaf in residuals] == [x_size]
         return
@@ -116,8 +163,7 @@ def test_nothing_weight_sized_is_kept(residuals_and_weights, remat, num_layers, 
     large = [size for size in sizes if size > small]
     if remat == "layer":
         assert large == [x_size]
-    elif remat == "selective":  # x; queries, keys, values and heads of half the heads; half the MLP; attention's output
-        heads, up = x_size // 2, 4 * x_size // 2
+    elif remat == "selective":  # x; queries, keys, values and heads; the MLP's inner ones; attention's output
         statistics = [ROWS * TOKENS * config.model.num_heads // 2] * 2  # of attention, for a head's query two numbers
         assert sorted(large) == sorted([x_size, *[heads] * 4, *statistics, x_size, up])
     else:
@@ -127,19 +173,8 @@ def test_nothing_weight_sized_is_kept(residuals_and_weights, remat, num_layers, 
 def matrix_products(program) -> int:
     """How often a matrix product runs in a step."""
     arguments = program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
-
-    def count(jaxpr, times: int = 1) -> int:
-        total = 0
-        for eqn in jaxpr.eqns:
-            total += times * (eqn.primitive.name == "dot_general")
-            inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-            for value in eqn.params.values():
-                for part in value if isinstance(value, tuple | list) else (value,):
-                    part = getattr(part, "jaxpr", part)
-                    total += count(part, inner) if hasattr(part, "eqns") else 0
-        return total
-
-    return count(jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr)
+    jaxpr = jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr
+    return sum(times for eqn, times, _ in equations(jaxpr) if eqn.primitive.name == "dot_general")
 
 
 def test_selective_recomputes_no_matrix_product():
