@@ -34,14 +34,17 @@ class Deferring:
     most: int | None = None
 
 
-def place(forward: np.ndarray, backward: np.ndarray, deferring: Deferring) -> tuple[np.ndarray, np.ndarray]:
+def place(
+    forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """How many weight gradients every stage runs in every tick.
 
-    A tick has two halves, each as long as its slowest stage, because a hand-over to the neighbours ends it: the
-    forward, or weight gradients in its place, and the backward with weight gradients after it. A stage runs as many of
-    the pending ones, oldest first, as do not make a half longer, with two exceptions: while the first microbatches
-    have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with more than
-    `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
+    A tick has two halves, because a hand-over to the neighbours ends it: the forward, or weight gradients in its place,
+    and the backward with weight gradients after it. The first is as long as its slowest stage; the second begins on a
+    stage when its own first half and that of the stage before it, which sends to it, have ended. A stage runs as many
+    of the pending ones, oldest first, as do not make a half, or the tick, longer, with two exceptions: while the first
+    microbatches have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with
+    more than `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
 
     With times tF, tB, tW, where tW is at most tF and tB, v chunks and m >= 2p microbatches in groups of p, this leaves
     1F1B, interleaved or not, a bubble of (p-1)(tF + tB - tW)/v; with at most c <= 2(p-1) pending chunks it is
@@ -50,6 +53,7 @@ def place(forward: np.ndarray, backward: np.ndarray, deferring: Deferring) -> tu
     Args:
         forward, backward: where a stage runs one, bool [ticks, stages].
         deferring: times and limit.
+        ring: the last stage sends to the first, as it does with several chunks.
 
     Returns:
         Numbers before the forward's hand-over and after the backward, int32 [ticks, stages].
@@ -69,8 +73,12 @@ def place(forward: np.ndarray, backward: np.ndarray, deferring: Deferring) -> tu
     for tick in range(num_ticks):
         taken = forward[tick] * times.forward
         early[tick] = fitting(taken.max(), taken)
+        taken = taken + early[tick] * times.weight_gradient
+        received = np.roll(taken, 1)
+        received[0] *= ring
         pending = pending - early[tick] + backward[tick]
-        taken, surplus = backward[tick] * times.input_gradient, np.maximum(pending - most, 0)
+        taken = np.maximum(taken, received) + backward[tick] * times.input_gradient
+        surplus = np.maximum(pending - most, 0)
         longer = times.weight_gradient if all_return <= tick < no_more_enter else 0.0
         length = max(taken.max() + longer, (taken + surplus * times.weight_gradient).max())
         late[tick] = np.maximum(fitting(length, taken), surplus)

@@ -173,7 +173,8 @@ def arrange(ticks: Ticks) -> Schedule:
 
 def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
     """`schedule` with its weight gradients placed apart, checked."""
-    early, late = place(schedule.forward.active, schedule.backward.active, deferring)
+    active = schedule.forward.active, schedule.backward.active
+    early, late = place(*active, deferring, ring=schedule.num_chunks > 1)
     backward = schedule.backward
     tick, stage = np.nonzero(backward.active.T)[::-1]  # stage by stage, in the order of the ticks
     order = (table[tick, stage].reshape(schedule.num_stages, -1).T for table in (backward.microbatch, backward.chunk))
