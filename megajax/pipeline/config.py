@@ -32,8 +32,8 @@ class PipelineConfig:
         between(-1, MOST),
     ] = -1
 
-    def deferring(self, times: PassTimes = PassTimes()) -> Deferring | None:
-        """How weight gradients are deferred, placed by `times`; None if they are not."""
+    def deferring(self, times: PassTimes | None = None) -> Deferring | None:
+        """How weight gradients are deferred, placed by `times` (all 1 if not given); None if they are not."""
         if self.weight_gradients == "together":
             return None
-        return Deferring(times, None if self.max_deferred < 0 else self.max_deferred)
+        return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
