@@ -189,7 +189,7 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes)
     work = float(StageTimes.equal(table, times).busy(table).max())
     formula = deferred_bubble(pipeline.schedule, *shape, deferring)
     each, most = times.weight_gradient / table.num_chunks, 2 * (table.num_stages - 1)
-    allowed = most if deferring.most is None else deferring.most
+    allowed = deferring.waiting(table.num_stages)
     (h1, h1_kept), (h2, h2_kept) = published_zero_bubble(table.num_stages, times).values()
     kept = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"

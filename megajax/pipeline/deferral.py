@@ -27,11 +27,17 @@ class Deferring:
 
     Attributes:
         times: what they are placed by.
-        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps.
+        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps; no more
+            wait where more may.
     """
 
     times: PassTimes = PassTimes()
     most: int | None = None
+
+    def waiting(self, num_stages: int) -> int:
+        """The most that wait on a stage."""
+        helps = 2 * (num_stages - 1)
+        return helps if self.most is None else min(self.most, helps)
 
 
 def place(
@@ -77,7 +83,7 @@ def _place(
     """By the first rule, or `widen` by the second: the time all ticks take, and the two tables."""
     num_ticks, num_stages = forward.shape
     times = deferring.times
-    most = 2 * (num_stages - 1) if deferring.most is None else deferring.most
+    most = deferring.waiting(num_stages)
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
     early, late = np.zeros((2, num_ticks, num_stages), np.int32)

@@ -130,7 +130,7 @@ def deferred_bubble(
     steps, times = num_stages - 1, deferring.times
     forward, backward, weight = times.forward, times.input_gradient, times.weight_gradient
     helps = steps if name == "gpipe" else 2 * steps  # pending chunks
-    waiting = helps if deferring.most is None else min(deferring.most, helps)
+    waiting = min(deferring.waiting(num_stages), helps)
     if name not in ("gpipe", "1f1b", "interleaved") or num_microbatches < 2 * num_stages:
         return None
     if name == "gpipe" or weight <= min(forward, backward):
