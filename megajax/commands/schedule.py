@@ -11,16 +11,34 @@ import numpy as np
 from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
-from megajax.options import Option
+from megajax.options import Option, between
 from megajax.paths import check_place
 from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule
-from megajax.pipeline.timing import StageTimes, bubble_overhead, in_flight, published_bubble, published_in_flight
+from megajax.pipeline.timing import (
+    StageTimes,
+    bubble_overhead,
+    deferred_bubble,
+    in_flight,
+    kept_entries,
+    pending_weights,
+    published_bubble,
+    published_in_flight,
+    published_zero_bubble,
+    wall_time,
+)
 from megajax.runs.parts import check_outside_runs
 from megajax.validation import check_schedule, check_table
 
 PLOT_FORMATS = (".png", ".svg")
+_PASSES = {
+    "forward": "forward",
+    "input_gradient": "gradient of its input",
+    "weight_gradient": "gradient of its weights",
+}
+_TIME = between(1e-6, 10**6)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,17 +48,22 @@ def main(argv: Sequence[str]) -> None:
         UserError: a flag is not valid, or the plot cannot be written.
     """
     parser = Parser(
-        "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick.",
+        "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick, then the "
+        "weight gradients that waited for it.",
         "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
     )
-    parser.add_config_flags("mesh.pipe", "pipeline.schedule", "pipeline.chunks")
+    fields = "schedule", "chunks", "weight_gradients", "max_deferred"
+    parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), MISSING, required=True)
+    for name, what in _PASSES.items():
+        add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME), 1.0)
     add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file"), "")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     given = parser.overrides(args)
     stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
     pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
+    times = PassTimes(**{name: getattr(args, f"{name}_time", 1.0) for name in _PASSES})
     check_schedule(pipeline, stages)
     check_table(pipeline, stages, microbatches, "--microbatches")
     plot = Path(args.plot) if "plot" in args else None
@@ -48,21 +71,21 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--plot {plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
     if plot:
         _check_plot(plot)
-    table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks)
-    bubble = bubble_overhead(table)
+    table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
+    bubble = bubble_overhead(table, StageTimes.equal(table, times))
     if plot:
         from megajax.pipeline.drawing import draw_timeline
 
         title = f"{_describe(pipeline, table)}: bubble {bubble:.1%} of the ideal time"
         try:
             with file_atomically(plot) as new:
-                draw_timeline(new, title, table, StageTimes.equal(table), "forward of a stage = 1, backward = 2")
+                draw_timeline(new, title, table, StageTimes.equal(table, times), f"of a stage, {_words(times)}")
         except OSError as error:
             raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
     if args.json:
-        print(json.dumps(_figures(table, bubble)))
+        print(json.dumps(_figures(table, times, bubble)))
     else:
-        _print(pipeline, table, bubble)
+        _print(pipeline, table, times, bubble)
         if plot:
             print(f"timeline drawn: {plot}")
 
@@ -79,41 +102,106 @@ def _check_plot(plot: Path) -> None:
 
 def _describe(pipeline: PipelineConfig, table: Schedule) -> str:
     chunks = f" x {table.num_chunks} chunks" if table.num_chunks > 1 else ""
-    return f"{pipeline.schedule}, {table.num_stages} stages{chunks}, {table.num_microbatches} microbatches"
+    waiting = ", weight gradients deferred" if table.deferral else ""
+    return f"{pipeline.schedule}, {table.num_stages} stages{chunks}, {table.num_microbatches} microbatches{waiting}"
 
 
-def _figures(table: Schedule, bubble: float) -> dict:
+def _words(times: PassTimes) -> str:
+    return (
+        f"forward = {times.forward:g}, input gradient = {times.input_gradient:g}, "
+        f"weight gradient = {times.weight_gradient:g}"
+    )
+
+
+def _figures(table: Schedule, times: PassTimes, bubble: float) -> dict:
     def cells(direction: Pass, tick: int) -> list[list[int] | None]:
         pairs = np.stack([direction.microbatch[tick], direction.chunk[tick]], axis=-1).tolist()
         return [None if pair[0] == IDLE else pair for pair in pairs]
 
     ticks = range(table.num_ticks)
-    rows = [[list(cell) for cell in zip(cells(table.forward, t), cells(table.backward, t), strict=True)] for t in ticks]
-    return {"ticks": table.num_ticks, "bubble_overhead": bubble, "in_flight": in_flight(table), "table": rows}
+    rows: list[list[list]] = [
+        [list(cell) for cell in zip(cells(table.forward, t), cells(table.backward, t), strict=True)] for t in ticks
+    ]
+    if table.deferral:
+        for row, waited in zip(rows, table.deferral.cells(), strict=True):
+            for cell, (early, late) in zip(row, waited, strict=True):
+                cell.append([list(pair) for pair in early + late])
+    stages = StageTimes.equal(table, times)
+    factors = table.deferral.num_slots if table.deferral else 0
+    return {
+        "ticks": table.num_ticks,
+        "time": wall_time(table, stages),
+        "ideal_time": float(stages.busy(table).max()),
+        "bubble_overhead": bubble,
+        "in_flight": in_flight(table),
+        "entries": {"forward": table.num_slots, "factors": factors, "by_stage": kept_entries(table)},
+        "table": rows,
+    }
 
 
-def _print(pipeline: PipelineConfig, table: Schedule, bubble: float) -> None:
+def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, bubble: float) -> None:
     from rich.console import Console
 
     from megajax.pipeline.drawing import draw_text
 
     console = Console(highlight=False, soft_wrap=True)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
-    console.print(f"{_describe(pipeline, table)}; in every tick the forward, then the backward, as microbatch", end="")
+    order = "forward, the backward, then weight gradients (w)" if table.deferral else "forward, then the backward"
+    console.print(f"{_describe(pipeline, table)}; in every tick the {order}, as microbatch", end="")
     console.print(" and chunk" if table.num_chunks > 1 else "")
-    for line in draw_text(table, console.width if console.is_terminal else None):
-        console.print(line)
+    for row in draw_text(table, console.width if console.is_terminal else None):
+        console.print(row)
     depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
     bubble_there = published_bubble(pipeline.schedule, *shape)
     chunks_there = published_in_flight(pipeline.schedule, *shape)
     nothing = "nothing published for this case"
+    stages = StageTimes.equal(table, times)
     console.print(f"ticks             {table.num_ticks}")
     console.print(
-        f"bubble over ideal {bubble:.4f} (backward = 2 x forward); "
-        + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}")
+        f"time              {wall_time(table, stages):g}, of which a stage works {stages.busy(table).max():g} "
+        f"({_words(times)})"
+    )
+    together = ", weight gradients together" if table.deferral else ""
+    console.print(
+        f"bubble over ideal {bubble:.4f}; "
+        + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}{together}")
     )
     console.print(
         f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; "
         + (nothing if chunks_there is None else f"published {', '.join(map(str, chunks_there))}")
     )
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
+    if table.deferral:
+        for line in _deferral_lines(pipeline, table, times):
+            console.print(line)
+    elif pipeline.deferring():
+        console.print("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
+
+
+def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes) -> list[str]:
+    """What is gained by weight gradients that wait, and what it costs, beside what is published."""
+    assert table.deferral is not None
+    shape = table.num_stages, table.num_microbatches, table.num_chunks
+    deferring = pipeline.deferring(times)
+    assert deferring is not None
+    today = make_schedule(pipeline.schedule, *shape)
+    before, now = (wall_time(each, StageTimes.equal(each, times)) for each in (today, table))
+    work = float(StageTimes.equal(table, times).busy(table).max())
+    formula = deferred_bubble(pipeline.schedule, *shape, deferring)
+    each, most = times.weight_gradient / table.num_chunks, 2 * (table.num_stages - 1)
+    allowed = deferring.waiting(table.num_stages)
+    (h1, h1_kept), (h2, h2_kept) = published_zero_bubble(table.num_stages, times).values()
+    kept = kept_entries(table)
+    of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
+    return [
+        f"factors per stage {table.deferral.num_slots} chunks; with what backwards need, at most "
+        f"{', '.join(map(str, kept))} chunks by stage",
+        f"bubble            {(before - work) / work:.4f} together -> {(now - work) / work:.4f} deferred; idle time "
+        f"{before - work:g} -> {now - work:g} ({of_formula})",
+        f"published         idle time of ZB-H1 {h1:g} with {h1_kept} microbatches in flight, of ZB-H2 {h2:g} with "
+        f"{h2_kept} (arXiv 2401.10241); here {now - work:g} with {max(kept) / table.num_chunks:g}",
+        f"pending chunks    {max(pending_weights(table))} of {allowed} allowed by --pipeline.max-deferred ({most} is "
+        f"all that helps); each saves up to {each:g}, {each / now:.1%} of the step,",
+        "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "
+        "(none itself keeps 16 D, layer D)",
+    ]

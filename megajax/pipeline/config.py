@@ -33,7 +33,7 @@ class PipelineConfig:
     ] = -1
 
     def deferring(self, times: PassTimes | None = None) -> Deferring | None:
-        """How weight gradients are deferred, placed by `times`, by default 1, 1 and 1; None if they are not."""
+        """How weight gradients are deferred, placed by `times` (all 1 if not given); None if they are not."""
         if self.weight_gradients == "together":
             return None
         return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)

@@ -1,4 +1,4 @@
-"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in any schedule's table. No JAX here.
+"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in a schedule's table. No JAX here.
 
 The backward of a chunk is then two passes: the gradient of its input, which the stage before waits for, and, at any
 later time, the gradients of its weights, for which nobody waits. A stage that has no forward or no backward in a tick
@@ -27,53 +27,91 @@ class Deferring:
 
     Attributes:
         times: what they are placed by.
-        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps.
+        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps; no more
+            wait where more may.
     """
 
     times: PassTimes = PassTimes()
     most: int | None = None
 
+    def waiting(self, num_stages: int) -> int:
+        """The most that wait on a stage."""
+        helps = 2 * (num_stages - 1)
+        return helps if self.most is None else min(self.most, helps)
 
-def place(forward: np.ndarray, backward: np.ndarray, deferring: Deferring) -> tuple[np.ndarray, np.ndarray]:
+
+def place(
+    forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """How many weight gradients every stage runs in every tick.
 
-    A tick has two halves, each as long as its slowest stage, because a hand-over to the neighbours ends it: the
-    forward, or weight gradients in its place, and the backward with weight gradients after it. A stage runs as many of
-    the pending ones, oldest first, as do not make a half longer, with two exceptions: while the first microbatches
-    have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with more than
-    `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
+    A tick has two halves, because a hand-over to the neighbours ends it: the forward, or weight gradients in its place,
+    and the backward with weight gradients after it. The first is as long as its slowest stage; the second begins on a
+    stage when its own first half and that of the stage before it, which sends to it, have ended. A stage runs as many
+    of the pending ones, oldest first, as do not make a half, or the tick, longer, with two exceptions: while the first
+    microbatches have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with
+    more than `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
 
-    With times tF, tB, tW, where tW is at most tF and tB, v chunks and m >= 2p microbatches in groups of p, this leaves
-    1F1B, interleaved or not, a bubble of (p-1)(tF + tB - tW)/v; with at most c <= 2(p-1) pending chunks it is
-    ((p-1)(tF + tB + tW) - c tW)/v (tested).
+    Where a weight gradient takes longer than a forward or an input gradient, it would not fit in the place of one. A
+    second rule then lets it make the half longer, and the shorter of the two tables is taken.
+
+    With times tF, tB, tW, v chunks and m >= 2p microbatches this leaves 1F1B, interleaved or not, a bubble of
+    (p-1)(tF + tB - tW)/v where tW is at most tF and tB; with at most c <= 2(p-1) pending chunks
+    ((p-1)(tF + tB + tW) - c tW)/v; with a larger tW (p-1)/v times tF + tB or max(tF, tW) + max(tB, tW) - tW, whichever
+    is less (tested).
 
     Args:
         forward, backward: where a stage runs one, bool [ticks, stages].
         deferring: times and limit.
+        ring: the last stage sends to the first, as it does with several chunks.
 
     Returns:
         Numbers before the forward's hand-over and after the backward, int32 [ticks, stages].
     """
+    times = deferring.times
+    always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
+    tables = [
+        _place(forward, backward, deferring, ring, widen) for widen in ((False,) if always_fits else (False, True))
+    ]
+    _, early, late = min(tables, key=lambda table: table[0])
+    return early, late
+
+
+def _place(
+    forward: np.ndarray, backward: np.ndarray, deferring: Deferring, ring: bool, widen: bool
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """By the first rule, or `widen` by the second: the time all ticks take, and the two tables."""
     num_ticks, num_stages = forward.shape
     times = deferring.times
-    most = 2 * (num_stages - 1) if deferring.most is None else deferring.most
+    most = deferring.waiting(num_stages)
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
     early, late = np.zeros((2, num_ticks, num_stages), np.int32)
     pending = np.zeros(num_stages, np.int32)
+    total = 0.0
 
     def fitting(length: float, taken: np.ndarray) -> np.ndarray:
         room = np.floor((length - taken) / times.weight_gradient + _ROUNDING)
         return np.minimum(pending, np.minimum(room, num_ticks * num_stages)).astype(np.int32)
 
+    def widened(length: float, taken: np.ndarray, active: np.ndarray) -> float:
+        """A half in which some stages run a pass: long enough for one weight gradient on another."""
+        others = taken[~active & (pending > 0)] + times.weight_gradient
+        return max(length, others.min()) if widen and active.any() and others.size else length
+
     for tick in range(num_ticks):
         taken = forward[tick] * times.forward
-        early[tick] = fitting(taken.max(), taken)
+        early[tick] = fitting(widened(taken.max(), taken, forward[tick]), taken)
+        taken = taken + early[tick] * times.weight_gradient
+        received = np.roll(taken, 1)
+        received[0] *= ring
         pending = pending - early[tick] + backward[tick]
-        taken, surplus = backward[tick] * times.input_gradient, np.maximum(pending - most, 0)
+        taken = np.maximum(taken, received) + backward[tick] * times.input_gradient
+        surplus = np.maximum(pending - most, 0)
         longer = times.weight_gradient if all_return <= tick < no_more_enter else 0.0
         length = max(taken.max() + longer, (taken + surplus * times.weight_gradient).max())
-        late[tick] = np.maximum(fitting(length, taken), surplus)
+        late[tick] = np.maximum(fitting(widened(length, taken, backward[tick]), taken), surplus)
         pending = pending - late[tick]
+        total += (taken + late[tick] * times.weight_gradient).max()
     late[-1] += pending
-    return early, late
+    return total + pending.max() * times.weight_gradient, early, late

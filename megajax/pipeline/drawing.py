@@ -9,10 +9,19 @@ from megajax.pipeline.timing import StageTimes, timeline
 if TYPE_CHECKING:
     from rich.text import Text
 
-# One per chunk, then from the beginning; forward and backward.
-STYLES = ("blue", "cyan", "bright_blue", "bright_cyan"), ("green", "yellow", "bright_green", "bright_yellow")
+# One per chunk, then from the beginning; forward, backward, and weight gradients apart.
+STYLES = (
+    ("blue", "cyan", "bright_blue", "bright_cyan"),
+    ("green", "yellow", "bright_green", "bright_yellow"),
+    ("magenta", "red", "bright_magenta", "bright_red"),
+)
 MARK = b"megajax schedule"  # in the pictures, as the program that drew them
-COLOURS = ("#4477aa", "#66ccee", "#88a9cc", "#a6dff5"), ("#228833", "#ccbb44", "#7cbb88", "#e3d98f")
+COLOURS = (
+    ("#4477aa", "#66ccee", "#88a9cc", "#a6dff5"),
+    ("#228833", "#ccbb44", "#7cbb88", "#e3d98f"),
+    ("#aa3377", "#ee99aa", "#cc79a7", "#f4c6d0"),
+)
+_MOST_NAMES = 4  # of weight gradients in a cell of the text; of more the first and the last
 
 
 def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
@@ -22,7 +31,8 @@ def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
 
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "list[Text]":
-    """Lines of the table: ticks from left to right, one row a stage, in every tick the forward, then the backward.
+    """Lines of the table: ticks from left to right, one row a stage, in every tick the forward, then the backward, then
+    the weight gradients that waited, as `w3,4`. Those that run in the place of a forward stand there.
 
     A row longer than `width` characters is continued below.
     """
@@ -31,29 +41,53 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "list[Text]":
     num_chunks = schedule.num_chunks
     names = [cell_name(schedule.num_microbatches - 1, c, num_chunks) for c in range(num_chunks)]
     size = max(len(str(schedule.num_ticks - 1)), *map(len, names))
+    nothing = (".", "bright_black")
+    waited = schedule.deferral.cells() if schedule.deferral else None
 
-    def part(table: Pass, styles: tuple[str, ...], tick: int, stage: int) -> tuple[str, str]:
+    def one(table: Pass, styles: tuple[str, ...], tick: int, stage: int) -> tuple[str, str]:
         microbatch, chunk = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
-        if microbatch == IDLE:
-            return ".".rjust(size), "bright_black"
-        return cell_name(microbatch, chunk, num_chunks).rjust(size), styles[chunk % len(styles)]
+        return (
+            nothing if microbatch == IDLE else (cell_name(microbatch, chunk, num_chunks), styles[chunk % len(styles)])
+        )
+
+    def several(ran: list[tuple[int, int]]) -> tuple[str, str]:
+        if not ran:
+            return nothing
+        names = [cell_name(microbatch, chunk, num_chunks) for microbatch, chunk in ran]
+        text = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
+        return f"w{text}", STYLES[2][ran[0][1] % len(STYLES[2])]
+
+    def cell(tick: int, stage: int) -> list[tuple[str, str]]:
+        forward, backward = (
+            one(schedule.forward, STYLES[0], tick, stage),
+            one(schedule.backward, STYLES[1], tick, stage),
+        )
+        if waited is None:
+            return [forward, backward]
+        early, late = waited[tick][stage]
+        return [several(early) if early else forward, backward, several(late)]
 
     label = max(len("tick"), len(f"stage {schedule.num_stages - 1}"))
-    per_line = schedule.num_ticks
-    if width is not None:
-        per_line = max(1, (width - label) // (2 * size + 4))
-    lines = []
-    for first in range(0, schedule.num_ticks, per_line):
-        ticks = range(first, min(first + per_line, schedule.num_ticks))
-        lines.append(Text("tick".ljust(label) + "".join(f" | {tick:<{2 * size + 1}}" for tick in ticks), "bold"))
-        for stage in range(schedule.num_stages):
-            row = Text(f"stage {stage}".ljust(label), "bold")
-            for tick in ticks:
-                row.append(" | ", "bright_black")
-                row.append(*part(schedule.forward, STYLES[0], tick, stage))
-                row.append(" ")
-                row.append(*part(schedule.backward, STYLES[1], tick, stage))
-            lines.append(row)
+    stages = range(schedule.num_stages)
+    lines: list[Text] = []
+    room = 0
+    for tick in range(schedule.num_ticks):
+        cells = [cell(tick, stage) for stage in stages]
+        sizes = [max(size, *(len(text) for text, _ in part)) for part in zip(*cells, strict=True)]
+        if waited is not None and all(part == nothing for *_, part in cells):
+            cells, sizes = [row[:-1] for row in cells], sizes[:-1]
+        needed = sum(sizes) + len(sizes) - 1
+        if not lines or (width is not None and room < needed + 3):
+            lines += [Text("tick".ljust(label), "bold"), *(Text(f"stage {s}".ljust(label), "bold") for s in stages)]
+            room = width - label if width is not None else 0
+        room -= needed + 3
+        head, *rows = lines[-1 - schedule.num_stages :]
+        head.append(f" | {tick:<{needed}}")
+        for row, parts in zip(rows, cells, strict=True):
+            row.append(" | ", "bright_black")
+            for n, ((text, style), wide) in enumerate(zip(parts, sizes, strict=True)):
+                row.append(" " * (n > 0))
+                row.append(text.rjust(wide), style)
     return lines
 
 
@@ -83,12 +117,13 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
             axes.bar_label(
                 bar, [name], label_type="center", fontsize=7, color="white" if span.chunk % 4 == 0 else "black"
             )
+    passes = ["forward", "backward"] if schedule.deferral is None else ["forward", "input gradient", "weight gradient"]
     legend = [
         Patch(
-            color=COLOURS[backward][chunk % 4],
+            color=COLOURS[part][chunk % 4],
             label=f"{what}{f', chunk {chr(97 + chunk)}' if schedule.num_chunks > 1 else ''}",
         )
-        for backward, what in ((0, "forward"), (1, "backward"))
+        for part, what in enumerate(passes)
         for chunk in range(min(schedule.num_chunks, 4))
     ]
     axes.set_title(title, loc="left")
@@ -98,7 +133,7 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     axes.set_xlim(0, end)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=8)
+    figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=8)
     kind = path.suffix.lower().removeprefix(".")
     name = {"png": "Software", "svg": "Creator"}[kind]
     figure.savefig(path, format=kind, metadata={name: MARK.decode()})

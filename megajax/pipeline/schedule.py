@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.pipeline.deferral import Deferring, place
-from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check
+from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_deferral
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,9 @@ def arrange(ticks: Ticks) -> Schedule:
 
 
 def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
-    """`schedule` with its weight gradients placed apart, checked."""
-    early, late = place(schedule.forward.active, schedule.backward.active, deferring)
+    """A sound `schedule` with its weight gradients placed apart, checked."""
+    active = schedule.forward.active, schedule.backward.active
+    early, late = place(*active, deferring, ring=schedule.num_chunks > 1)
     backward = schedule.backward
     tick, stage = np.nonzero(backward.active.T)[::-1]  # stage by stage, in the order of the ticks
     microbatch, chunk = (
@@ -182,7 +183,7 @@ def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
     kept = backward.active.cumsum(0) - (early + late).cumsum(0) + late  # before the tick's last weight gradients
     deferral = Deferral(early, late, microbatch, chunk, num_slots=int(kept.max()))
     deferred = dataclasses.replace(schedule, deferral=deferral)
-    check(deferred)
+    check_deferral(deferred, deferral)
     return deferred
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 IDLE = -1
+Cells = list[tuple[int, int]]  # (microbatch, chunk)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,21 @@ class Deferral:
         through = (self.early + self.late).cumsum(0)
         before = through - self.early - self.late
         return before, before + self.early
+
+    def cells(self) -> list[list[tuple[Cells, Cells]]]:
+        """The (microbatch, chunk) of every tick and stage, in the order run: the early ones, and the late ones."""
+        orders = [
+            list(zip(*pair, strict=True))
+            for pair in zip(self.microbatch.T.tolist(), self.chunk.T.tolist(), strict=True)
+        ]
+        rows = zip(*(counts.tolist() for counts in (*self.ended(), self.late)), strict=True)
+        return [
+            [
+                (order[first:second], order[second : second + late])
+                for order, first, second, late in zip(orders, *row, strict=True)
+            ]
+            for row in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,7 @@ def check(schedule: Schedule) -> None:
         for array in (table.microbatch, table.chunk, table.slot, table.arrival, table.source):
             assert array.shape == (schedule.num_ticks, p), array.shape
     buffers: list[dict] = [{} for _ in range(p)]
+    keeps = bool(schedule.backward.active.any())
     directions: list[Any] = []
     for table, step, end in ((schedule.forward, 1, num_virtual - 1), (schedule.backward, -1, 0)):
         inboxes: list[dict] = [{} for _ in range(p)]
@@ -161,7 +178,7 @@ def check(schedule: Schedule) -> None:
                     assert (other.microbatch[tick, s], other.chunk[tick, s]) == (microbatch, chunk), ("fused", tick)
                 elif step < 0:
                     assert buffers[s].pop(slot, None) == (microbatch, k), ("saved", tick, s)
-                elif schedule.backward.active.any():
+                elif keeps:
                     assert 0 <= slot < schedule.num_slots and slot not in buffers[s], ("slot", tick, s)
                     buffers[s][slot] = (microbatch, k)
     for table, _, _, inboxes, ran, wires in directions:
@@ -169,33 +186,37 @@ def check(schedule: Schedule) -> None:
         assert len(ran) == expected, "something was not run"
         assert not any(inboxes) and not any(wires), "something was not used"
     assert schedule.forward.active.any() and not any(buffers)
-    assert schedule.backward.active.any() or schedule.num_slots == 0, "kept for a backward that never comes"
+    assert keeps or schedule.num_slots == 0, "kept for a backward that never comes"
     if schedule.deferral is not None:
-        _check_deferral(schedule, schedule.deferral)
+        check_deferral(schedule, schedule.deferral)
 
 
-def _check_deferral(schedule: Schedule, deferral: Deferral) -> None:
-    """Every weight gradient runs once, after its backward, from factors that nothing has overwritten."""
-    backward, p = schedule.backward, schedule.num_stages
+def check_deferral(schedule: Schedule, deferral: Deferral) -> None:
+    """Assert of a table that is sound otherwise: every weight gradient runs once, after its backward, from factors that
+    nothing has overwritten."""
+    p, backward = schedule.num_stages, schedule.backward
     for array in (deferral.early, deferral.late):
         assert array.shape == (schedule.num_ticks, p) and (array >= 0).all(), array.shape
     assert deferral.num_slots > 0 and not schedule.fused
     for s in range(p):
-        factors: dict[int, tuple[int, int]] = {}
+        order = list(zip(deferral.microbatch[:, s].tolist(), deferral.chunk[:, s].tolist(), strict=True))
+        factors: list[tuple[int, int] | None] = [None] * deferral.num_slots
         kept = ended = 0
 
-        def run(count: int, s: int = s, factors: dict = factors) -> None:
+        def run(count: int, s: int = s, order: list = order, factors: list = factors) -> None:
             nonlocal ended
             for n in range(ended, ended + count):
-                expected = int(deferral.microbatch[n, s]), int(deferral.chunk[n, s])
-                assert factors.pop(n % deferral.num_slots, None) == expected, ("factors", n, s)
+                slot = n % len(factors)
+                assert n < len(order) and factors[slot] == order[n], ("factors", n, s)
+                factors[slot] = None
             ended += count
 
-        for tick in range(schedule.num_ticks):
-            run(int(deferral.early[tick, s]))
-            if backward.microbatch[tick, s] != IDLE:
-                assert kept % deferral.num_slots not in factors, ("overwritten", tick, s)
-                factors[kept % deferral.num_slots] = int(backward.microbatch[tick, s]), int(backward.chunk[tick, s])
+        tables = deferral.early, backward.microbatch, backward.chunk, deferral.late
+        for early, microbatch, chunk, late in zip(*(table[:, s].tolist() for table in tables), strict=True):
+            run(early)
+            if microbatch != IDLE:
+                assert factors[kept % len(factors)] is None, ("overwritten", kept, s)
+                factors[kept % len(factors)] = microbatch, chunk
                 kept += 1
-            run(int(deferral.late[tick, s]))
-        assert ended == kept == deferral.microbatch.shape[0] and not factors, "a weight gradient was not run"
+            run(late)
+        assert ended == kept == len(order) and not any(factors), "a weight gradient was not run"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.pipeline.deferral import PassTimes
+from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.table import IDLE, Pass, Schedule
 
 
@@ -122,12 +122,41 @@ def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_c
     return [m * v if v > 1 and m == p else min(forwards + 1, m * v) for forwards in warm_up]
 
 
+def deferred_bubble(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, deferring: Deferring
+) -> float | None:
+    """Time that a stage is idle with weight gradients that wait, as a formula; None where there is none: with fewer
+    than 2p microbatches, or a limit below 2(p-1) and a weight gradient longer than the other passes."""
+    steps, times = num_stages - 1, deferring.times
+    forward, backward, weight = times.forward, times.input_gradient, times.weight_gradient
+    helps = steps if name == "gpipe" else 2 * steps  # pending chunks
+    waiting = min(deferring.waiting(num_stages), helps)
+    if name not in ("gpipe", "1f1b", "interleaved") or num_microbatches < 2 * num_stages:
+        return None
+    if name == "gpipe" or weight <= min(forward, backward):
+        return (steps * (forward + backward + weight) - waiting * weight) / num_chunks
+    if waiting < helps:
+        return None
+    longer = max(forward, weight) + max(backward, weight) - weight
+    return steps * min(forward + backward, longer) / num_chunks
+
+
+def published_zero_bubble(num_stages: int, times: PassTimes) -> dict[str, tuple[float, int]]:
+    """Idle time of the schedules of arXiv 2401.10241, and the microbatches that they have in flight; they have one
+    chunk a stage, and the second has no bubble where the formula is negative."""
+    steps, both = num_stages - 1, times.forward + times.input_gradient
+    return {
+        "ZB-H1": (max(0.0, steps * (both - times.weight_gradient)), num_stages),
+        "ZB-H2": (max(0.0, steps * (both - 2 * times.weight_gradient)), 2 * num_stages - 1),
+    }
+
+
 def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     p, ring = schedule.num_stages, schedule.num_chunks > 1
     now = np.zeros(p)
     spans: list[Span] = []
     deferral, weight_cost = schedule.deferral, np.broadcast_to(times.weight_gradient, times.backward.shape)
-    before = () if deferral is None else deferral.ended()
+    waited = None if deferral is None else deferral.cells()
 
     def span(s: int, microbatch: int, chunk: int, cost: float, part: int) -> None:
         spans.append(Span(s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
@@ -138,10 +167,9 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
             microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
             span(s, microbatch, chunk, cost[chunk, s], part)
 
-    def weight_gradients(counts: np.ndarray, first: np.ndarray) -> None:
-        for s in np.flatnonzero(counts).tolist():
-            for n in range(first[s], first[s] + counts[s]):
-                microbatch, chunk = int(deferral.microbatch[n, s]), int(deferral.chunk[n, s])
+    def weight_gradients(tick: int, half: int) -> None:
+        for s, cell in enumerate(waited[tick] if waited else ()):
+            for microbatch, chunk in cell[half]:
                 span(s, microbatch, chunk, weight_cost[chunk, s], 2)
 
     def together(cost: float) -> None:
@@ -161,15 +189,13 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     embeds, embeds_backward = on_any_stage(schedule.forward, 0), on_any_stage(schedule.backward, 0)
     heads = on_any_stage(schedule.backward, schedule.num_virtual - 1)
     for tick in range(schedule.num_ticks):
-        if deferral is not None:
-            weight_gradients(deferral.early[tick], before[0][tick])
+        weight_gradients(tick, 0)
         together(times.embed * embeds[tick])
         work(schedule.forward, tick, times.forward, part=0)
         receive(+1)
         together(times.head * heads[tick])
         work(schedule.backward, tick, times.backward, part=1)
         together(times.embed_backward * embeds_backward[tick])
-        if deferral is not None:
-            weight_gradients(deferral.late[tick], before[1][tick])
+        weight_gradients(tick, 1)
         receive(-1)
     return float(now.max()), spans

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 from inside import call
 
 from megajax.cli import main
+from megajax.pipeline.drawing import COLOURS
 
 
 def schedule(capsys, *arguments: object) -> str:
@@ -44,6 +46,76 @@ def test_json(capsys) -> None:
         assert sorted(ran) == sorted((i, c, s) for i in range(8) for c in range(2) for s in range(4))
 
 
+DEFERRED = ("--pipeline.weight-gradients", "deferred")
+
+
+def test_weight_gradients_that_wait(capsys) -> None:
+    """In the text after forward and backward, or in the place of a forward; what is gained, kept and published."""
+    lines = schedule(capsys, "--mesh.pipe", 4, "--microbatches", 8, *DEFERRED).splitlines()
+    first = next(line for line in lines if line.startswith("stage 0")).split("|")[1:]
+    assert [cell.split() for cell in first[7:11]] == [["7", "1"], ["w0", "2"], ["w1", "3", "w2"], ["w3", "4", "w4"]]
+    assert first[13].split() == [".", "7", "w5,6,7"]
+    rest = "\n".join(lines)
+    assert "bubble            0.3750 together -> 0.1250 deferred; idle time 9 -> 3 (by formula 3)" in rest
+    assert (
+        "idle time of ZB-H1 3 with 4 microbatches in flight, of ZB-H2 0 with 7 (arXiv 2401.10241); here 3 with 8"
+        in rest
+    )
+    assert "6 of 6 allowed by --pipeline.max-deferred" in rest and "up to 1, 3.7% of the step" in rest
+    assert "16 D numbers per token and layer" in rest
+
+
+def test_deferral_as_json(capsys) -> None:
+    """The third element of a cell is a list, those in the place of a forward first; together, there is none."""
+    arguments = ("--mesh.pipe", 2, "--microbatches", 2, "--json")
+    found = json.loads(schedule(capsys, *arguments, *DEFERRED))
+    assert found["table"] == [
+        [[[0, 0], None, []], [None, None, []]],
+        [[[1, 0], None, []], [[0, 0], [0, 0], []]],
+        [[None, [0, 0], [[0, 0]]], [[1, 0], [1, 0], []]],
+        [[None, [1, 0], [[1, 0]]], [None, None, [[0, 0], [1, 0]]]],
+    ]
+    assert found["entries"] == {"forward": 2, "factors": 2, "by_stage": [2, 2]}
+    assert (found["time"], found["ideal_time"]) == (7, 6) and found["bubble_overhead"] == pytest.approx(1 / 6)
+    limited = json.loads(schedule(capsys, *INTERLEAVED, *DEFERRED, "--pipeline.max-deferred", 2, "--json"))
+    assert limited["bubble_overhead"] == pytest.approx((3 * 3 - 2) / 2 / 24) and limited["entries"]["factors"] == 3
+    together = json.loads(schedule(capsys, *arguments))
+    assert together["entries"] == {"forward": 2, "factors": 0, "by_stage": together["in_flight"]}
+    assert {len(cell) for row in together["table"] for cell in row} == {2}
+
+
+def test_times(capsys) -> None:
+    """Given ones are those of the bubble, and are named beside it, with and without deferral."""
+    times = ("--forward-time", 28, "--input-gradient-time", 32, "--weight-gradient-time", 24)
+    for flags, bubble in (((), 1.5 * 84), (DEFERRED, 1.5 * 36)):
+        found = json.loads(schedule(capsys, *INTERLEAVED, *times, *flags, "--json"))
+        assert found["ideal_time"] == 8 * 84 and found["time"] == pytest.approx(8 * 84 + bubble)
+        text = schedule(capsys, *INTERLEAVED, *times, *flags)
+        assert "forward = 28, input gradient = 32, weight gradient = 24" in text
+        assert f"bubble over ideal {bubble / (8 * 84):.4f}; published (p-1)/(v*m) = 0.1875" in text
+
+
+def test_deferral_on_one_stage(capsys) -> None:
+    """It does nothing, and says so once; as JSON the table is that without."""
+    arguments = ("--mesh.pipe", 1, "--microbatches", 2)
+    text = schedule(capsys, *arguments, *DEFERRED)
+    assert text.count("deferred does nothing with --mesh.pipe 1") == 1
+    assert schedule(capsys, *arguments, *DEFERRED, "--json") == schedule(capsys, *arguments, "--json")
+
+
+def test_plot_of_weight_gradients(capsys, tmp_path: Path) -> None:
+    """Three passes in the legend, or two."""
+    for flags, words in ((DEFERRED, ["forward", "input gradient", "weight gradient"]), ((), ["forward", "backward"])):
+        file = tmp_path / f"{len(flags)}.svg"
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            schedule(capsys, "--mesh.pipe", 2, "--microbatches", 4, "--plot", file, *flags)
+        content = file.read_text()
+        assert [
+            word for word in ("forward", "backward", "input gradient", "weight gradient") if f">{word}<" in content
+        ] == words
+        assert (COLOURS[2][0] in content) == bool(flags)
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "SVG"])
 def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
     """The timeline as a picture; nothing else is left behind."""
@@ -74,6 +146,18 @@ def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
         ("--microbatches 2 --plot no/such/folder.png", "--plot no/such/folder.png: cannot be written"),
         ("--microbatches 100000000 --mesh.pipe 4", "a table of 400000000 forwards; valid: at most 250000"),
         ("--microbatches 1 --mesh.pipe 100000", "and 500 stages"),
+        ("--microbatches 2 --forward-time 0", "--forward-time 0.0; valid: 1e-06 to 1000000"),
+        ("--microbatches 2 --input-gradient-time=-1", "--input-gradient-time -1.0; valid: 1e-06 to"),
+        (
+            "--microbatches 2 --weight-gradient-time nan",
+            "--weight-gradient-time 'nan'; valid: a finite number, 1e-06 to",
+        ),
+        (
+            "--microbatches 2 --weight-gradient-time inf",
+            "--weight-gradient-time 'inf'; valid: a finite number, 1e-06 to",
+        ),
+        ("--microbatches 2 --pipeline.weight-gradients later", "'later'; valid: together, deferred"),
+        ("--microbatches 2 --pipeline.max-deferred -2", "--pipeline.max-deferred -2; valid: -1 to"),
         ("--microbatches 2 --microbatch 2", "--microbatch: unknown flag; did you mean --microbatches?"),
     ],
 )
