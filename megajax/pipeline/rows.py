@@ -138,7 +138,7 @@ def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
     before_early, before_late = deferral.ended()
     return dataclasses.replace(
         tables,
-        backward=dataclasses.replace(tables.backward, factor_slot=slot.astype(np.int32)),
+        backward=dataclasses.replace(tables.backward, factor_slot=slot.astype(np.int32)),  # type: ignore[arg-type]
         early=turns(before_early, deferral.early),
         late=turns(before_late, deferral.late),
     )

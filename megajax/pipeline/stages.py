@@ -21,12 +21,9 @@ from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
 from megajax.parallel.shards import Shards
+from megajax.pipeline.pullback import Factors, LayerFunction, Path, with_pullback
 
 Tree = Any
-Path = tuple[str, ...]  # in nested dicts
-Factors = Tree  # of all products of a layer, or of several, stacked
-# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD
-LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], Array]
 NO_FACTORS: Factors = {}
 Slot = int | Array
 
@@ -57,25 +54,6 @@ def rematerialized(
     if remat == "selective":
         return jax.checkpoint(function, prevent_cse=prevent_cse, policy=save_expensive)
     return function
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Pullback:
-    """How a layer's pullback is put together; nothing of it depends on values.
-
-    Attributes:
-        structure: of the pullback as a pytree.
-        places: for every leaf its place among the layer's weights and dummies, followed by its residuals.
-    """
-
-    structure: jax.tree_util.PyTreeDef
-    places: tuple[int, ...]
-
-    def restore(self, known: Tree, residuals: list[Array]) -> Callable:
-        """The pullback itself."""
-        known = [*jax.tree.leaves(known), *residuals]
-        return jax.tree.unflatten(self.structure, [known[place] for place in self.places])
 
 
 @jax.tree_util.register_dataclass
@@ -216,7 +194,8 @@ class Layers:
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, list[Array]]:
                 gathered = self.storage.gather(own)
-                return self._vjp(gathered, self._dummies(gathered, x, context), index, x, context)[:2]
+                dummies = self._dummies(gathered, x, context)
+                return with_pullback(self.function, self._later, gathered, dummies, index, x, context)[:2]
 
             if not self.padded:
                 return run(x)
@@ -244,7 +223,8 @@ class Layers:
                 gathered = self.storage.gather(own)
                 # The gradient is of the input's type.
                 dummies = self._dummies(gathered, grad, context)
-                pullback = jax.eval_shape(lambda *args: self._vjp(*args)[2], gathered, dummies, index, grad, context)
+                structure = lambda *args: with_pullback(self.function, self._later, *args)[2]  # noqa: E731
+                pullback = jax.eval_shape(structure, gathered, dummies, index, grad, context)
                 grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
                 return self._scattered(grads, total), factors, grad
 
@@ -267,6 +247,11 @@ class Layers:
         dims = flatten_dict(self.storage.dims)
         storage = Shards({path: dims[path] for path in grads})
         return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
+
+    @property
+    def _later(self) -> frozenset[Path]:
+        """The weights whose gradients are deferred."""
+        return frozenset() if self.products is None else self.products.paths
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return jax.tree.map(idle, self._layer_factors(gathered, x, context))
@@ -292,27 +277,6 @@ class Layers:
             return layer(carry, *own, slot[1])
 
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
-
-    def _vjp(
-        self, weights: Tree, dummies: Factors, index: Array, x: Array, context: Tree
-    ) -> tuple[Array, list[Array], Pullback]:
-        """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback, which
-        gives the gradients of all weights but the products', by path, the factors of these, and the gradient of `x`."""
-        later = frozenset() if self.products is None else self.products.paths
-        flat = flatten_dict(weights)
-        at_once = {path: weight for path, weight in flat.items() if path not in later}
-
-        def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> Array:
-            return self.function(unflatten_dict(flat | at_once), dummies, index, x, context)
-
-        y, pullback = jax.vjp(layer, at_once, dummies, x)
-        leaves, structure = jax.tree.flatten(pullback)
-        known = jax.tree.leaves((weights, dummies))
-        num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
-        for leaf in leaves:
-            if places.setdefault(id(leaf), len(known)) == len(known):
-                known.append(leaf)
-        return y, known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
 
 
 def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:

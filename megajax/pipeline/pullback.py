@@ -1,0 +1,64 @@
+"""A layer's forward with its backward: `jax.vjp`, cut into arrays to keep and a structure that depends on no value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+
+Tree = Any
+Path = tuple[str, ...]  # in nested dicts
+Factors = Tree  # of all products of a layer, or of several, stacked
+# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD
+LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], Array]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Pullback:
+    """How a layer's pullback is put together; nothing of it depends on values.
+
+    Attributes:
+        structure: of the pullback as a pytree.
+        places: for every leaf its place among the layer's weights and dummies, followed by its residuals.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    places: tuple[int, ...]
+
+    def restore(self, known: Tree, residuals: list[Array]) -> Callable:
+        """The pullback itself."""
+        known = [*jax.tree.leaves(known), *residuals]
+        return jax.tree.unflatten(self.structure, [known[place] for place in self.places])
+
+
+def with_pullback(
+    function: LayerFunction,
+    later: frozenset[Path],
+    weights: Tree,
+    dummies: Factors,
+    index: Array,
+    x: Array,
+    context: Tree,
+) -> tuple[Array, list[Array], Pullback]:
+    """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback.
+
+    The pullback gives the gradients by path of all weights but those that come `later`, the factors of these, and the
+    gradient of `x`.
+    """
+    flat = flatten_dict(weights)
+    at_once = {path: weight for path, weight in flat.items() if path not in later}
+
+    def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> Array:
+        return function(unflatten_dict(flat | at_once), dummies, index, x, context)
+
+    y, pullback = jax.vjp(layer, at_once, dummies, x)
+    leaves, structure = jax.tree.flatten(pullback)
+    known = jax.tree.leaves((weights, dummies))
+    num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
+    for leaf in leaves:
+        if places.setdefault(id(leaf), len(known)) == len(known):
+            known.append(leaf)
+    return y, known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
