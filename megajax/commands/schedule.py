@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import (
     StageTimes,
-    bubble_overhead,
     deferred_bubble,
     in_flight,
     kept_entries,
@@ -39,6 +38,28 @@ _PASSES = {
     "weight_gradient": "gradient of its weights",
 }
 _TIME = between(1e-6, 10**6)
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """What a step takes: the time of its passes, from its first forward to its end, and that a stage works."""
+
+    times: PassTimes
+    wall: float
+    ideal: float
+
+    @classmethod
+    def of(cls, table: Schedule, times: PassTimes) -> "_Timing":
+        stages = StageTimes.equal(table, times)
+        return cls(times, wall_time(table, stages), float(stages.busy(table).max()))
+
+    @property
+    def idle(self) -> float:
+        return self.wall - self.ideal
+
+    @property
+    def bubble(self) -> float:
+        return self.idle / self.ideal
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,20 +93,20 @@ def main(argv: Sequence[str]) -> None:
     if plot:
         _check_plot(plot)
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
-    bubble = bubble_overhead(table, StageTimes.equal(table, times))
+    timing = _Timing.of(table, times)
     if plot:
         from megajax.pipeline.drawing import draw_timeline
 
-        title = f"{_describe(pipeline, table)}: bubble {bubble:.1%} of the ideal time"
+        title = f"{_describe(pipeline, table)}: bubble {timing.bubble:.1%} of the ideal time"
         try:
             with file_atomically(plot) as new:
                 draw_timeline(new, title, table, StageTimes.equal(table, times), f"of a stage, {_words(times)}")
         except OSError as error:
             raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
     if args.json:
-        print(json.dumps(_figures(table, times, bubble)))
+        print(json.dumps(_figures(table, timing)))
     else:
-        _print(pipeline, table, times, bubble)
+        _print(pipeline, table, timing)
         if plot:
             print(f"timeline drawn: {plot}")
 
@@ -113,7 +134,7 @@ def _words(times: PassTimes) -> str:
     )
 
 
-def _figures(table: Schedule, times: PassTimes, bubble: float) -> dict:
+def _figures(table: Schedule, timing: _Timing) -> dict:
     def cells(direction: Pass, tick: int) -> list[list[int] | None]:
         pairs = np.stack([direction.microbatch[tick], direction.chunk[tick]], axis=-1).tolist()
         return [None if pair[0] == IDLE else pair for pair in pairs]
@@ -126,20 +147,19 @@ def _figures(table: Schedule, times: PassTimes, bubble: float) -> dict:
         for row, waited in zip(rows, table.deferral.cells(), strict=True):
             for cell, (early, late) in zip(row, waited, strict=True):
                 cell.append([list(pair) for pair in early + late])
-    stages = StageTimes.equal(table, times)
     factors = table.deferral.num_slots if table.deferral else 0
     return {
         "ticks": table.num_ticks,
-        "time": wall_time(table, stages),
-        "ideal_time": float(stages.busy(table).max()),
-        "bubble_overhead": bubble,
+        "time": timing.wall,
+        "ideal_time": timing.ideal,
+        "bubble_overhead": timing.bubble,
         "in_flight": in_flight(table),
         "entries": {"forward": table.num_slots, "factors": factors, "by_stage": kept_entries(table)},
         "table": rows,
     }
 
 
-def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, bubble: float) -> None:
+def _print(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> None:
     from rich.console import Console
 
     from megajax.pipeline.drawing import draw_text
@@ -155,15 +175,13 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, bubble: 
     bubble_there = published_bubble(pipeline.schedule, *shape)
     chunks_there = published_in_flight(pipeline.schedule, *shape)
     nothing = "nothing published for this case"
-    stages = StageTimes.equal(table, times)
     console.print(f"ticks             {table.num_ticks}")
     console.print(
-        f"time              {wall_time(table, stages):g}, of which a stage works {stages.busy(table).max():g} "
-        f"({_words(times)})"
+        f"time              {timing.wall:g}, of which a stage works {timing.ideal:g} ({_words(timing.times)})"
     )
     together = ", weight gradients together" if table.deferral else ""
     console.print(
-        f"bubble over ideal {bubble:.4f}; "
+        f"bubble over ideal {timing.bubble:.4f}; "
         + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}{together}")
     )
     console.print(
@@ -172,21 +190,18 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, bubble: 
     )
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
     if table.deferral:
-        for line in _deferral_lines(pipeline, table, times):
+        for line in _deferral_lines(pipeline, table, timing):
             console.print(line)
     elif pipeline.deferring():
         console.print("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
 
 
-def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes) -> list[str]:
+def _deferral_lines(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> list[str]:
     """What is gained by weight gradients that wait, and what it costs, beside what is published."""
-    assert table.deferral is not None
+    times, deferring = timing.times, pipeline.deferring(timing.times)
+    assert table.deferral is not None and deferring is not None
     shape = table.num_stages, table.num_microbatches, table.num_chunks
-    deferring = pipeline.deferring(times)
-    assert deferring is not None
-    today = make_schedule(pipeline.schedule, *shape)
-    before, now = (wall_time(each, StageTimes.equal(each, times)) for each in (today, table))
-    work = float(StageTimes.equal(table, times).busy(table).max())
+    together = _Timing.of(make_schedule(pipeline.schedule, *shape), times)
     formula = deferred_bubble(pipeline.schedule, *shape, deferring)
     each, most = times.weight_gradient / table.num_chunks, 2 * (table.num_stages - 1)
     allowed = deferring.waiting(table.num_stages)
@@ -196,12 +211,12 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes)
     return [
         f"factors per stage {table.deferral.num_slots} chunks; with what backwards need, at most "
         f"{', '.join(map(str, kept))} chunks by stage",
-        f"bubble            {(before - work) / work:.4f} together -> {(now - work) / work:.4f} deferred; idle time "
-        f"{before - work:g} -> {now - work:g} ({of_formula})",
+        f"bubble            {together.bubble:.4f} together -> {timing.bubble:.4f} deferred; idle time "
+        f"{together.idle:g} -> {timing.idle:g} ({of_formula})",
         f"published         idle time of ZB-H1 {h1:g} with {h1_kept} microbatches in flight, of ZB-H2 {h2:g} with "
-        f"{h2_kept} (arXiv 2401.10241); here {now - work:g} with {max(kept) / table.num_chunks:g}",
+        f"{h2_kept} (arXiv 2401.10241); here {timing.idle:g} with {max(kept) / table.num_chunks:g}",
         f"pending chunks    {max(pending_weights(table))} of {allowed} allowed by --pipeline.max-deferred ({most} is "
-        f"all that helps); each saves up to {each:g}, {each / now:.1%} of the step,",
+        f"all that helps); each saves up to {each:g}, {each / timing.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "
         "(none itself keeps 16 D, layer D)",
     ]
