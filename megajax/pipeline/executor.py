@@ -25,7 +25,7 @@ from megajax.parallel.collectives import (
     zeros_like_type,
 )
 from megajax.pipeline.ends import Ends, Microbatch, StageFunctions
-from megajax.pipeline.rows import Row, Turns, Work, rows_of
+from megajax.pipeline.rows import Number, Row, Turns, Work, rows_of
 from megajax.pipeline.stages import NO_FACTORS, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
 from megajax.precision import at_least_fp32
@@ -77,7 +77,7 @@ class Pipeline:
             grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
-            sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
+            ended, sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
             x = self.ends.input(row, x_in)
             if schedule.fused:
@@ -93,10 +93,13 @@ class Pipeline:
             if schedule.fused:
                 grad, sums = self.layers.pull_back(self.blocks, row.backward.chunk, residuals, context, grad, sums)
             else:
-                pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums)  # noqa: E731
+                # By `ended` the backward, which writes factors, depends on the loop that reads them. Did it not, XLA
+                # would copy the whole buffer of factors in every tick, on the ground that they might run together.
+                slot = 0 if schedule.deferral is None else (ended + row.backward.waiting) % schedule.num_factor_slots
+                pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums, slot)  # noqa: E731
                 grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
             ends = self.ends.embed_backward(row, grad, ends)
-            sums = self.weight_gradients(schedule, row.late, sums)
+            _, sums = self.weight_gradients(schedule, row.late, sums)
             return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
@@ -139,26 +142,26 @@ class Pipeline:
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry)
 
-    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums) -> tuple[Array, Sums]:
-        """Pull the gradient of a chunk's output back to its input."""
+    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums, slot: Number = 0) -> tuple[Array, Sums]:
+        """Pull the gradient of a chunk's output back to its input; factors that wait go into their buffer's `slot`."""
         residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        return self.layers.backward(
-            self.blocks, row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot
-        )
+        return self.layers.backward(self.blocks, row.backward.chunk, residuals, context, grad, sums, slot)
 
-    def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums) -> Sums:
-        """Run the deferred weight gradients whose turn it is."""
-        if turns is None or schedule.deferral is None:
-            return sums
-        num_slots = schedule.deferral.num_slots
-        chunk = jnp.asarray(schedule.deferral.chunk)[:, self.stage]
+    def weight_gradients(self, schedule: Schedule, turns: Turns, sums: Sums) -> tuple[Number, Sums]:
+        """Run the deferred weight gradients whose turn it is; returns also how many have run."""
+        deferral = schedule.deferral
+        if deferral is None or (isinstance(turns.count, int) and turns.count == 0):
+            return turns.first, sums
+        chunk, end = jnp.asarray(deferral.chunk)[:, self.stage], turns.first + turns.count
 
-        def run(number: Array, sums: Sums) -> Sums:
+        def run(state: tuple[Array, Sums]) -> tuple[Array, Sums]:
+            number, sums = state
             own = chunk[number] if self.num_chunks > 1 else 0
-            return self.layers.add_weight_gradients(self.blocks, own, sums, number % num_slots)
+            return number + 1, self.layers.add_weight_gradients(self.blocks, own, sums, number % deferral.num_slots)
 
-        return lax.fori_loop(turns.first, turns.first + turns.count, run, sums)
+        first = vary(jnp.asarray(turns.first, jnp.int32), (PIPE,))
+        return lax.while_loop(lambda state: state[0] < end, run, (first, sums))
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""

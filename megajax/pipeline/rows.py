@@ -30,7 +30,7 @@ class Work:
         slot: of the ring buffer, for what the backward needs of the forward.
         arrival: inbox slot for what the neighbour sent in the tick before; a spare one where it sent nothing.
         source: inbox slot of the input; a spare one where there is none.
-        factor_slot: of the buffer of factors, where a backward leaves them whose weight gradients are deferred.
+        waiting: of chunks for their weight gradients, how many before a backward's own.
     """
 
     runs: Predicate
@@ -39,7 +39,7 @@ class Work:
     slot: Number
     arrival: Number
     source: Number
-    factor_slot: Number = 0
+    waiting: Number = 0
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +47,8 @@ class Work:
 class Turns:
     """Which of a stage's deferred weight gradients run, `count` of them from number `first` on."""
 
-    first: Number
-    count: Number
+    first: Number = 0
+    count: Number = 0
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ class Row:
         finish: the forward leaves the last layer.
         head: the backward begins, at the head.
         embed_backward: the backward leaves the first layer, into the embedding.
-        early, late: weight gradients before the forward and after the backward; None where none ever run.
+        early, late: weight gradients before the forward and after the backward.
     """
 
     forward: Work
@@ -87,8 +87,8 @@ class Row:
     finish: End
     head: End
     embed_backward: End
-    early: Turns | None = None
-    late: Turns | None = None
+    early: Turns = Turns()
+    late: Turns = Turns()
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
@@ -131,16 +131,13 @@ def _work(table: Pass) -> Any:
 def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
     """Tables with the turns of deferred weight gradients."""
 
-    def turns(first: np.ndarray, count: np.ndarray) -> Any:
-        return Turns(first, count) if count.any() else None  # type: ignore[arg-type]
-
-    slot = (backward.active.cumsum(0) - 1) % deferral.num_slots
-    before_early, before_late = deferral.ended()
+    (before_early, before_late), backwards = deferral.ended(), backward.active.cumsum(0) - backward.active
+    waiting = (backwards - before_late).astype(np.int32)
     return dataclasses.replace(
         tables,
-        backward=dataclasses.replace(tables.backward, factor_slot=slot.astype(np.int32)),
-        early=turns(before_early, deferral.early),
-        late=turns(before_late, deferral.late),
+        backward=dataclasses.replace(tables.backward, waiting=waiting),
+        early=Turns(before_early.astype(np.int32), deferral.early),  # type: ignore[arg-type]
+        late=Turns(before_late.astype(np.int32), deferral.late),  # type: ignore[arg-type]
     )
 
 
