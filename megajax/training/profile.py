@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -115,7 +115,7 @@ def measure_passes(program: Program, params: Tree, batch: Batch) -> tuple[StageT
     return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
 
 
-def with_weight_gradients(program: Program, when: str) -> Program:
+def with_weight_gradients(program: Program, when: Literal["together", "deferred"]) -> Program:
     """`program` with weight gradients together or deferred."""
     config = program.config
     if config.pipeline.weight_gradients == when:
@@ -201,15 +201,15 @@ def _deferral(program: Program, found: Profile) -> list[str]:
         f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are computed, beside "
         f"{residuals:,.1f} MiB until its backward; from the table and the passes' times, with hand-overs:",
         f"{'max-deferred':<13} {'step ms':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
-        f"{'together':<13} {1e3 * together:>8.1f} {1:>12.3f} {0:>12.1f} "
-        f"{_table(program, None).num_slots * residuals:>14.1f}",
+        f"{'together':<13} {1e3 * together:>8.1f} {1:>12.3f} {0:>12.2f} "
+        f"{_table(program, None).num_slots * residuals:>14.2f}",
     ]
     for most in sorted(limits):
         table = _table(program, most)
         seconds = wall_time(table, found.apart)
         lines.append(
-            f"{most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} {table.num_factor_slots * factors:>12.1f} "
-            f"{table.num_slots * residuals:>14.1f}"
+            f"{most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} {table.num_factor_slots * factors:>12.2f} "
+            f"{table.num_slots * residuals:>14.2f}"
         )
     return lines
 
