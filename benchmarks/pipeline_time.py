@@ -4,16 +4,22 @@ Every stage is measured alone, then the whole step; the prediction is the table 
 line of JSON per schedule: seconds, and `ratio` = measured / predicted.
 
     python benchmarks/pipeline_time.py [--hidden 512 --layers 8 --microbatches 16]
+
+With `--deferred`: is a step with deferred weight gradients as much faster than one without as the tables say? Both are
+compiled beforehand and run in turn in the same processes, first one, then the other first. Prints the median of the
+rounds' ratios beside that of the predictions from the measured passes.
 """
 
 import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,12 +29,15 @@ from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
 
 CASES = [("1f1b", 1, "replicated"), ("interleaved", 2, "replicated"), ("gpipe", 1, "replicated"), ("1f1b", 1, "split")]
+DEFERRED_CASES = CASES[:2]
 
 
 def work(args: argparse.Namespace, process: int) -> None:
     """One process: measure, and print the figures if it is the first."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
     schedule, chunks, vocabulary = CASES[args.case]
+    figures = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": args.remat}
+    figures |= {"microbatches": args.microbatches}
     config = Config(
         model=ModelConfig(
             num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, sequence_length=args.sequence,
@@ -45,22 +54,78 @@ def work(args: argparse.Namespace, process: int) -> None:
     start(config)
     from megajax.mesh import make_mesh
     from megajax.program.program import Program
+
+    program = Program(config, make_mesh(1, 2, 1))
+    figures |= compare(program, args.rounds) if args.deferred else alone(program)
+    if process == 0:
+        print(json.dumps(figures), flush=True)
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    sync_global_devices("end")  # the first process is the last to go
+
+
+def alone(program: Any) -> dict:
+    """The step of a configuration beside its prediction."""
     from megajax.training.profile import measure
 
-    found = measure(Program(config, make_mesh(1, 2, 1)))
-    if process == 0:
-        times = {
-            name: getattr(value, "tolist", lambda value=value: value)() for name, value in vars(found.times).items()
-        }
-        figures = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": args.remat}
-        figures |= {"microbatches": args.microbatches, "measured": found.step, "predicted": found.predicted}
-        figures |= {"predicted_with_hand_over": found.predicted_with_hand_over, "ratio": found.step / found.predicted}
-        figures |= {
-            "ratio_with_hand_over": found.step / found.predicted_with_hand_over,
-            "bubble": found.bubble,
-            "equal_bubble": found.equal_bubble,
-        }
-        print(json.dumps(figures | {"times": times}), flush=True)
+    found = measure(program)
+    return {
+        "measured": found.step,
+        "predicted": found.predicted,
+        "predicted_with_hand_over": found.predicted_with_hand_over,
+        "ratio": found.step / found.predicted,
+        "ratio_with_hand_over": found.step / found.predicted_with_hand_over,
+        "bubble": found.bubble,
+        "equal_bubble": found.equal_bubble,
+        "times": named(found.times),
+    }
+
+
+def compare(program: Any, rounds: int) -> dict:
+    """A step with deferred weight gradients beside one without, and beside the prediction of their ratio."""
+    import jax
+    import numpy as np
+
+    from megajax.pipeline.timing import wall_time
+    from megajax.program.train_step import loss_and_gradients
+    from megajax.training.profile import measure_passes, synthetic_batch, with_weight_gradients
+
+    programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
+    params, batch, first_step = program.layout.init().params, synthetic_batch(program), np.int32(0)
+    steps = {when: loss_and_gradients(p).lower(params, batch, first_step).compile() for when, p in programs.items()}
+
+    def seconds(when: str) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(steps[when](params, batch, first_step))
+        return time.perf_counter() - began
+
+    def one_round(number: int) -> dict[str, float]:
+        return {when: seconds(when) for when in sorted(steps, reverse=number % 2 == 0)}
+
+    one_round(0)
+    found = [one_round(number) for number in range(rounds // 2)]
+    together, apart = measure_passes(program, params, batch)  # in the middle: the machine changes slowly
+    assert apart is not None
+    found += [one_round(number) for number in range(rounds // 2, rounds)]
+    ratios = sorted(each["deferred"] / each["together"] for each in found)
+    times = {"together": together, "deferred": apart}
+    predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
+    ratio, expected = statistics.median(ratios), predicted["deferred"] / predicted["together"]
+    return {
+        "measured_seconds": {when: statistics.median(each[when] for each in found) for when in programs},
+        "predicted_seconds": predicted,
+        "ratio": ratio,
+        "predicted_ratio": expected,
+        "ratio_over_predicted": ratio / expected,
+        "ratios": ratios,
+        "load": os.getloadavg()[0],
+        "times": {when: named(times[when]) for when in programs},
+    }
+
+
+def named(times: Any) -> dict:
+    """The fields of stages' times, as JSON has them."""
+    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in vars(times).items()}
 
 
 def main() -> None:
@@ -70,6 +135,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--remat", default="none")
+    parser.add_argument("--deferred", action="store_true", help="weight gradients deferred beside together")
+    parser.add_argument("--rounds", type=int, default=12, help="with --deferred")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
@@ -79,7 +146,7 @@ def main() -> None:
     if args.process is not None:
         work(args, args.process)
         return
-    for case in range(len(CASES)):
+    for case in range(len(DEFERRED_CASES if args.deferred else CASES)):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             coordinator = f"localhost:{free.getsockname()[1]}"

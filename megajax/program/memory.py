@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
-from megajax.program.parts import sum_bytes
+from megajax.program.parts import factor_bytes, sum_bytes
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
 
@@ -54,8 +54,9 @@ def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
 
 def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     """Check, before anything is allocated, that the devices of this process can hold what certainly has to be held:
-    weights, optimizer state when training, of one microbatch the logits, the scores of a block of attention and what
-    each layer, or without training one layer, hands to the next. More is needed, so what passes may still not fit.
+    weights, optimizer state when training, the factors of weight gradients that wait, of one microbatch the logits, the
+    scores of a block of attention and what each layer, or without training one layer, hands to the next. More is
+    needed, so what passes may still not fit.
 
     Args:
         program: what is to be run.
@@ -69,6 +70,8 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     parts = kept_bytes(layout)
     if not training:
         parts = {"weights": parts["weights"]}
+    elif program.schedule.deferral is not None:
+        parts["factors that wait"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     there = _device_bytes(devices)

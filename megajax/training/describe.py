@@ -1,4 +1,6 @@
-"""The lines that a run prints before it starts: model, mesh, state, optimizer, data."""
+"""The lines that a run prints before it starts: model, mesh, pipeline, state, optimizer, data."""
+
+import dataclasses
 
 import jax
 
@@ -6,7 +8,9 @@ from megajax.config import Config
 from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
 from megajax.optim.adam import parameter_groups
+from megajax.pipeline.timing import StageTimes, bubble_overhead, wall_time
 from megajax.program.memory import state_bytes
+from megajax.program.parts import factor_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
@@ -19,6 +23,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         _mesh(config),
+        *pipeline_lines(program),
         _state(program),
         _optimizer(program),
         *data.lines(config),
@@ -35,6 +40,36 @@ def _mesh(config: Config) -> str:
         f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
         f"{jax.devices()[0].platform} devices, {jax.process_count()} processes{sequence}"
     )
+
+
+def pipeline_lines(program: Program) -> list[str]:
+    """The schedule, and what deferring the weight gradients saves and costs."""
+    pipeline, pipe, table = program.config.pipeline, program.config.mesh.pipe, program.schedule
+    deferring = pipeline.deferring()
+    if pipe == 1:
+        return (
+            [] if deferring is None else ["pipeline: of one stage, --pipeline.weight-gradients deferred does nothing"]
+        )
+    together = dataclasses.replace(table, deferral=None)
+    chunks = f" x {table.num_chunks} chunks" if table.num_chunks > 1 else ""
+    bubble = f"{bubble_overhead(table):.4f}" + (
+        "" if deferring is None else f" instead of {bubble_overhead(together):.4f}"
+    )
+    lines = [
+        f"pipeline: {pipeline.schedule}, {pipe} stages{chunks}, {table.num_microbatches} microbatches; bubble over "
+        f"ideal {bubble} where forward, input gradient and weight gradient take the same time"
+    ]
+    if deferring is None:
+        return lines
+    most = 2 * (pipe - 1) if deferring.most is None else deferring.most
+    saved = deferring.times.weight_gradient / table.num_chunks / wall_time(together, StageTimes.equal(together))
+    factors = factor_bytes(program) / 2**20
+    lines.append(
+        f"weight gradients: deferred, up to {most} chunks of a stage wait (--pipeline.max-deferred); each saves up to "
+        f"{saved:.2%} of the step and costs {factors:,.1f} MiB, their buffer "
+        f"{table.num_factor_slots * factors:,.1f} MiB"
+    )
+    return lines
 
 
 def _state(program: Program) -> str:

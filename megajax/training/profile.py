@@ -1,27 +1,32 @@
 """`train.py --profile-pipeline`: what each stage's forward and backward take on this machine, and the bubble that
-follows, beside the one predicted from equal stages."""
+follows, beside the one predicted from equal stages; and what deferring the weight gradients would change."""
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from megajax.config import Config
 from megajax.launch import start
+from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.measuring import Part
+from megajax.pipeline.schedule import make_schedule
+from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
 from megajax.processes import is_first_process, of_first_process
 from megajax.program.memory import check_memory
-from megajax.program.parts import one_part
-from megajax.program.program import Program
+from megajax.program.parts import factor_bytes, one_part, residual_bytes
+from megajax.program.program import Batch, Program
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.validation import validate
 
+Tree = Any
 ROUNDS = 5
 SECONDS_PER_MEASUREMENT = 0.2
 
@@ -31,15 +36,17 @@ class Profile:
     """Measured times in seconds.
 
     Attributes:
-        times: of the stages and their chunks, each measured alone, the others idle.
+        times: of the stages and their chunks, each measured alone, the others idle; `backward` with weight gradients.
+        apart: the same with `backward` without weight gradients, which are beside it; None in a pipe of one.
         step: loss and gradients of a whole step with their reduction, without the optimizer.
-        predicted: the step's time that the schedule's table gives for `times`, without the hand-overs.
+        predicted: the step's time that the schedule's table gives for the times of its passes, without the hand-overs.
         predicted_with_hand_over: and with them.
-        bubble: share of pause over the busiest stage's work that follows from `times`, without the hand-overs.
+        bubble: share of pause over the busiest stage's work that follows from them, without the hand-overs.
         equal_bubble: the same for stages that take equally long.
     """
 
     times: StageTimes
+    apart: StageTimes | None
     step: float
     predicted: float
     predicted_with_hand_over: float
@@ -65,30 +72,56 @@ def profile_pipeline(config: Config) -> Profile:
 
 def measure(program: Program) -> Profile:
     """Time every chunk of every stage alone, then the whole step."""
-    schedule, pipe, chunks = program.schedule, program.config.mesh.pipe, program.config.pipeline.chunks
-    params = program.layout.init().params
-    rows = program.local_rows
-    batch = program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
+    schedule, batch, params = program.schedule, synthetic_batch(program), program.layout.init().params
+    times, apart = measure_passes(program, params, batch)
+    whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
+    step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
+    own = times if schedule.deferral is None or apart is None else apart
+    without = dataclasses.replace(own, hand_over=0.0)
+    predicted = wall_time(schedule, without), wall_time(schedule, own)
+    bubbles = bubble_overhead(schedule, without), bubble_overhead(schedule)
+    return Profile(times, apart, statistics.median(step), *predicted, *bubbles)
 
-    def part(name: Part) -> Callable[[int], float]:
+
+def synthetic_batch(program: Program) -> Batch:
+    """A batch of random tokens."""
+    rows = program.local_rows
+    return program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
+
+
+def measure_passes(program: Program, params: Tree, batch: Batch) -> tuple[StageTimes, StageTimes | None]:
+    """`Profile.times` and `Profile.apart`."""
+    pipe, chunks = program.config.mesh.pipe, program.config.pipeline.chunks
+    together = with_weight_gradients(program, "together")
+
+    def part(name: Part, program: Program = together) -> Callable[[int], float]:
         run = one_part(program, name).lower(params, batch, np.int32(0), np.int32(1)).compile()
         return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
 
-    def of_stages(name: Part) -> np.ndarray:
-        seconds = part(name)
+    def of_stages(name: Part, program: Program = together) -> np.ndarray:
+        seconds = part(name, program)
         return np.array([seconds(k) for k in range(chunks * pipe)]).reshape(chunks, pipe)
 
     forward = of_stages("forward")
     backward = np.maximum(of_stages("both") - forward, 0.0)
     parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
-    stages = StageTimes(forward, backward, **{name: part(name)(-1) for name in parts})
-    times = dataclasses.replace(stages, hand_over=part("hand_over")(-1) / 2 if pipe > 1 else 0.0)
-    whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
-    step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
-    predicted = wall_time(schedule, stages), wall_time(schedule, times)
-    return Profile(
-        times, statistics.median(step), *predicted, bubble_overhead(schedule, stages), bubble_overhead(schedule)
-    )
+    times = StageTimes(forward, backward, **{name: part(name)(-1) for name in parts})
+    if pipe == 1:
+        return times, None
+    times = dataclasses.replace(times, hand_over=part("hand_over")(-1) / 2)
+    deferred = with_weight_gradients(program, "deferred")
+    input_gradient = np.maximum(of_stages("both", deferred) - forward, 0.0)
+    weight_gradient = of_stages("weight_gradient", deferred)
+    return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
+
+
+def with_weight_gradients(program: Program, when: Literal["together", "deferred"]) -> Program:
+    """`program` with weight gradients together or deferred."""
+    config = program.config
+    if config.pipeline.weight_gradients == when:
+        return program
+    pipeline = dataclasses.replace(config.pipeline, weight_gradients=when)
+    return Program(dataclasses.replace(config, pipeline=pipeline), program.mesh)
 
 
 def _seconds(run: Callable[[], jax.Array]) -> float:
@@ -110,17 +143,19 @@ def _seconds_per_repeat(run: Callable[[int], jax.Array]) -> float:
 def _report(program: Program, found: Profile) -> list[str]:
     config, schedule, times = program.config, program.schedule, found.times
     pipe, chunks = config.mesh.pipe, config.pipeline.chunks
+    titles = [" forward ms", " backward ms", " input gradient ms", " weight gradient ms"][: len(_passes(found))]
     lines = [
         f"{config.pipeline.schedule}, {pipe} stages, {chunks} chunks each, {schedule.num_microbatches} microbatches of "
         f"{config.train.microbatch}, remat {config.train.remat}, vocabulary "
         + ("split" if config.splits_vocabulary else "replicated"),
-        f"{'stage':<6} {'chunk':<6} {'layers':<7} {'forward ms':>11} {'backward ms':>12}",
+        f"{'stage':<6} {'chunk':<6} {'layers':<7} {' '.join(titles)}",
     ]
     layers = (program.layout.placement.layer_index >= 0).sum(-1)
     for stage in range(pipe):
         for chunk in range(chunks):
-            forward, backward = 1e3 * times.forward[chunk, stage], 1e3 * times.backward[chunk, stage]
-            lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7} {forward:>11.3f} {backward:>12.3f}")
+            passes = [array[chunk, stage] for array in _passes(found)]
+            row = "".join(f" {1e3 * seconds:>{len(title)}.3f}" for seconds, title in zip(passes, titles, strict=True))
+            lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7}{row}")
     if config.splits_vocabulary:
         lines.append(
             f"all stages together: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} ms, "
@@ -139,6 +174,48 @@ def _report(program: Program, found: Profile) -> list[str]:
             f"with them {1e3 * found.predicted_with_hand_over:.1f} ms, "
             f"ratio {found.step / found.predicted_with_hand_over:.3f}"
         )
+    lines += _deferral(program, found)
     if config.simulate_devices > 1 and pipe > 1:
         lines.append("simulated devices share this machine's cores: a measured step is not that of a real pipe")
     return lines
+
+
+def _passes(found: Profile) -> list[np.ndarray]:
+    """Of a chunk of a stage: forward, backward, and apart the two halves of the backward."""
+    apart = [] if found.apart is None else [found.apart.backward, np.asarray(found.apart.weight_gradient)]
+    return [found.times.forward, found.times.backward, *apart]
+
+
+def _deferral(program: Program, found: Profile) -> list[str]:
+    """What deferred weight gradients would change, for several limits."""
+    if found.apart is None:
+        return ["deferred weight gradients (--pipeline.weight-gradients deferred) do nothing in a pipe of one"]
+    pipeline = program.config.pipeline
+    deferred = with_weight_gradients(program, "deferred")
+    residuals, factors = residual_bytes(deferred) / 2**20, factor_bytes(deferred) / 2**20
+    together = wall_time(_table(program, None), found.times)
+    helpful = 2 * (program.config.mesh.pipe - 1)
+    limits = {0, helpful, helpful if pipeline.max_deferred < 0 else pipeline.max_deferred}
+    limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
+    lines = [
+        f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are computed, beside "
+        f"{residuals:,.1f} MiB until its backward; from the table and the passes' times, with hand-overs:",
+        f"{'max-deferred':<13} {'step ms':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
+        f"{'together':<13} {1e3 * together:>8.1f} {1:>12.3f} {0:>12.2f} "
+        f"{_table(program, None).num_slots * residuals:>14.2f}",
+    ]
+    for most in sorted(limits):
+        table = _table(program, most)
+        seconds = wall_time(table, found.apart)
+        lines.append(
+            f"{most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} {table.num_factor_slots * factors:>12.2f} "
+            f"{table.num_slots * residuals:>14.2f}"
+        )
+    return lines
+
+
+def _table(program: Program, most: int | None) -> Schedule:
+    """The step's table with weight gradients together, or with `most` of a stage's chunks that may wait for them."""
+    pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
+    deferring = None if most is None else Deferring(most=most)
+    return make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)

@@ -34,22 +34,34 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
     "flags",
     [
         "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4",
-        pytest.param("--pipeline.vocabulary split --train.remat stage", marks=pytest.mark.full),
+        pytest.param(
+            "--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_profile(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; no run."""
+    """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; what
+    deferred weight gradients would change; no run."""
     monkeypatch.setattr(profile, "ROUNDS", 1)
     monkeypatch.setattr(profile, "SECONDS_PER_MEASUREMENT", 0.01)
     arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, *flags.split())
     done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
     lines = done.out.splitlines()
-    rows = [line.split() for line in lines[2:] if line[0].isdigit()]
+    limits = next(i for i, line in enumerate(lines) if line.startswith("max-deferred"))
+    rows = [line.split() for line in lines[2:limits] if line[0].isdigit()]
     expected = [["0", "0", "1"], ["0", "1", "1"], ["1", "0", "1"], ["1", "1", "1"]]
     assert [row[:3] for row in rows] == (expected if "interleaved" in flags else [["0", "0", "2"], ["1", "0", "1"]])
-    assert all(float(time) >= 0 for row in rows for time in row[3:5]) and any(float(row[3]) > 0 for row in rows)
+    assert {len(row) for row in rows} == {7} and all(float(time) >= 0 for row in rows for time in row[3:])
+    assert any(float(row[3]) > 0 for row in rows) and any(float(row[6]) > 0 for row in rows)
     bubble = next(line for line in lines if line.startswith("bubble over ideal"))
-    predicted = (2 - 1) / (2 * 8) if "interleaved" in flags else (2 - 1) / 8
-    assert f"{predicted:.4f} predicted for equal stages" in bubble and f"= {predicted:.4f})" in bubble
+    published = (2 - 1) / (2 * 8) if "interleaved" in flags else (2 - 1) / 8
+    predicted = published / 3 if "deferred" in flags else published
+    assert f"{predicted:.4f} predicted for equal stages" in bubble and f"= {published:.4f})" in bubble
+    together, *deferred = [line.split() for line in lines[limits + 1 : limits + 5]]
+    assert together[0] == "together" and together[2:4] == ["1.000", "0.00"]
+    assert [row[0] for row in deferred] == ["0", "1", "2"]
+    kept = [float(row[3]) for row in deferred]
+    assert 0 < kept[0] < kept[1] < kept[2] and len({row[4] for row in (together, *deferred)}) == 1
     assert any("all stages together: embedding" in line for line in lines) == ("split" in flags)
