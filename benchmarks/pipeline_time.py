@@ -6,8 +6,8 @@ line of JSON per schedule: seconds, and `ratio` = measured / predicted.
     python benchmarks/pipeline_time.py [--hidden 512 --layers 8 --microbatches 16]
 
 With `--deferred`: is a step with deferred weight gradients as much faster than one without as the tables say? Both are
-compiled beforehand and run in turn in the same processes, first one, then the other first. Prints the median of the
-rounds' ratios beside that of the predictions from the measured passes.
+compiled beforehand and run in turn in the same processes, first one, then the other first, and between them all passes.
+Prints the median of the rounds' ratios beside that of the predictions from the same rounds' passes.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def compare(program: Any, rounds: int) -> dict:
 
     from megajax.pipeline.timing import wall_time
     from megajax.program.train_step import loss_and_gradients
-    from megajax.training.profile import measure_passes, synthetic_batch, with_weight_gradients
+    from megajax.training.profile import Passes, synthetic_batch, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
     params, batch, first_step = program.layout.init().params, synthetic_batch(program), np.int32(0)
@@ -99,27 +99,43 @@ def compare(program: Any, rounds: int) -> dict:
         jax.block_until_ready(steps[when](params, batch, first_step))
         return time.perf_counter() - began
 
-    def one_round(number: int) -> dict[str, float]:
-        return {when: seconds(when) for when in sorted(steps, reverse=number % 2 == 0)}
+    def one_round(number: int) -> dict[str, Any]:
+        """The steps' times and those that the passes, measured between them, predict."""
+        first, second = sorted(steps, reverse=number % 2 == 0)
+        measured = {first: seconds(first)}
+        together, apart = passes.measure(1)
+        measured[second] = seconds(second)
+        assert apart is not None
+        times = {"together": together, "deferred": apart}
+        predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
+        ratios = measured["deferred"] / measured["together"], predicted["deferred"] / predicted["together"]
+        return {"measured": measured, "predicted": predicted, "times": times, "ratios": ratios}
 
-    one_round(0)
-    found = [one_round(number) for number in range(rounds // 2)]
-    together, apart = measure_passes(program, params, batch)  # in the middle: the machine changes slowly
-    assert apart is not None
-    found += [one_round(number) for number in range(rounds // 2, rounds)]
-    ratios = sorted(each["deferred"] / each["together"] for each in found)
-    times = {"together": together, "deferred": apart}
-    predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
-    ratio, expected = statistics.median(ratios), predicted["deferred"] / predicted["together"]
+    for when in steps:
+        seconds(when)
+    passes = Passes(program, params, batch)
+    found = [one_round(number) for number in range(rounds)]
+
+    def medians(name: str) -> dict[str, float]:
+        return {when: statistics.median(each[name][when] for each in found) for when in programs}
+
+    measured, expected = (statistics.median(each["ratios"][i] for each in found) for i in range(2))
+    times = {
+        when: {
+            name: np.median([value[name] for value in (named(each["times"][when]) for each in found)], axis=0).tolist()
+            for name in ("forward", "backward", "weight_gradient", "hand_over")
+        }
+        for when in programs
+    }
     return {
-        "measured_seconds": {when: statistics.median(each[when] for each in found) for when in programs},
-        "predicted_seconds": predicted,
-        "ratio": ratio,
+        "measured_seconds": medians("measured"),
+        "predicted_seconds": medians("predicted"),
+        "ratio": measured,
         "predicted_ratio": expected,
-        "ratio_over_predicted": ratio / expected,
-        "ratios": ratios,
+        "ratio_over_predicted": measured / expected,
+        "ratios": [each["ratios"] for each in found],
         "load": os.getloadavg()[0],
-        "times": {when: named(times[when]) for when in programs},
+        "times": times,
     }
 
 

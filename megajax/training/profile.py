@@ -4,7 +4,7 @@ follows, beside the one predicted from equal stages; and what deferring the weig
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ def profile_pipeline(config: Config) -> Profile:
 def measure(program: Program) -> Profile:
     """Time every chunk of every stage alone, then the whole step."""
     schedule, batch, params = program.schedule, synthetic_batch(program), program.layout.init().params
-    times, apart = measure_passes(program, params, batch)
+    times, apart = Passes(program, params, batch).measure(ROUNDS)
     whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
     step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
     own = times if schedule.deferral is None or apart is None else apart
@@ -89,30 +89,47 @@ def synthetic_batch(program: Program) -> Batch:
     return program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
 
 
-def measure_passes(program: Program, params: Tree, batch: Batch) -> tuple[StageTimes, StageTimes | None]:
-    """`Profile.times` and `Profile.apart`."""
-    pipe, chunks = program.config.mesh.pipe, program.config.pipeline.chunks
-    together = with_weight_gradients(program, "together")
+class Passes:
+    """The passes of a step, compiled to be repeated."""
 
-    def part(name: Part, program: Program = together) -> Callable[[int], float]:
-        run = one_part(program, name).lower(params, batch, np.int32(0), np.int32(1)).compile()
-        return lambda k: _seconds_per_repeat(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
+    def __init__(self, program: Program, params: Tree, batch: Batch):
+        self.pipe, self.chunks = program.config.mesh.pipe, program.config.pipeline.chunks
+        together, deferred = with_weight_gradients(program, "together"), with_weight_gradients(program, "deferred")
+        stages = range(self.chunks * self.pipe)
+        self.timers: dict[str, list[Callable[[], float]]] = {}
 
-    def of_stages(name: Part, program: Program = together) -> np.ndarray:
-        seconds = part(name, program)
-        return np.array([seconds(k) for k in range(chunks * pipe)]).reshape(chunks, pipe)
+        def add(name: str, part: Part, of: Program = together, stages: Iterable[int] = stages) -> None:
+            run = one_part(of, part).lower(params, batch, np.int32(0), np.int32(1)).compile()
 
-    forward = of_stages("forward")
-    backward = np.maximum(of_stages("both") - forward, 0.0)
-    parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
-    times = StageTimes(forward, backward, **{name: part(name)(-1) for name in parts})
-    if pipe == 1:
-        return times, None
-    times = dataclasses.replace(times, hand_over=part("hand_over")(-1) / 2)
-    deferred = with_weight_gradients(program, "deferred")
-    input_gradient = np.maximum(of_stages("both", deferred) - forward, 0.0)
-    weight_gradient = of_stages("weight_gradient", deferred)
-    return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
+            def timer(k: int) -> Callable[[], float]:
+                return _timer(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
+
+            self.timers[name] = [timer(k) for k in stages]
+
+        add("forward", "forward")
+        add("both", "both")
+        parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
+        parts += ("hand_over",) if self.pipe > 1 else ()
+        for part in parts:
+            add(part, part, stages=[-1])
+        if self.pipe > 1:
+            add("both_apart", "both", deferred)
+            add("weight_gradient", "weight_gradient", deferred)
+
+    def measure(self, rounds: int) -> tuple[StageTimes, StageTimes | None]:
+        """`Profile.times` and `Profile.apart`, medians of rounds over all passes, so that all see the same machine."""
+        samples = [{name: [timer() for timer in row] for name, row in self.timers.items()} for _ in range(rounds)]
+        found = {name: np.median([sample[name] for sample in samples], axis=0) for name in self.timers}
+        shape = self.chunks, self.pipe
+        ends = {name: float(found[name][0]) for name in ("embed", "head", "embed_backward") if name in found}
+        forward, both = found["forward"].reshape(shape), found["both"].reshape(shape)
+        times = StageTimes(forward, np.maximum(both - forward, 0.0), **ends)
+        if self.pipe == 1:
+            return times, None
+        times = dataclasses.replace(times, hand_over=float(found["hand_over"][0]) / 2)
+        input_gradient = np.maximum(found["both_apart"].reshape(shape) - forward, 0.0)
+        weight_gradient = found["weight_gradient"].reshape(shape)
+        return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
 
 
 def with_weight_gradients(program: Program, when: Literal["together", "deferred"]) -> Program:
@@ -130,14 +147,13 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
     return time.perf_counter() - began
 
 
-def _seconds_per_repeat(run: Callable[[int], jax.Array]) -> float:
-    """Time of one repeat, without what a call costs by itself."""
+def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
+    """What takes the time of one repeat, without what a call costs by itself."""
     _seconds(lambda: run(1))
     once = max(1e-6, _seconds(lambda: run(2)) / 2)
     # All processes have to agree on it.
     repeats = of_first_process(max(1, round(SECONDS_PER_MEASUREMENT / once)))
-    pairs = [(_seconds(lambda: run(1 + repeats)), _seconds(lambda: run(1))) for _ in range(ROUNDS)]
-    return statistics.median(max(0.0, long - short) / repeats for long, short in pairs)
+    return lambda: max(0.0, _seconds(lambda: run(1 + repeats)) - _seconds(lambda: run(1))) / repeats
 
 
 def _report(program: Program, found: Profile) -> list[str]:
