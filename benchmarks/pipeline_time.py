@@ -11,6 +11,7 @@ Prints the median of the rounds' ratios beside that of the predictions from the 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -171,11 +172,16 @@ def main() -> None:
             subprocess.Popen([*command, "--process", str(i)], stdout=None if i == 0 else subprocess.DEVNULL)
             for i in range(2)
         ]
-        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        first, second = processes
+        while first.poll() is None and not second.poll():
             time.sleep(0.2)
-        if any(process.poll() != 0 for process in processes):
-            for process in processes:
-                process.kill()
+        failed = first.poll() != 0
+        if not failed:  # the figures are printed; the second may lose its coordinator while it ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                second.wait(timeout=10)
+        for process in processes:
+            process.kill()
+        if failed:
             sys.exit(f"{command[2:]}: a process failed")
 
 
