@@ -61,13 +61,12 @@ def pipeline_lines(program: Program) -> list[str]:
     ]
     if deferring is None:
         return lines
-    most = 2 * (pipe - 1) if deferring.most is None else deferring.most
     saved = deferring.times.weight_gradient / table.num_chunks / wall_time(together, StageTimes.equal(together))
     factors = factor_bytes(program) / 2**20
     lines.append(
-        f"weight gradients: deferred, up to {most} chunks of a stage wait (--pipeline.max-deferred); each saves up to "
-        f"{saved:.2%} of the step and costs {factors:,.1f} MiB, their buffer "
-        f"{table.num_factor_slots * factors:,.1f} MiB"
+        f"weight gradients: deferred, up to {deferring.waiting(pipe)} chunks of a stage wait "
+        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and costs {factors:,.1f} MiB, their "
+        f"buffer {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines
 

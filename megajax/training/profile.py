@@ -211,7 +211,7 @@ def _deferral(program: Program, found: Profile) -> list[str]:
     residuals, factors = residual_bytes(deferred) / 2**20, factor_bytes(deferred) / 2**20
     together = wall_time(_table(program, None), found.times)
     helpful = 2 * (program.config.mesh.pipe - 1)
-    limits = {0, helpful, helpful if pipeline.max_deferred < 0 else pipeline.max_deferred}
+    limits = {0, helpful, min(helpful, pipeline.max_deferred) if pipeline.max_deferred >= 0 else helpful}
     limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
     lines = [
         f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are computed, beside "
