@@ -154,9 +154,8 @@ def test_the_bubble_is_the_published_one(name, p, v):
         assert bubble_overhead(schedule) == pytest.approx((p - 1) / (v * m), rel=1e-12)
         assert published_bubble(name, p, m, v) == (p - 1) / (v * m)
         assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(3 * (m + (p - 1) / v), rel=1e-12)
-        assert wall_time(schedule, StageTimes.equal(schedule, PassTimes(5, 2, 2))) == pytest.approx(
-            9 * (m + (p - 1) / v), rel=1e-12
-        )
+        times = StageTimes.equal(schedule, PassTimes(5, 2, 2))
+        assert wall_time(schedule, times) == pytest.approx(9 * (m + (p - 1) / v), rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "p", "v"), GRID)
