@@ -1,0 +1,70 @@
+"""What a program communicates, from its jaxpr: nothing runs, nothing is compiled."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "ppermute": "permute",
+    "all_to_all": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication in a program.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter, permute or all-to-all.
+        axes: mesh axes it runs over.
+        shapes: shapes of its operands on one device.
+        num_bytes: bytes of its operands on one device.
+        count: how often it runs, from the lengths of the scans around it; every branch of a conditional counts as
+        taken, and a loop of unknown length, as that of deferred weight gradients, as run once.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    count: int
+
+
+def collectives(function: Callable, *args: Any) -> list[Collective]:
+    """Communication of `function(*args)`; the arguments may be `ShapeDtypeStruct`."""
+    return collectives_of(jax.make_jaxpr(function)(*args))
+
+
+def collectives_of(traced: ClosedJaxpr) -> list[Collective]:
+    """Communication of a function that was traced."""
+    return list(_walk(traced.jaxpr, 1))
+
+
+def _walk(jaxpr: Jaxpr, count: int) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            avals: list[Any] = [var.aval for var in eqn.invars]
+            num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+            yield Collective(COLLECTIVES[name], axes, tuple(aval.shape for aval in avals), num_bytes, count)
+        inner = count * eqn.params["length"] if name == "scan" else count
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, ClosedJaxpr):
+                    yield from _walk(part.jaxpr, inner)
+                elif isinstance(part, Jaxpr):
+                    yield from _walk(part, inner)

@@ -1,0 +1,70 @@
+"""Losses and gradients of a few training steps, in a form that does not depend on the mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.config import Config
+from megajax.program.program import Program
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Losses and gradients of a few training steps, before each step's update.
+
+    Attributes:
+        losses: one per step.
+        gradients: per step, leaf name -> array in natural form (layers `[L, …]`).
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, np.ndarray]]
+
+
+def trace(
+    config: Config,
+    steps: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    natural: TrainState | None = None,
+    quick_compile: bool = False,
+) -> Trace:
+    """Train `config` for `steps` steps on random batches.
+
+    Args:
+        config: its mesh is made of the first devices.
+        steps: how many.
+        devices: all there are if None.
+        natural: the state to begin with, in mesh-independent form; a fresh one if None.
+        quick_compile: leave the CPU's machine code unoptimised.
+    """
+    size = config.mesh
+    devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
+    program = Program.on(config, devices)
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
+    state = program.layout.init(options) if natural is None else program.layout.from_natural(natural)
+    losses, gradients = [], []
+    train_step = None
+    for step in range(steps):
+        rows = program.local_rows
+        local = {name: array[rows] for name, array in random_batch(config, step).items()}
+        batch = program.put_batch(local, rows)
+        train_step = train_step or train_step_with_gradients(program).lower(state, batch).compile(options)
+        state, metrics, grads = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))
+    return Trace(losses, gradients)
+
+
+def named_leaves(tree: Tree) -> dict[str, np.ndarray]:
+    """Leaves by path: `blocks/mlp/up/weight`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}
