@@ -20,7 +20,7 @@ from megajax.parallel.collectives import DATA, PIPE, TENSOR
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.shapes import Placed, held
-from megajax.plan.sizes import ONCE, Shape, Sizes, Times
+from megajax.plan.sizes import ONCE, Shape, Sizes, Times, settled_microbatches
 from megajax.program.communication import Collective
 from megajax.program.program import batch_form
 
@@ -197,7 +197,9 @@ class _Step(Sizes):
             return
         pipeline, deferring = self.config.pipeline, self.config.pipeline.deferring()
         assert deferring is not None
-        table = pipeline.schedule, self.config.mesh.pipe, self.microbatches, pipeline.chunks, deferring
+        pipe, name = self.config.mesh.pipe, pipeline.schedule
+        settled = settled_microbatches(name, pipe, self.microbatches)
+        table = name, pipe, settled, pipeline.chunks, deferring
         times = Times(_loops_of_weight_gradients(*table) * self.of_layer.count, self.of_layer.sent)
         for _ in range(2 if self.regathers else 0):
             yield from self._enter("weight gradients: inputs", times)

@@ -73,6 +73,12 @@ def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Defe
     return make_schedule(name, pipe, microbatches, chunks, deferring)
 
 
+@lru_cache(maxsize=1024)
+def _layers(placement: Placement) -> np.ndarray:
+    """How many layers every chunk of every stage has, [chunks, stages]."""
+    return (placement.layer_index >= 0).sum(axis=2).astype(float)
+
+
 @dataclass(frozen=True)
 class _Visit:
     """What a stage does with a microbatch and one layer, or at an end: computing, and collectives that nothing
@@ -120,8 +126,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the stage that works longest, what it waits, hand-overs; and
         what share it waits."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        placement = Placement(self.config.model.num_layers, pipe, pipeline.chunks)
-        layers = (placement.layer_index >= 0).sum(axis=2).astype(float)  # [chunks, stages]
+        layers = _layers(Placement(self.config.model.num_layers, pipe, pipeline.chunks))
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:
@@ -207,9 +212,9 @@ class StepModel:
         known = published_bubble(*shape) is not None
         if not known or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
-        passes = [
-            float(np.asarray(each).sum(0).mean()) for each in (times.forward, times.backward, times.weight_gradient)
-        ]
+        passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
         deferring = pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None
         waits = deferred_bubble(*shape, deferring) if deferring is not None else None
-        return full + ((p - 1) * sum(passes) / v if waits is None else waits)
+        if waits is None:  # of fewer microbatches than stages, which go round the pipe one after the other
+            waits = sum(passes) * ((p - 1) / v if m >= p or v == 1 else p - m + (m - 1) / v)
+        return full + waits
