@@ -6,8 +6,8 @@ where it is computed; docs/plan.md has a table of how far it is from them.
 
 **CPUs compute in fp32 what is in half precision**, and XLA moves the conversions. Those of bf16 it takes out of the
 loop over layers, so that the weights of a chunk and all that is kept of it are there once more in fp32, and those of
-the ends twice, outside of the loop over microbatches; a buffer that a conditional writes to is copied. fp16 it converts layer by
-layer. GPUs compute in half precision and hold nothing twice.
+the ends twice, outside of the loop over microbatches; a buffer that a conditional writes to is copied.
+fp16 it converts layer by layer. GPUs compute in half precision and hold nothing twice.
 
 Letters: as `plan/activations.py`.
 """
