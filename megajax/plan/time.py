@@ -1,9 +1,10 @@
 """How long a training step takes on a machine, by a model: arithmetic on a configuration, nothing runs.
 
 A stage's forward and backward of a microbatch are its layers' products, attention and traffic of memory
-(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these by its table
-(`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every rate is in
-`plan/machines.py`; what was calibrated on what, and how far predictions are from published figures: docs/plan-time.md.
+(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these
+by its table (`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every
+rate is in `plan/machines.py`; what was calibrated on what, and how far predictions are from published figures:
+docs/plan-time.md.
 """
 
 from collections import defaultdict
@@ -135,7 +136,7 @@ class StepModel:
             backwards[-1, -1] += self._ends["head"].total
         if not sizes.defers:
             backwards, laters = backwards + laters, 0.0 * laters
-        hand_over = self._hand_over(min(forwards.mean(), backwards.mean()))
+        hand_over = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
         times = StageTimes(forwards, backwards, laters, hand_over=hand_over, **together)
         working = m * ((forwards + backwards + laters).sum(0) + sum(together.values()))
         busiest, busy = int(working.argmax()), float(working.max())
