@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import MeshConfig
 from megajax.presets import load_preset, preset_names, resolve
 from megajax.validation import nearest_mesh
 
+ROOT = Path(__file__).resolve().parents[1]
 MESHES = (3, 2, 2), (2, 5, 4), (1, 3, 8)
 
 
