@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Sequence
 
+from megajax.commands import plan_search
 from megajax.config import Config
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
@@ -35,11 +36,17 @@ def main(argv: Sequence[str]) -> None:
     add_flag(parser, _GPU, _GPU.default)
     parser.add_argument("--no-compile", action="store_true", help="figures of the model alone, at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan_search.add_flags(parser)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
-    config = resolve(load_preset(args.preset), parser.overrides(args))
+    plan_search.check_flags(args)
+    preset, given = load_preset(args.preset), parser.overrides(args)
+    config = resolve(preset, given)
     machine = machine_of(getattr(args, "gpu", _GPU.default))
     peak_of(machine, config.precision)
+    if args.search:
+        plan_search.print_search(args, config, resolve(preset, {}), machine, given)
+        return
     validate_imagined(config)
     imagine_devices(config)
 
