@@ -155,9 +155,10 @@ def _memory(plan: Plan) -> list[str]:
     if compiled is None or plan.expected is None:
         return [*lines, "  compiled for nothing: these are a model's figures (docs/plan.md)"]
     ratio = plan.expected.of_step / max(1, compiled.temporaries)
+    lines.append("  layers as one scan; unrolled ones, the default on GPUs, keep more (docs/plan.md)")
     return [
         *lines,
-        f"  compiled by {compiled.compiler}, layers scanned: {compiled.state / _GIB:.3f} state and batch, "
+        f"  compiled by {compiled.compiler}: {compiled.state / _GIB:.3f} state and batch, "
         f"{compiled.temporaries / _GIB:.3f} beside it; the model says {plan.expected.of_step / _GIB:.3f} for these "
         f"({ratio:.2f})",
     ]
