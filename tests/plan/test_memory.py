@@ -37,6 +37,7 @@ def test_the_state_is_exact(mesh, options) -> None:
     }
 
 
+@pytest.mark.full
 def test_it_is_what_live_arrays_have() -> None:
     """On one device of a mesh, batch included."""
     config = tiny_config((2, 2, 2), precision="bf16", num_layers=5)
