@@ -20,6 +20,7 @@ from megajax.runs.parts import check_outside_runs
 _DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
 _BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
 _COMPILED = 2  # of the best
+_MOST_SIMULATED = 1024  # devices; more take JAX minutes
 _FORMATS = (".png", ".svg")
 
 
@@ -65,7 +66,7 @@ def print_search(
         _check_plot(plot)
     imagine_devices(dataclasses.replace(config, mesh=MeshConfig(data=devices)))
 
-    from megajax.plan.compiled import MOST_SIMULATED, compiled_step
+    from megajax.plan.compiled import compiled_step
     from megajax.plan.h200 import compiles_for
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
@@ -74,7 +75,7 @@ def print_search(
     count = getattr(args, "best", _BEST.default)
     found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
     compiled = []
-    if not args.no_compile and devices <= MOST_SIMULATED:
+    if not args.no_compile and devices <= _MOST_SIMULATED:
         gpus = compiles_for(machine.name)
         compiled = [compiled_step(_scanned(each.config), gpus=gpus) for each in found.best[:_COMPILED]]
     if plot:

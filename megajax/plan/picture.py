@@ -20,7 +20,7 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 6.5), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     fastest, by_tensor = found.fitting[0].seconds, dict[int, list[Candidate]]()
