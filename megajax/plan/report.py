@@ -1,6 +1,7 @@
 """A plan in words and as figures: what a training step needs of every device, and how long it takes."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from megajax.backend import CPU, GPU, Backend
@@ -42,16 +43,16 @@ class Plan:
     seconds: float
     peak_bytes: int
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """By the model, on a device."""
         return memory(self.config, backend_of(self.machine))
 
-    @property
+    @cached_property
     def time(self) -> StepTime:
         return step_time(self.config, self.machine)
 
-    @property
+    @cached_property
     def communication(self) -> dict[tuple[str, str], tuple[int, int]]:
         """By axes and kind, how many collectives the device that sends most takes part in, and the bytes it has of
         their operands; over axes of one device nothing is sent."""
@@ -69,14 +70,14 @@ class Plan:
         """Of a step, as the model's arithmetic is counted (`models/family.step_flops`)."""
         return step_flops(self.config.model, self.config.train.global_batch)
 
-    @property
+    @cached_property
     def expected(self) -> Memory | None:
         """What the model says for the devices that were compiled for."""
         if self.compiled is None:
             return None
         return memory(self.config, GPU if self.compiled.gpus else CPU)
 
-    @property
+    @cached_property
     def as_traced(self) -> bool | None:
         """Whether the theory of communication is what the traced step has; None if none was traced."""
         if self.compiled is None:

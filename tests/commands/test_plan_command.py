@@ -19,7 +19,7 @@ SMALL += ["--model.dropout", "0", "--precision", "fp32", "--train.remat", "none"
 @pytest.fixture(autouse=True)
 def _devices_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests have eight simulated devices already."""
-    monkeypatch.setattr(command, "imagine_devices", lambda config: None)
+    monkeypatch.setattr(command, "imagine_devices", lambda config, count=None: None)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
