@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from megajax.commands import plan_search
-from megajax.config import Config
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import Option
