@@ -7,6 +7,7 @@ import jax
 
 from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
+from megajax.verify.fold import shown, sizes_of
 from megajax.verify.run import Run, run
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
@@ -20,10 +21,11 @@ def check(
     steps: int = STEPS,
     own_precision: bool = True,
     quick_compile: bool = True,
+    on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
-    """Hold `config`, which is small already, on its mesh against one device in fp64: both in fp64, and the mesh in the
-    precision of the configuration.
+    """Hold `config`, which is small already, on its mesh against one device in fp64: in fp64, and in the precision of
+    the configuration.
 
     Args:
         config: with the mesh to check.
@@ -31,17 +33,21 @@ def check(
         steps: how many; one more is run that overflows.
         own_precision: whether to check it too, where it is not fp64.
         quick_compile: leave the CPU's machine code unoptimised.
+        on_start: is called with what is run next.
         on_finding: is called with everything that was checked, as soon as it was.
     """
     devices = list(jax.devices() if devices is None else devices)
+    options = {"steps": steps, "quick_compile": quick_compile}
+    mesh = shown(sizes_of(config.mesh))
 
     def findings() -> Iterator[Finding]:
-        reference = run(one_device(config), devices, steps, with_fresh=True, quick_compile=quick_compile)
-        in_fp64 = run(exact(config), devices, steps, with_fresh=True, quick_compile=quick_compile)
-        yield from same_on_mesh(reference, in_fp64)
-        yield from _all_of(reference, in_fp64)
+        on_start("one device, fp64")
+        reference = run(one_device(config), devices, with_fresh=True, **options)
+        on_start(f"{mesh}, fp64")
+        yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
-            yield from _all_of(reference, run(config, devices, steps, quick_compile=quick_compile))
+            on_start(f"{mesh}, {config.precision}")
+            yield from held_against(reference, run(config, devices, **options))
 
     found = []
     for finding in findings():
@@ -50,7 +56,10 @@ def check(
     return Verdict(tuple(found))
 
 
-def _all_of(reference: Run, other: Run) -> Iterator[Finding]:
+def held_against(reference: Run, other: Run) -> Iterator[Finding]:
+    """Everything that is checked of a run."""
+    if other.fresh:
+        yield from same_on_mesh(reference, other)
     yield from compare_runs(reference, other)
     if other.config.precision == "fp16":
         yield loss_scales(other)
