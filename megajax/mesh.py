@@ -1,5 +1,6 @@
 """The device mesh, and the one table that maps the logical dims of weights to its axes."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -71,12 +72,19 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
     return spec
 
 
-def shard_over_data(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """`spec` of a weight with `data` added on the largest dim that it divides (ZeRO): a free one, else one that is
-    split already. The same spec where it divides none."""
+def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a device's part of an array, on a mesh of axes of these sizes, which divide it."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    local = NamedSharding(mesh, spec).shard_shape(tuple(shape))
-    divisible = [dim for dim, size in enumerate(local) if size % mesh.shape[DATA] == 0 and mesh.shape[DATA] > 1]
+    parts = (math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry))) for entry in entries)
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+
+def shard_over_data(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` of a weight with `data` added on the largest dim that it divides (ZeRO): a free one, else one that is
+    split already. The same spec where it divides none. `sizes` are those of the mesh's axes."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    local = local_shape(spec, shape, sizes)
+    divisible = [dim for dim, size in enumerate(local) if size % sizes[DATA] == 0 and sizes[DATA] > 1]
     free = [dim for dim in divisible if entries[dim] is None]
     if divisible:
         dim = max(free or divisible, key=lambda dim: local[dim])

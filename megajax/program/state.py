@@ -102,7 +102,9 @@ class StateLayout:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes["blocks"]
             ),
         }
-        sharded = _map_specs(lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh), unsharded, one_layer)
+        sharded = _map_specs(
+            lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh.shape), unsharded, one_layer
+        )
         owned = sharded if zero else unsharded
         params = sharded if zero == 3 else unsharded
         dims = _map_specs(_data_dim, sharded, one_layer)

@@ -1,0 +1,157 @@
+"""The weights of a model as plain numbers, and what a device of a mesh has of each: no program, no mesh, no device.
+
+What a weight's dims are called is asked of the model once (`weights`); where they go is the table of `megajax/mesh.py`,
+as for the state itself (`program/state.py`).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import jax
+from jax.sharding import PartitionSpec
+
+from megajax.backend import CPU
+from megajax.config import Config
+from megajax.mesh import dim_over, local_shape, mesh_spec, partly_used, rules_of, shard_over_data
+from megajax.models.config import ModelConfig
+from megajax.models.family import CutModel
+from megajax.parallel.borders import Borders
+from megajax.parallel.collectives import DATA, PIPE, TENSOR
+from megajax.pipeline.placement import Placement
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a model, on no mesh.
+
+    Attributes:
+        path: its name, from `shared`, those of the ends, or `blocks`, those of the layers.
+        shape: of all of it; of a layer's, in one layer.
+        dims: the logical name of every dim (`megajax/mesh.py`).
+        stacked: whether it is a layer's.
+    """
+
+    path: tuple[str, ...]
+    shape: Shape
+    dims: tuple[str | None, ...]
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight on a mesh.
+
+    Attributes:
+        weight: which.
+        spec: mesh axes of its dims, without ZeRO and without the dims that staged layers have before them.
+        whole: shape on a device without ZeRO; of a layer's, in one layer.
+        data_dim: the dim of `whole` that ZeRO divides over `data`; None where `data` has one device or divides none.
+        shard: shape on a device where it is divided; `whole` where it cannot be.
+        copies: how many layers' a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends.
+        partly_used: whether every device of a tensor group has it whole and computes with a part (`mesh.partly_used`).
+    """
+
+    weight: Weight
+    spec: PartitionSpec
+    whole: Shape
+    data_dim: int | None
+    shard: Shape
+    copies: int
+    partly_used: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers on a device, all its layers', not divided over `data`."""
+        return self.copies * math.prod(self.whole)
+
+    @property
+    def shard_size(self) -> int:
+        """Numbers on a device, all its layers', divided over `data`."""
+        return self.copies * math.prod(self.shard)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a device has of every weight of a configuration.
+
+    Attributes:
+        weights: all of them, in the order of the program's trees.
+        zero: what is divided over `data` (docs/memory.md).
+    """
+
+    weights: tuple[Placed, ...]
+    zero: int
+
+    @property
+    def computed(self) -> int:
+        """Numbers that layers compute with: `TrainState.params`."""
+        return sum(placed.shard_size if self.zero == 3 else placed.size for placed in self.weights)
+
+    @property
+    def owned(self) -> int:
+        """Numbers of which a device has the main weights, both moments and the reduced gradients."""
+        return sum(placed.shard_size if self.zero else placed.size for placed in self.weights)
+
+
+def weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """All weights of a model; the same on every mesh."""
+    return _weights(replace(model, dropout=0.0, scan_layers="auto"))  # they do not depend on these
+
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelConfig) -> tuple[Weight, ...]:
+    any_backend = CPU  # the weights are the same on all
+    cut = CutModel(model, Borders(), any_backend)
+    specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    found = []
+    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(cut.shapes)[0], specs, strict=True):
+        names = tuple(str(key.key) for key in path)
+        stacked = names[0] == "blocks"
+        dims = (*spec, *[None] * (leaf.ndim - len(spec)))
+        found.append(Weight(names, leaf.shape[1:] if stacked else leaf.shape, dims[1:] if stacked else dims, stacked))
+    return tuple(found)
+
+
+def held(config: Config) -> Held:
+    """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
+    mesh, pipeline = config.mesh, config.pipeline
+    placed = _placed(
+        weights(config.model),
+        (mesh.data, mesh.pipe, mesh.tensor),
+        Placement(config.model.num_layers, mesh.pipe, pipeline.chunks),
+        config.splits_vocabulary,
+        config.model.num_kv_heads % mesh.tensor == 0,
+    )
+    return Held(placed, config.optimizer.zero)
+
+
+@lru_cache(maxsize=1024)
+def _placed(
+    weights: tuple[Weight, ...],
+    mesh: tuple[int, int, int],
+    placement: Placement,
+    split_vocabulary: bool,
+    split_kv_heads: bool,
+) -> tuple[Placed, ...]:
+    rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=split_kv_heads)
+    sizes = dict(zip((DATA, PIPE, TENSOR), mesh, strict=True))
+    found = []
+    for weight in weights:
+        logical = PartitionSpec(*weight.dims)
+        spec = mesh_spec(logical, rules)
+        sharded = shard_over_data(spec, weight.shape, sizes)
+        found.append(
+            Placed(
+                weight,
+                spec,
+                local_shape(spec, weight.shape, sizes),
+                dim_over(DATA, sharded),
+                local_shape(sharded, weight.shape, sizes),
+                placement.num_chunks * placement.layers_per_chunk if weight.stacked else 1,
+                partly_used(logical, rules),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,78 @@
+"""The sizes of a training step: plain numbers that its communication and its time are computed from."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megajax.config import Config
+from megajax.pipeline.placement import Placement
+from megajax.pipeline.schedule import SCHEDULES
+
+Shape = tuple[int, ...]
+ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often a part of the step stands in the program's loops, and how often the busiest stage runs it."""
+
+    count: int
+    sent: int
+
+
+ONCE = Times(1, 1)
+
+
+@lru_cache(maxsize=4096)
+def num_ticks(schedule: str, pipe: int, microbatches: int, chunks: int) -> int:
+    """Ticks of a schedule's table, without the table."""
+    ticks = SCHEDULES[schedule].ticks(pipe, microbatches, chunks)
+    assert ticks.backward is not None
+    return 1 + int(max(ticks.forward.max(), ticks.backward.max()))
+
+
+class Sizes:
+    """The sizes of a step.
+
+    Attributes:
+        item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
+            the sums of gradients.
+        microbatches, rows, tokens: of a step, of a microbatch (texts, of a choice), of a sequence.
+        whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
+        ticks: of the schedule's table.
+        layers_of_chunk: slots of a chunk.
+        layers_of_stage: layers of every stage.
+        defers: weight gradients are computed later.
+        regathers: a product's input is gathered again for its weight's gradient.
+        recomputes_stage: a stage runs forward again in its backward.
+    """
+
+    def __init__(self, config: Config):
+        self.config, model, mesh, pipeline = config, config.model, config.mesh, config.pipeline
+        self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
+        self.zero = config.optimizer.zero
+        self.item = ITEM_SIZE[config.precision]
+        self.wide = max(4, self.item)
+        summed_in = config.optimizer.gradient_dtype
+        self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
+        self.microbatches = max(1, config.train.global_batch // (mesh.data * config.train.microbatch))
+        rows = config.train.global_batch // (mesh.data * self.microbatches)
+        self.rows = rows * (model.num_classes if model.head == "choice" else 1)
+        self.tokens = model.sequence_length
+        shared_by = mesh.tensor if self.splits_sequence else 1
+        self.whole: Shape = (self.rows, self.tokens, model.hidden_size)
+        self.own: Shape = (self.rows, self.tokens // shared_by, model.hidden_size)
+        self.ticks = num_ticks(pipeline.schedule, mesh.pipe, self.microbatches, pipeline.chunks)
+        self.placement = Placement(model.num_layers, mesh.pipe, pipeline.chunks)
+        self.layers_of_chunk = self.placement.layers_per_chunk
+        self.layers_of_stage: list[int] = _layers_of_stage(self.placement).tolist()
+        self.most_layers = max(self.layers_of_stage)
+        self.defers = mesh.pipe > 1 and pipeline.weight_gradients == "deferred"
+        self.regathers = self.splits_sequence and config.train.remat != "layer"
+        self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
+
+
+@lru_cache(maxsize=1024)
+def _layers_of_stage(placement: Placement) -> np.ndarray:
+    return (placement.layer_index >= 0).sum(axis=(0, 2))

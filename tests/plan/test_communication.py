@@ -1,0 +1,111 @@
+"""The theory of what a step communicates against its jaxpr: every kind, axes, shape, bytes and count."""
+
+import pytest
+from counting import collectives_of_a_step
+from parity_grid import DECODERS, DEFAULT, FEW_DECODERS, FEW_TASKS, OF_DECODERS, OTHERS, TASKS, name
+from tiny import LLAMA, QWEN3, tiny_config
+
+from megajax.config import Config
+from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
+from megajax.plan.communication import bytes_by_axis, communication, totals
+from megajax.plan.sizes import num_ticks
+
+ROWS = 24  # of the global batch
+
+
+def check(config: Config) -> None:
+    found, theory = totals(collectives_of_a_step(config)), totals(communication(config))
+    assert found == theory, {key: (found[key], theory[key]) for key in {*found, *theory} if found[key] != theory[key]}
+
+
+def config_of(row: tuple, **others) -> Config:
+    """Of a row of the parity grid, as `test_parity.py` reads it."""
+    mesh, schedule, vocabulary, remat, weight_gradients, microbatches, layers, zero, sequence_parallel, model = row
+    data, pipe, _ = mesh
+    schedule, _, chunks = schedule.rpartition("-")
+    virtual = pipe * int(chunks)
+    size = {"num_layers": 9, "vocab_size": 101}
+    if layers == "divisible":
+        size = {"num_layers": virtual * -(-8 // virtual), "vocab_size": 128}
+    number = {"fewer": max(1, pipe // 2), "not a multiple": pipe + pipe // 2, "a multiple": max(3, pipe)}[microbatches]
+    words = DECODERS.get(model)
+    if words is None:
+        family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
+        words = {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
+    word, _, most = weight_gradients.partition("-")
+    options = {
+        **{"schedule": schedule, "chunks": int(chunks), "vocabulary": vocabulary, "remat": remat, "zero": zero},
+        **{"weight_gradients": word, "max_deferred": int(most or -1), "sequence_parallel": sequence_parallel},
+        **{"microbatch": 2, "global_batch": 2 * data * number},
+    }
+    return tiny_config(mesh, **options | size | words | others)
+
+
+SOME = {
+    "all axes, padded, fp16, deferred, zero 3": dict(
+        mesh=(2, 2, 2), schedule="interleaved", chunks=2, num_layers=5, precision="fp16", zero=3,
+        sequence_parallel=True, weight_gradients="deferred", remat="selective", **LLAMA,
+    ),
+    "a stage again, vocabulary split": dict(
+        mesh=(2, 2, 2), schedule="gpipe", remat="stage", vocabulary="split", precision="bf16", reset_attention=True,
+    ),
+    "heads of keys held several times": dict(mesh=(1, 2, 4), num_layers=5, zero=0, remat="layer", **QWEN3),
+    "bert": dict(
+        mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SOME.values(), ids=SOME)
+def test_equals_the_jaxpr(options):
+    check(tiny_config(**options))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS], ids=name)
+def test_equals_the_jaxpr_on_the_grid(row):
+    check(config_of(row))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("row", DEFAULT, ids=name)
+def test_half_precision_equals_the_jaxpr(row, precision):
+    """Where gradients are summed in it, too."""
+    from dataclasses import replace
+
+    config = config_of(row, precision=precision)
+    check(replace(config, optimizer=replace(config.optimizer, gradient_dtype=precision)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["bert-pre-choice", "bert-post-choice", "llama", "gpt2"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_other_rows_equal_the_jaxpr(model, sequence_parallel):
+    """Heads of a choice, which are not in the grid, and attention that starts anew with every document."""
+    row = ((2, 2, 2), "1f1b-1", "split", "none", "together", "fewer", "divisible", 1, sequence_parallel, model)
+    check(config_of(row, reset_attention=not model.startswith("bert"), dropout=0.0))
+
+
+def test_a_new_schedule_has_its_own_ticks(monkeypatch):
+    """A schedule that was entered is asked for its ticks."""
+
+    def slow(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
+        ticks = SCHEDULES["gpipe"].ticks(num_stages, num_microbatches, num_chunks)
+        return Ticks(ticks.forward, ticks.backward + 3)
+
+    monkeypatch.setitem(SCHEDULES, "slow", ScheduleKind(slow))
+    assert num_ticks("slow", 2, 4, 1) == num_ticks("gpipe", 2, 4, 1) + 3 == 13
+
+
+def test_what_is_really_sent():
+    """A stage sends for its own layers, m times each, forward and backward; hand-overs are in every tick."""
+    config = tiny_config((1, 2, 2), num_layers=5, microbatch=2)  # 4 microbatches, 6 ticks, 3 and 2 layers
+    found = communication(config)
+    layers = [each for each in found if each.part == "layers"]
+    assert {each.sent for each in layers} == {4 * 3} and {each.count for each in layers} == {6 * 3}
+    size = 2 * 16 * 24 * 4  # an activation
+    assert bytes_by_axis(layers, sent=True) == {("tensor", "all-reduce"): (4 * 12, 4 * 12 * size)}
+    assert bytes_by_axis([each for each in found if each.part == "hand-over"], sent=True) == {
+        ("pipe", "permute"): (12, 12 * size)
+    }
