@@ -10,6 +10,7 @@ from megajax.errors import UserError
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
     "convert": "Import a model from Hugging Face's format, or export a run to it.",
     "generate": "Continue texts by a trained model.",
+    "plan": "Say what a run needs and takes on a mesh, without a device of it.",
     "prepare": "Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it.",
     "schedule": "Print a pipeline schedule: its table, ticks, bubble and chunks in flight.",
 }
