@@ -15,11 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
-from h200 import compiled_step
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config
 from megajax.flags import parse
+from megajax.launch import imagine_devices
+from megajax.plan.compiled import for_h200s
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)")
 OPERATION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][a-z\-]*)\(")
@@ -27,8 +30,9 @@ OPERATION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][a-z\-]*)\(")
 
 def step_text(config: Config) -> str:
     """The train step's optimized, scheduled HLO; its bytes are printed."""
+    imagine_devices(config)
     began = time.perf_counter()
-    compiled = compiled_step(config)
+    compiled = for_h200s(config)
     memory, devices = compiled.memory_analysis(), config.mesh.num_devices
     held, temporary = memory.argument_size_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
     print(f"compiled in {time.perf_counter() - began:.0f} s for {devices} H200 with {os.environ['XLA_FLAGS']}")

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_traffic.py gpt2-1.2b --model.dropout 0 --train.microbatch 16 --train.global-batch 16 [flags]
 
-The step is compiled without a GPU (`h200.py`). Counted are the bytes of every kernel that is neither a matrix product
+The step is compiled without a GPU (`plan/compiled.py`). Counted are the bytes of every kernel that is neither a product
 nor attention: its operands and results once, of slices what is sliced, loops as often as they run. The time they allow
 is their bytes at the bandwidth that copies reach, and the arithmetic at the rate that large products reach, one after
 the other: a ceiling of the speed, not a measurement. Prints one JSON object.
@@ -13,13 +13,16 @@ import math
 import re
 import sys
 import time
+from pathlib import Path
 
-from h200 import compiled_step
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.backend import GPU
 from megajax.config import Config
 from megajax.flags import parse
+from megajax.launch import imagine_devices
 from megajax.models.family import step_flops
+from megajax.plan.compiled import for_h200s
 from megajax.program.program import scans_layers
 
 PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
@@ -124,7 +127,8 @@ def _names(operands: str) -> list[str]:
 def report(config: Config) -> dict:
     """Bytes a device holds, bytes it moves, and the model FLOP/s that they allow."""
     began = time.perf_counter()
-    compiled = compiled_step(config)
+    imagine_devices(config)
+    compiled = for_h200s(config)
     memory, traffic = compiled.memory_analysis(), Traffic(compiled.as_text())
     flops = step_flops(config.model, config.train.global_batch) / config.mesh.num_devices
     recomputed = 4 / 3 if config.train.remat in ("layer", "stage") else 1.0

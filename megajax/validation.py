@@ -1,9 +1,12 @@
 """Checks of a configuration: of single values, of values that depend on each other, and against the devices."""
 
+import contextlib
+import dataclasses
 import math
 import re
+from itertools import product
 
-from megajax.config import Config
+from megajax.config import Config, MeshConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.models.checks import check_model
@@ -207,6 +210,49 @@ def validate(config: Config, num_devices: int) -> None:
         UserError: the first mistake, with its flags.
     """
     check_values(config)
+    _check_training_on_mesh(config, num_devices)
+
+
+def validate_imagined(config: Config) -> None:
+    """`validate` where there are as many devices as the mesh asks for. Of a mesh that the model, its batch or its
+    schedule cannot have, the nearest that they can have is named.
+
+    Raises:
+        UserError: the first mistake, with its flags.
+    """
+    check_values(config)
+    try:
+        _check_training_on_mesh(config, config.mesh.num_devices)
+    except UserError as error:
+        mesh = nearest_mesh(config)
+        flags = f"--mesh.data {mesh.data} --mesh.pipe {mesh.pipe} --mesh.tensor {mesh.tensor}" if mesh else "none"
+        raise UserError(f"{error}; the nearest mesh: {flags}") from None
+
+
+def nearest_mesh(config: Config) -> MeshConfig | None:
+    """The mesh that can train a configuration and whose axes differ by the least factors from those it asks for, of
+    several the one of fewest devices; None if the batch or the schedule forbids all."""
+    there, train = config.mesh, config.train
+    data = [size for size in _divisors(train.global_batch) if train.global_batch % (size * train.microbatch) == 0]
+    sizes = product(data, range(1, 2 * there.pipe + 1), _divisors(config.model.num_heads))
+    meshes = [MeshConfig(data=data, pipe=pipe, tensor=tensor) for data, pipe, tensor in sizes]
+
+    def distance(mesh: MeshConfig) -> tuple[float, int]:
+        pairs = (mesh.data, there.data), (mesh.pipe, there.pipe), (mesh.tensor, there.tensor)
+        return sum(abs(math.log(size / old)) for size, old in pairs), mesh.num_devices
+
+    for mesh in sorted(meshes, key=distance):
+        with contextlib.suppress(UserError):
+            _check_training_on_mesh(dataclasses.replace(config, mesh=mesh), mesh.num_devices)
+            return mesh
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
     rows = config.mesh.data * config.train.microbatch
     if config.train.global_batch % rows:

@@ -9,7 +9,7 @@ from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.presets import load_preset, preset_names, resolve, run_dir_left_out
-from megajax.validation import validate, validate_mesh
+from megajax.validation import validate, validate_imagined, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
 GPT2 = ("gpt2-355m", "gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b", "gpt2-8.3b-24heads")
@@ -304,6 +304,28 @@ def test_schedules_that_are_valid(overrides: dict[str, Any]) -> None:
 
 def test_the_mesh_alone_may_be_checked_without_the_batch() -> None:
     validate_mesh(demo(mesh__data=3), 3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "nearest"),
+    [
+        ("gpt2-8.3b", (8, 1, 7), "--mesh.data 8 --mesh.pipe 1 --mesh.tensor 8"),
+        ("gpt2-8.3b", (3, 1, 8), "--mesh.data 4 --mesh.pipe 1 --mesh.tensor 8"),  # of the batch: 512 / 8
+        ("gpt2-8.3b-24heads", (8, 3, 9), "--mesh.data 8 --mesh.pipe 3 --mesh.tensor 8"),
+        ("bert-336m", (6, 1, 3), "--mesh.data 8 --mesh.pipe 1 --mesh.tensor 4"),
+        ("llama3-8b", (1, 1, 64), "--mesh.data 1 --mesh.pipe 1 --mesh.tensor 32"),
+    ],
+)
+def test_the_nearest_mesh_is_named(preset: str, mesh: tuple[int, int, int], nearest: str) -> None:
+    config = resolve(load_preset(preset), dict(zip(("mesh.data", "mesh.pipe", "mesh.tensor"), mesh, strict=True)))
+    with pytest.raises(UserError, match=f"; valid: .*; the nearest mesh: {nearest}$"):
+        validate_imagined(config)
+
+
+def test_a_batch_that_no_mesh_can_have() -> None:
+    with pytest.raises(UserError, match="is not divisible by .*; the nearest mesh: none$"):
+        validate_imagined(demo(train__global_batch=7, train__microbatch=2))
+    validate_imagined(demo(mesh__data=2))
 
 
 def test_every_field_has_a_help_text() -> None:

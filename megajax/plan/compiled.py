@@ -1,0 +1,76 @@
+"""The real train step of a mesh, traced and compiled for devices that are not there: simulated ones of a CPU, or H200s
+where JAX's CUDA packages are installed. Nothing is allocated and nothing runs.
+
+XLA's CPU compiler is asked not to optimise its machine code, which changes no buffer and takes most of its time.
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+from jax.stages import Compiled, Traced
+
+from megajax.config import Config
+from megajax.mesh import shardings
+from megajax.plan import h200
+from megajax.program.communication import Collective, collectives_of
+from megajax.program.program import Program
+from megajax.program.train_step import train_step
+
+MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
+_QUICK = {"xla_backend_optimization_level": 0}
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What a compiler makes of a train step.
+
+    Attributes:
+        compiler: which, and what for, in words.
+        state: bytes of its arguments on a device: weights, optimizer state and the batch.
+        temporaries: bytes of everything else that a device needs to run it.
+        collectives: its communication, as traced: what conditionals skip is counted too.
+        seconds: that tracing and compiling took.
+    """
+
+    compiler: str
+    state: int
+    temporaries: int
+    collectives: tuple[Collective, ...]
+    seconds: float
+
+
+def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
+    """The train step of `config` over the types of its state and its batch."""
+    program = Program.on(config, devices)
+    state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        program.layout.shapes,
+        shardings(program.mesh, program.layout.specs),
+    )
+    place = program.batch_sharding
+    batch = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in program.batch_types.items()
+    }
+    return train_step(program).trace(state, batch)
+
+
+def for_h200s(config: Config) -> Compiled:
+    """The train step of `config`, compiled for as many H200s as its mesh has."""
+    return traced_step(config, h200.devices(config.mesh.num_devices)).lower().compile()
+
+
+def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
+    """Compile the train step of `config`, for H200s or for the first simulated devices of this process, of which
+    there must be enough (`launch.imagine_devices`)."""
+    began, count = time.perf_counter(), config.mesh.num_devices
+    traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
+    memory = traced.lower().compile(None if gpus else _QUICK).memory_analysis()
+    kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
+    return CompiledStep(
+        f"XLA of jaxlib {jax.lib.__version__} for {count} {kind}",
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        tuple(collectives_of(traced.jaxpr)),
+        time.perf_counter() - began,
+    )

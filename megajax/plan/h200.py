@@ -1,0 +1,48 @@
+"""Train steps compiled for H200s on a machine without one: it needs JAX's CUDA packages (`pip install 'jax[cuda13]'`).
+
+Structure, bytes and schedules are those of the real program; nothing is timed.
+"""
+
+import importlib.util
+from typing import Any
+
+import jax
+
+NAME = "h200"
+CUDNN = 91900
+# What XLA asks of a device, `stream_executor/device_description.proto`. The wheels have no other GPU's.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 19 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def is_there() -> bool:
+    """Whether JAX's CUDA packages are installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def devices(count: int) -> list[jax.Device]:
+    """So many H200s, to compile for. cuDNN's attention would ask this machine's GPU what it can, and is answered as an
+    H200 would."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.experimental import topologies
+
+    answers: dict[str, Any] = {
+        "check_cudnn_version": lambda: CUDNN,
+        "check_compute_capability": lambda capability: float(capability) <= 9.0,
+        "is_cuda_compute_capability_equal": lambda capability: capability == "9.0",
+    }
+    for name, answer in answers.items():
+        setattr(attention, name, answer)
+    return list(topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{count}").devices)

@@ -1,0 +1,113 @@
+"""What a training step needs of a device's memory, in bytes by part: arithmetic on a configuration.
+
+Weights, main weights, moments and the sums of gradients are exact (`program.memory.state_bytes`), so are what is kept
+of activations and the factors of weight gradients that wait. The rest is a model (`plan/temporaries.py`), of which
+docs/plan.md says how far it is from what XLA allocates.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from megajax.backend import GPU, Backend
+from megajax.config import Config
+from megajax.pipeline.deferral import Deferring
+from megajax.pipeline.schedule import make_schedule
+from megajax.plan.activations import LayerSizes, chunk_bytes, factor_bytes
+from megajax.plan.shapes import held
+from megajax.plan.sizes import Sizes
+from megajax.plan.temporaries import temporaries
+from megajax.program.program import batch_form
+
+_COUNTERS = 2 * 4  # bytes of the optimizer's
+_WORD = 4  # bytes of a number of the batch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        weights, main_weights, moments: what lives from step to step.
+        batch: a device's rows.
+        gradients: their sums, and where these are in half precision what the optimizer gets.
+        kept: of activations, until their backward pass.
+        factors: of weight gradients that wait.
+        hand_overs: activations and gradients on their way between stages, and those that wait to be used.
+        temporaries: of the layer and the end that run, and of the optimizer.
+    """
+
+    weights: int
+    main_weights: int
+    moments: int
+    batch: int
+    gradients: int
+    kept: int
+    factors: int
+    hand_overs: int
+    temporaries: int
+
+    @property
+    def state(self) -> int:
+        """What a step is given."""
+        return self.weights + self.main_weights + self.moments + self.batch
+
+    @property
+    def of_step(self) -> int:
+        """What lives while a step runs."""
+        return self.total - self.state
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+def memory(config: Config, backend: Backend = GPU) -> Memory:
+    """What a step of a valid configuration needs on a device of its mesh."""
+    step, weights = Sizes(config), held(config)
+    layer = LayerSizes.of(step)
+    pipeline, pipe = config.pipeline, config.mesh.pipe
+    table = _table(pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
+    form = batch_form(config)
+    converted = weights.owned * step.wide if step.summed != step.wide else 0
+    losses = len(form.targets | form.measures) * max(4, step.summed)
+    batch = sum(_size(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
+    chunk = chunk_bytes(config, layer, backend)
+    return Memory(
+        weights=weights.computed * step.item,
+        main_weights=weights.owned * step.wide if step.item != step.wide else 0,
+        moments=2 * weights.owned * step.wide + _COUNTERS,
+        batch=batch * _WORD // config.mesh.data,
+        gradients=weights.computed * step.summed + losses + converted,
+        kept=max(1, table.slots) * chunk,
+        factors=table.factor_slots * factor_bytes(config, layer) if table.factor_slots else 0,
+        hand_overs=table.activations * layer.between,
+        temporaries=temporaries(step, layer, weights, backend),
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Of a schedule's buffers: how many chunks are kept, of how many the factors wait, and how many activations of
+    one token's width are on their way or wait."""
+
+    slots: int
+    factor_slots: int
+    activations: int
+
+
+@lru_cache(maxsize=512)
+def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> _Table:
+    table = make_schedule(name, pipe, microbatches, chunks, deferring)
+    if pipe == 1:
+        return _Table(table.num_slots, table.num_factor_slots, 0)
+    waiting = [0 if way.direct else way.inbox_depth + 1 for way in (table.forward, table.backward)]
+    outputs = 0 if table.turns_at_once else table.num_slots
+    on_their_way = 2  # one in either direction
+    return _Table(table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for count in shape:
+        size *= count
+    return size
