@@ -9,6 +9,7 @@ from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import shown, sizes_of
 from megajax.verify.run import Run, run
+from megajax.verify.traffic import as_in_theory
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
@@ -64,6 +65,7 @@ def held_against(reference: Run, other: Run) -> Iterator[Finding]:
     if other.config.precision == "fp16":
         yield loss_scales(other)
     yield from same_on_devices(other)
+    yield as_in_theory(other.config, other.collectives)
 
 
 def exact(config: Config) -> Config:

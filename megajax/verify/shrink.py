@@ -3,13 +3,11 @@ words of the model, what divides what, what is uneven, and how the step is compu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.models.registry import FAMILIES
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import fold
 
