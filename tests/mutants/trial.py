@@ -44,8 +44,11 @@ class Outcome:
     seconds: float
 
 
-def try_one(name: str, mutant: Mutant | None, options: dict[str, Any], cache: Path | None) -> Outcome:
-    """In a process that has not imported `megajax`: plant a mutant, and verify the configuration of `options`."""
+def try_one(
+    name: str, mutant: Mutant | None, options: dict[str, Any], cache: Path | None, name_place: bool = False
+) -> Outcome:
+    """In a process that has not imported `megajax`: plant a mutant, and verify the configuration of `options`; with
+    `name_place` find the first activation that differs."""
     began = time.process_time()
     if mutant is not None:
         plant(mutant)
@@ -68,10 +71,41 @@ def try_one(name: str, mutant: Mutant | None, options: dict[str, Any], cache: Pa
         if checks:
             alone = all("communication" in check for check in checks)
             way, said = ("communication" if alone else "numbers"), f"{checks[0]}: {where[0]}"
-        difference = getattr(verdict, "difference", None)
-        if difference is not None:
-            place, said = [difference.place.layer, difference.place.site, difference.place.backward], str(difference)
+        if way == "numbers" and name_place:
+            place, named = first_place(config)
+            said = named or said
     return Outcome(name, way, said, place, checks, where, round(time.process_time() - began, 2))
+
+
+def first_place(config: Any) -> tuple[list | None, str]:
+    """The first activation of the first step that differs from one device."""
+    import jax
+    import jax.numpy as jnp
+
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import loss_and_gradients
+    from megajax.verify.check import one_device
+    from megajax.verify.first_difference import first_difference
+    from megajax.verify.initial import drawn_state
+    from megajax.verify.recording import Recording
+    from megajax.verify.run import in_precision
+
+    recordings = []
+    for each in (one_device(config), config):
+        with in_precision(each):
+            program = Program.on(each, jax.devices()[: each.mesh.num_devices])
+            params = program.layout.params_from_natural(drawn_state(program).params)
+            batch = program.put_batch(random_batch(each, 0), list(range(each.train.global_batch)))
+            recording = Recording()
+            with recording.taken():
+                jax.block_until_ready(loss_and_gradients(program)(params, batch, jnp.zeros((), jnp.int32)))
+        recordings.append(recording)
+    difference = first_difference(*recordings, 1e-11)
+    if difference is None:
+        return None, ""
+    place = difference.place
+    return [place.layer, place.site, place.backward], str(difference)
 
 
 def small_config(**options: Any) -> Any:
@@ -97,7 +131,10 @@ def import_what_is_slow() -> None:
 
 
 def try_all(
-    trials: Iterable[tuple[str, Mutant | None, dict[str, Any]]], cache: Path | None, at_once: int = 1
+    trials: Iterable[tuple[str, Mutant | None, dict[str, Any]]],
+    cache: Path | None,
+    at_once: int = 1,
+    name_place: bool = False,
 ) -> Iterator[Outcome]:
     """The outcomes of trials, each in a fork of this process, which must not have used JAX; as they end."""
     waiting = list(trials)
@@ -105,7 +142,7 @@ def try_all(
     while waiting or running:
         while waiting and len(running) < at_once:
             trial = waiting.pop(0)
-            pipe, process = _forked(lambda trial=trial: try_one(*trial, cache))
+            pipe, process = _forked(lambda trial=trial: try_one(*trial, cache, name_place))
             running[pipe] = process, trial[0], time.monotonic()
         ready, _, _ = select.select(list(running), [], [], 1.0)
         late = [pipe for pipe, (_, _, began) in running.items() if time.monotonic() - began > TIMEOUT]
