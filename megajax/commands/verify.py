@@ -13,8 +13,7 @@ from megajax.flags import Parser, add_flag
 from megajax.launch import in_cluster, start
 from megajax.options import Option, between
 from megajax.presets import load_preset, preset_names, resolve
-from megajax.validation import validate
-from megajax.verify.fold import near, sizes_of
+from megajax.validation import validate_imagined
 from megajax.verify.shrink import shrink
 
 _OPTIONS = (
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> None:
     """
     values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(
-        "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, weights, "
-        "communication. Exit code 0: nothing differs; 1: something does, and where.",
+        "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
+        "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
         "megajax verify PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--flag value ...]",
     )
     parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     config = resolve(load_preset(args.preset), parser.overrides(args))
     devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
-    check_mesh(config)
+    validate_imagined(config)
     small = shrink(config, devices)
     _start(small.config.mesh.num_devices, small.config)
 
@@ -61,31 +60,6 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(_finite(report.figures(result) | {"peak_bytes": _peak_bytes()})))
     if not result.passed:
         raise SystemExit(1)
-
-
-def check_mesh(config: Config) -> None:
-    """Check a configuration against its own mesh, of whatever devices.
-
-    Raises:
-        UserError: it cannot have that mesh, with the nearest that it can have.
-    """
-    try:
-        validate(config, config.mesh.num_devices)
-    except UserError as error:
-        for mesh in near(config.mesh):
-            if mesh != config.mesh and _fits(dataclasses.replace(config, mesh=mesh)):
-                data, pipe, tensor = sizes_of(mesh)
-                flags = f"--mesh.data {data} --mesh.pipe {pipe} --mesh.tensor {tensor}"
-                raise UserError(f"{error}; the nearest mesh that fits: {flags}") from None
-        raise
-
-
-def _fits(config: Config) -> bool:
-    try:
-        validate(config, config.mesh.num_devices)
-    except UserError:
-        return False
-    return True
 
 
 def _start(devices: int, config: Config) -> None:

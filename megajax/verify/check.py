@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -38,7 +39,7 @@ def check(
         on_finding: is called with everything that was checked, as soon as it was.
     """
     devices = list(jax.devices() if devices is None else devices)
-    options = {"steps": steps, "quick_compile": quick_compile}
+    options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     mesh = shown(sizes_of(config.mesh))
 
     def findings() -> Iterator[Finding]:
