@@ -5,6 +5,7 @@ A process that has imported JAX, but neither used it nor imported `megajax`, is 
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -31,7 +32,7 @@ class Outcome:
         said: what was said of it, one line.
         place: [layer, site, backward] of the first activation that differs; None where none was named.
         checks: names of the checks that failed.
-        where: of each, what it names.
+        where: of each, what it names; of a refusal the functions that were being traced, the innermost one first.
         seconds: of processor time.
     """
 
@@ -62,9 +63,9 @@ def try_one(
 
         verdict = check(config, jax.devices(), steps=2)
     except Exception as error:
-        frame = [frame for frame in traceback.extract_tb(error.__traceback__) if "megajax" in frame.filename][-1:]
-        at = f"{Path(frame[0].filename).relative_to(ROOT)}: {frame[0].name}: " if frame else ""
-        way, said = "types", at + f"{type(error).__name__}: {_first_line(error)}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/megajax/" in frame.filename]
+        where = [f"{Path(frame.filename).relative_to(ROOT)}: {frame.name}" for frame in reversed(frames)]
+        way, said = "types", f"{type(error).__name__}: {_first_line(error)}"
     else:
         checks = [finding.name for finding in verdict.failed]
         where = [finding.where for finding in verdict.failed]
@@ -72,40 +73,24 @@ def try_one(
             alone = all("communication" in check for check in checks)
             way, said = ("communication" if alone else "numbers"), f"{checks[0]}: {where[0]}"
         if way == "numbers" and name_place:
-            place, named = first_place(config)
-            said = named or said
+            place, said = first_place(config, verdict)
     return Outcome(name, way, said, place, checks, where, round(time.process_time() - began, 2))
 
 
-def first_place(config: Any) -> tuple[list | None, str]:
-    """The first activation of the first step that differs from one device."""
+def first_place(config: Any, verdict: Any) -> tuple[list | None, str]:
+    """What `verify` names: the first activation of the first step that differs, and all that it says."""
     import jax
-    import jax.numpy as jnp
 
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import loss_and_gradients
-    from megajax.verify.check import one_device
-    from megajax.verify.first_difference import first_difference
-    from megajax.verify.initial import drawn_state
-    from megajax.verify.recording import Recording
-    from megajax.verify.run import in_precision
+    from megajax.verify.axes import AxesThatDiffer
+    from megajax.verify.verify import first_place
 
-    recordings = []
-    for each in (one_device(config), config):
-        with in_precision(each):
-            program = Program.on(each, jax.devices()[: each.mesh.num_devices])
-            params = program.layout.params_from_natural(drawn_state(program).params)
-            batch = program.put_batch(random_batch(each, 0), list(range(each.train.global_batch)))
-            recording = Recording()
-            with recording.taken():
-                jax.block_until_ready(loss_and_gradients(program)(params, batch, jnp.zeros((), jnp.int32)))
-        recordings.append(recording)
-    difference = first_difference(*recordings, 1e-11)
-    if difference is None:
-        return None, ""
-    place = difference.place
-    return [place.layer, place.site, place.backward], str(difference)
+    axes = tuple(axis for axis in ("data", "pipe", "tensor") if getattr(config.mesh, axis) > 1)
+    said = first_place(AxesThatDiffer((axes,), config, verdict.failed), verdict, jax.devices())
+    named = re.match(r"(\w+) of (?:layer (\d+)|the head), (forward|backward):", said)
+    if named is None:
+        return None, said
+    site, layer, direction = named.groups()
+    return [-1 if layer is None else int(layer), site, direction == "backward"], said
 
 
 def small_config(**options: Any) -> Any:
