@@ -13,6 +13,7 @@ COMMANDS = {  # name -> what it does; its arguments are those of `megajax.comman
     "plan": "Say what a run needs and takes on a mesh, without a device of it.",
     "prepare": "Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it.",
     "schedule": "Print a pipeline schedule: its table, ticks, bubble and chunks in flight.",
+    "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -9,6 +10,7 @@ from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import shown, sizes_of
 from megajax.verify.run import Run, run
+from megajax.verify.traffic import as_in_theory
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
@@ -37,7 +39,7 @@ def check(
         on_finding: is called with everything that was checked, as soon as it was.
     """
     devices = list(jax.devices() if devices is None else devices)
-    options = {"steps": steps, "quick_compile": quick_compile}
+    options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     mesh = shown(sizes_of(config.mesh))
 
     def findings() -> Iterator[Finding]:
@@ -64,6 +66,7 @@ def held_against(reference: Run, other: Run) -> Iterator[Finding]:
     if other.config.precision == "fp16":
         yield loss_scales(other)
     yield from same_on_devices(other)
+    yield as_in_theory(other.config, other.collectives)
 
 
 def exact(config: Config) -> Config:

@@ -17,10 +17,11 @@ from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step_with_gradients
 from megajax.verify.initial import drawn_state
+from megajax.verify.recording import Recording
 from megajax.verify.trace import named_leaves
 
 Leaves = dict[str, np.ndarray]
-QUICK = {  # the machine code that is there soonest, by threads that leave the other cores alone
+QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
@@ -86,6 +87,18 @@ def run(
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         return Run(config, fresh, metrics, gradients, _natural(program, main), _rows(program), unequal, uncast, found)
+
+
+def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
+    """Every activation of the first step of such a run."""
+    recording = Recording()
+    with in_precision(config), recording.taken():
+        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        state = program.layout.from_natural(drawn_state(program))
+        batch = _put(program, random_batch(config, 0))
+        step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
+        jax.block_until_ready(step(state, batch))
+    return recording
 
 
 def in_precision(config: Config) -> AbstractContextManager:

@@ -3,13 +3,12 @@ words of the model, what divides what, what is uneven, and how the step is compu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.models.registry import FAMILIES
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import fold
 
@@ -101,7 +100,7 @@ class _Sizes:
         self._config, self._model = config, config.model
         self._theirs, self._ours = config.mesh, mesh
 
-    def width(self) -> tuple[dict[str, int], list[str]]:
+    def width(self) -> tuple[dict[str, Any], list[str]]:
         """Heads and their sizes, hidden size and MLP; and what could not be kept."""
         model, theirs, ours = self._model, self._theirs, self._ours
         heads, kv_heads = self._heads()
@@ -151,7 +150,7 @@ class _Sizes:
         fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.data == 0) == divides)
         return next(fitting, ours.tensor * first)
 
-    def tokens(self) -> dict[str, int]:
+    def tokens(self) -> dict[str, Any]:
         """Sequence, and what is counted in its tokens."""
         model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
 
@@ -167,7 +166,7 @@ class _Sizes:
             sizes["rope_original_length"] = scaled(model.rope_original_length)
         return sizes
 
-    def vocabulary(self) -> dict[str, int]:
+    def vocabulary(self) -> dict[str, Any]:
         """Padded as theirs is, in parts for the same devices, which `data` divides where it divides theirs."""
         model = self._model
         theirs, ours = (
