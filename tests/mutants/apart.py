@@ -106,6 +106,7 @@ ALIKE = [  # arguments of pytest
     ),
 ]
 
+PUT = "        entries[dim] = _with_axis(entries[dim], DATA)"
 EQUIVALENT = [
     Apart(
         "f declares nothing",
@@ -133,8 +134,8 @@ EQUIVALENT = [
     ),
     Apart(
         "ZeRO shards the smallest dim",
-        "dim = max(free or divisible, key=lambda dim: local[dim])\n        entries[dim] = _with_axis(entries[dim], DATA)",
-        "dim = min(free or divisible, key=lambda dim: local[dim])\n        entries[dim] = _with_axis(entries[dim], DATA)",
+        "dim = max(free or divisible, key=lambda dim: local[dim])\n" + PUT,
+        "dim = min(free or divisible, key=lambda dim: local[dim])\n" + PUT,
         "every element still has one owner; it changes bytes only where a dim of few elements is not divisible",
     ),
     Apart(

@@ -118,8 +118,8 @@ ENDS = [
     ),
     Mutant(
         "of the losses the last microbatch's stays",
-        "added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total[\"losses\"], losses)",
-        "added = jax.tree.map(lambda sum_, loss: loss.astype(sum_.dtype), total[\"losses\"], losses)",
+        'added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)',
+        'added = jax.tree.map(lambda sum_, loss: loss.astype(sum_.dtype), total["losses"], losses)',
         ON_DATA,
         "numbers",
         gradient("loss", "data"),

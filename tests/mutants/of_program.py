@@ -89,8 +89,8 @@ BIND = [
     ),
     Mutant(
         "the shared weights are the same on all stages",
-        "vary(params[\"shared\"], axes if config.splits_vocabulary else (*axes, PIPE))",
-        "vary(params[\"shared\"], axes)",
+        'vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))',
+        'vary(params["shared"], axes)',
         ON_PIPE,
         "types",
     ),
@@ -131,7 +131,9 @@ STEP = [
     Mutant(
         "ZeRO's gradients are scattered twice",
         COMPLETE,
-        COMPLETE.replace("grads = complete(", "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n    grads = complete("),
+        COMPLETE.replace(
+            "grads = complete(", "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n    grads = complete("
+        ),
         ON_DATA,
         "types",
     ),
