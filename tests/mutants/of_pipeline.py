@@ -274,6 +274,16 @@ ROWS = [
         forward(0, "input", "pipe"),
     ),
     Mutant(
+        "the last microbatch does not pass the ends",
+        "here = schedule.at_virtual(table, virtual_stage)",
+        "here = schedule.at_virtual(table, virtual_stage)\n"
+        "    last = max(1, schedule.num_microbatches - 1)\n"
+        "    here = here & (table.microbatch < last)",
+        ON_PIPE,
+        "numbers",
+        forward(0, "input", "pipe"),
+    ),
+    Mutant(
         "the layers of every stage are numbered from 0",
         "index[k, :count] = np.arange(first, first + count)",
         "index[k, :count] = np.arange(count)",

@@ -160,6 +160,13 @@ STEP = [
         gradient("", "pipe"),
     ),
     Mutant(
+        "a device skips a step for its own gradients",
+        "finite = jnp.isfinite(norm) & jnp.isfinite(loss)",
+        "finite = jnp.stack([jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)]).all()",
+        ON_DATA,
+        "types",
+    ),
+    Mutant(
         "the norm is that of a device's gradients",
         "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
         "sum(square for axes, square in sums.items())",

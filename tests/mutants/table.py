@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from apart import ALIKE, EQUIVALENT
+from apart import ALIKE, EQUIVALENT, OUTSIDE
 from catalogue import PARTS
 from mutant import Mutant, Place
 from naming import named_rightly
@@ -55,9 +55,10 @@ def main(files: list[str]) -> None:
                 print(row(mutant, outcomes[mutant.name]))
                 ways[outcomes[mutant.name].way] += 1
                 right += named_rightly(mutant, outcomes[mutant.name])
-    print("\n### Wrong alike on every mesh\n\n| fault | caught by |\n| --- | --- |")
-    for apart in ALIKE:
-        print(f"| {apart.name} | `{apart.why}` |")
+    for title, several in (("Wrong alike on every mesh", ALIKE), ("Outside the train step", OUTSIDE)):
+        print(f"\n### {title}\n\n| fault | file | caught by |\n| --- | --- | --- |")
+        for apart in several:
+            print(f"| {apart.name} | `{found(apart.old)[0].relative_to(ROOT)}` | `{apart.why}` |")
     print("\n### Equivalent\n\n| change | file | why nothing changes |\n| --- | --- | --- |")
     for apart in EQUIVALENT:
         print(f"| {apart.name} | `{found(apart.old)[0].relative_to(ROOT)}` | {apart.why} |")
