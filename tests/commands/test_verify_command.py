@@ -10,7 +10,7 @@ from megajax.errors import UserError
 from megajax.program import bind
 
 REFUSED = [  # arguments after `verify`, the message
-    (["gpt2-8.3bb"], "no preset 'gpt2-8.3bb'; did you mean gpt2-),
+    (["gpt2-8.3bb"], "no preset 'gpt2-8.3bb'; did you mean gpt2-"),
     ([], "PRESET missing; valid: a TOML file, or one of"),
     (["demo", "--device", "8"], "--device: unknown flag; did you mean --devices?"),
     (["demo", "--devices", "0"], "--devices 0; valid: 1 to 512"),
