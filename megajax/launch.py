@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from megajax.config import Config
-from megajax.ending import leave_together, stop_signals
+from megajax.ending import fail, leave_together, stop_signals
 from megajax.errors import UserError
+from megajax.relay import Relay
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -36,6 +37,7 @@ DETERMINISTIC_FLAGS = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotun
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
 
 _LAST = 1.0  # seconds that process 0 stays after the end of its work
+LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, if it has not ended by itself
 HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
 
 
@@ -83,7 +85,7 @@ def start(config: Config) -> None:
         with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
             if cluster.coordinator:
                 jax.distributed.initialize(
-                    cluster.coordinator,
+                    _relayed(cluster.coordinator) if cluster.process_id else cluster.coordinator,
                     cluster.num_processes,
                     cluster.process_id,
                     heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
@@ -115,6 +117,18 @@ def imagine_devices(config: Config) -> None:
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
         jax.config.update("jax_default_matmul_precision", "float32")
+
+
+def _relayed(coordinator: str) -> str:
+    """Where this process reaches process 0, so that JAX does not abort it when that is gone."""
+    host, _, port = coordinator.rpartition(":")
+
+    def lost() -> None:
+        # Whoever waits for a collective hears of it, too, and knows the step.
+        time.sleep(LOST_AFTER)
+        fail("lost process 0, which was killed or ended first; the same command goes on from the newest checkpoint")
+
+    return Relay(host.strip("[]"), int(port), lost).address
 
 
 def _of_several(config: Config) -> bool:

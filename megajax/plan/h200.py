@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-NAME = "h200"
 CUDNN = 91900
 # What XLA asks of a device, `stream_executor/device_description.proto`. The wheels have no other GPU's.
 TARGET = """
@@ -27,9 +26,12 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def is_there() -> bool:
-    """Whether JAX's CUDA packages are installed."""
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+def compiles_for(gpu: str) -> bool:
+    """Whether a step can be compiled for this GPU here: JAX's CUDA packages are installed, and it is an H200, or an
+    H100, which is the same chip with less memory."""
+    return gpu in ("h100", "h200") and any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+    )
 
 
 def devices(count: int) -> list[jax.Device]:

@@ -5,17 +5,18 @@ from of_models import LAYERS, RANDOM, VOCABULARY
 from of_pipeline import ENDS, EXECUTOR, ROWS, STAGES
 from of_program import BIND, STEP
 
-MUTANTS = [
-    *COLLECTIVES,
-    *BORDERS,
-    *SHARDS,
-    *LAYERS,
-    *RANDOM,
-    *VOCABULARY,
-    *ENDS,
-    *EXECUTOR,
-    *ROWS,
-    *STAGES,
-    *BIND,
-    *STEP,
-]
+PARTS = {
+    "COLLECTIVES": COLLECTIVES,
+    "BORDERS": BORDERS,
+    "SHARDS": SHARDS,
+    "LAYERS": LAYERS,
+    "RANDOM": RANDOM,
+    "VOCABULARY": VOCABULARY,
+    "ENDS": ENDS,
+    "EXECUTOR": EXECUTOR,
+    "ROWS": ROWS,
+    "STAGES": STAGES,
+    "BIND": BIND,
+    "STEP": STEP,
+}
+MUTANTS = [mutant for mutants in PARTS.values() for mutant in mutants]

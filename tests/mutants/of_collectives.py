@@ -87,14 +87,6 @@ COLLECTIVES = [
         {"mesh": (2, 1, 2)},
         "types",
     ),
-    Mutant(
-        "g sums the gradient too",
-        G,
-        with_backward("lax.psum(x, axes)", 'lax.pcast(jax.tree.map(lambda y: lax.psum(y, axes), grad), axes, to="varying")'),
-        ON_TENSOR,
-        "numbers",
-        backward(1, "mlp_activation", "tensor"),
-    ),
     Mutant("the maximum of the logits is a device's own", MAX, "return x", ON_TENSOR, "types"),
     Mutant(
         "sums over axes are not taken",

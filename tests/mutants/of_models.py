@@ -48,6 +48,17 @@ LAYERS = [
         forward(0, "attention_output", "tensor"),
     ),
     Mutant(
+        "the gradient of a product by rows is summed too",
+        "y_BTD = self.borders.leave(product_BTD)",
+        "leave = jax.custom_vjp(self.borders.leave)\n"
+        "        leave.defvjp(lambda y: (leave(y), None), "
+        "lambda _, grad: (vary(lax.psum(grad, TENSOR), (TENSOR,)),))\n"
+        "        y_BTD = leave(product_BTD)",
+        ON_TENSOR,
+        "numbers",
+        backward(1, "mlp_activation", "tensor"),
+    ),
+    Mutant(
         "a split sequence is not gathered for a product",
         "entered_BTD = borders.enter(input_BTD) if borders.regathers else input_BTD",
         "entered_BTD = input_BTD",
