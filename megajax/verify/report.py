@@ -59,7 +59,9 @@ class Report:
     def found(self, finding: Finding) -> None:
         """Something was checked."""
         state = "" if finding.passed else "  DIFFERS"
-        self._print(f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}")
+        self._print(
+            f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}".rstrip()
+        )
 
     def stop(self) -> None:
         """Nothing is run any more."""
