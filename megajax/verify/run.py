@@ -1,9 +1,9 @@
 """A configuration run for a few steps on its mesh, with everything that must not depend on the mesh kept."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ Leaves = dict[str, np.ndarray]
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 
 
@@ -101,9 +102,16 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
     return recording
 
 
-def in_precision(config: Config) -> AbstractContextManager:
-    """What JAX has to be told of a precision, for a while."""
-    return jax.enable_x64(True) if config.precision == "fp64" else jax.enable_x64(False)
+@contextlib.contextmanager
+def in_precision(config: Config) -> Iterator[None]:
+    """What JAX has to be told of a precision, for a while: in this thread, and in those that take what is recorded."""
+    wanted, before = config.precision == "fp64", jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", wanted)
+    try:
+        with jax.enable_x64(wanted):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:

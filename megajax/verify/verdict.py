@@ -100,8 +100,10 @@ def loss_scales(run: Run) -> Finding:
 
 
 def _losses(name: str, reference: Run, other: Run, limit: float) -> Finding:
+    """The first step that is beyond the limit, or the one that is farthest off."""
     errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
-    step = int(np.argmax(errors))
+    beyond = [step for step, error in enumerate(errors) if not error <= limit]
+    step = beyond[0] if beyond else int(np.argmax(errors))
     return Finding(name, errors[step], limit, f"step {step + 1}")
 
 
