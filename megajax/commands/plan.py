@@ -1,13 +1,11 @@
 """`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
 
-import dataclasses
 import json
 import resource
 import time
 from collections.abc import Sequence
 
 from megajax.commands import plan_search
-from megajax.config import Config
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import Option
@@ -16,7 +14,6 @@ from megajax.plan.machines import machine_of, peak_of
 from megajax.presets import load_preset, preset_names, resolve
 from megajax.validation import validate_imagined
 
-MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 _GPU = Option("gpu", str, "h100", "GPU of all devices: h100, h200, a100, v100, b200")
 
 
@@ -51,20 +48,15 @@ def main(argv: Sequence[str]) -> None:
         return
     validate_imagined(config)
     gpus = compiles_for(machine.name)
-    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
+    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= plan_search.MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
     from megajax.plan.compiled import compiled_step
     from megajax.plan.report import Plan, figures, text
 
-    compiled = compiled_step(_scanned(config), gpus=gpus) if compiles else None
+    compiled = compiled_step(plan_search.scanned(config), gpus=gpus) if compiles else None
     plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, _peak_bytes())
     print(json.dumps(figures(plan)) if args.json else text(plan))
-
-
-def _scanned(config: Config) -> Config:
-    """With the layers as one scan: the same step, whose program does not grow with their number."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
 
 
 def _peak_bytes() -> int:

@@ -7,20 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config, MeshConfig
+from megajax.config import Config
 from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import Option, between
 from megajax.paths import check_place
+from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import Machine
 from megajax.runs.parts import check_outside_runs
 
 _DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
 _BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
 _COMPILED = 2  # of the best
-_MOST_SIMULATED = 1024  # devices; more take JAX minutes
+MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 _FORMATS = (".png", ".svg")
 
 
@@ -64,20 +65,19 @@ def print_search(
     plot = Path(args.plot) if args.plot else None
     if plot:
         _check_plot(plot)
-    imagine_devices(dataclasses.replace(config, mesh=MeshConfig(data=devices)))
+    gpus = compiles_for(machine.name)
+    compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
+    imagine_devices(config, devices if compiles and not gpus else 1)
 
     from megajax.plan.compiled import compiled_step
-    from megajax.plan.h200 import compiles_for
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
     from megajax.plan.search import VARIED, search
 
     count = getattr(args, "best", _BEST.default)
     found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
-    compiled = []
-    if not args.no_compile and devices <= _MOST_SIMULATED:
-        gpus = compiles_for(machine.name)
-        compiled = [compiled_step(_scanned(each.config), gpus=gpus) for each in found.best[:_COMPILED]]
+    planned = found.best[:_COMPILED] if compiles else []
+    compiled = [compiled_step(scanned(each.config), gpus=gpus) for each in planned]
     if plot:
         title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
         try:
@@ -89,7 +89,7 @@ def print_search(
     print(json.dumps(figures(found, *told)) if args.json else "\n".join(lines(found, *told)))
 
 
-def _scanned(config: Config) -> Config:
+def scanned(config: Config) -> Config:
     """With the layers as one scan: the same step, whose program does not grow with their number."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
 

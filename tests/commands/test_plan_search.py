@@ -17,7 +17,7 @@ SMALL += ["--precision", "fp32", "--model.dropout", "0"]
 @pytest.fixture(autouse=True)
 def _devices_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests have eight simulated devices already."""
-    monkeypatch.setattr(command, "imagine_devices", lambda config: None)
+    monkeypatch.setattr(command, "imagine_devices", lambda *_: None)
 
 
 def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
