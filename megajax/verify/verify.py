@@ -8,7 +8,7 @@ import jax
 
 from megajax.config import Config
 from megajax.verify.axes import AxesThatDiffer, axes_that_differ
-from megajax.verify.check import STEPS, check, one_device
+from megajax.verify.check import STEPS, check, one_device, steady
 from megajax.verify.first_difference import first_difference
 from megajax.verify.limits import LIMITS
 from megajax.verify.run import recorded
@@ -52,6 +52,7 @@ def verify(
     quick_compile: bool = True,
 ) -> Result:
     """Check `config`, which is small already, and where it fails find out where."""
+    config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     verdict = check(config, devices, on_start=listener.start, on_finding=listener.found, **options)
