@@ -114,16 +114,16 @@ def start(config: Config) -> None:
         patience.cancel()
 
 
-def imagine_devices(config: Config) -> None:
+def imagine_devices(config: Config, count: int | None = None) -> None:
     """Set up JAX to trace and compile for the devices of a mesh that are not there, before any other use of JAX: as
-    many simulated ones, and the flags that GPUs would be compiled for with."""
+    many simulated ones, or `count`, and the flags that GPUs would be compiled for with."""
     avoid_known_faults()
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+    jax.config.update("jax_num_cpu_devices", count or config.mesh.num_devices)
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
         jax.config.update("jax_default_matmul_precision", "float32")

@@ -1,15 +1,15 @@
 """`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
 
-import dataclasses
 import json
 import resource
 import time
 from collections.abc import Sequence
 
-from megajax.config import Config
+from megajax.commands import plan_search
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import Option
+from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import machine_of, peak_of
 from megajax.presets import load_preset, preset_names, resolve
 from megajax.validation import validate_imagined
@@ -35,29 +35,28 @@ def main(argv: Sequence[str]) -> None:
     add_flag(parser, _GPU, _GPU.default)
     parser.add_argument("--no-compile", action="store_true", help="figures of the model alone, at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan_search.add_flags(parser)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
-    config = resolve(load_preset(args.preset), parser.overrides(args))
+    plan_search.check_flags(args)
+    preset, given = load_preset(args.preset), parser.overrides(args)
+    config = resolve(preset, given)
     machine = machine_of(getattr(args, "gpu", _GPU.default))
     peak_of(machine, config.precision)
+    if args.search:
+        plan_search.print_search(args, config, resolve(preset, {}), machine, given)
+        return
     validate_imagined(config)
-    imagine_devices(config)
+    gpus = compiles_for(machine.name)
+    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= plan_search.MOST_SIMULATED)
+    imagine_devices(config, None if compiles and not gpus else 1)
 
-    from megajax.plan.compiled import MOST_SIMULATED, CompiledStep, compiled_step
-    from megajax.plan.h200 import compiles_for
+    from megajax.plan.compiled import compiled_step
     from megajax.plan.report import Plan, figures, text
 
-    compiled: CompiledStep | None = None
-    gpus = compiles_for(machine.name)
-    if not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED):
-        compiled = compiled_step(_scanned(config), gpus=gpus)
+    compiled = compiled_step(plan_search.scanned(config), gpus=gpus) if compiles else None
     plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, _peak_bytes())
     print(json.dumps(figures(plan)) if args.json else text(plan))
-
-
-def _scanned(config: Config) -> Config:
-    """With the layers as one scan: the same step, whose program does not grow with their number."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
 
 
 def _peak_bytes() -> int:

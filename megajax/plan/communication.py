@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.family import family_of
-from megajax.parallel.collectives import DATA, PIPE, TENSOR
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, spec_axes
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.shapes import Placed, held
@@ -301,8 +301,7 @@ class _Step(Sizes):
 
     def _axes_of(self, placed: Placed) -> set[str]:
         """Mesh axes that a reduced gradient is divided over."""
-        entries = ((entry,) if isinstance(entry, str) else entry for entry in placed.spec if entry is not None)
-        axes = {axis for entry in entries for axis in entry}
+        axes = set(spec_axes(placed.spec))
         return axes | ({PIPE} if placed.weight.stacked else set()) | ({DATA} if self._is_divided(placed) else set())
 
     def _varying(self, placed: Placed) -> set[str]:

@@ -17,7 +17,6 @@ from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.train_step import train_step
 
-MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 _QUICK = {"xla_backend_optimization_level": 0}
 
 

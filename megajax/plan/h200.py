@@ -4,9 +4,10 @@ Structure, bytes and schedules are those of the real program; nothing is timed.
 """
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 CUDNN = 91900
 # What XLA asks of a device, `stream_executor/device_description.proto`. The wheels have no other GPU's.
@@ -34,7 +35,7 @@ def compiles_for(gpu: str) -> bool:
     )
 
 
-def devices(count: int) -> list[jax.Device]:
+def devices(count: int) -> "list[jax.Device]":
     """So many H200s, to compile for. cuDNN's attention would ask this machine's GPU what it can, and is answered as an
     H200 would."""
     from jax._src.cudnn import fused_attention_stablehlo as attention

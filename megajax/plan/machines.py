@@ -8,13 +8,13 @@
 - a100: NVIDIA A100 80GB data sheet, SXM: 312 TFLOP/s, fp32 19.5, 2.039 TB/s, NVLink 600 GB/s. DGX A100: 8 GPUs, 200
   Gbit/s each.
 - v100: the paper's machine (arXiv 1909.08053, DGX-2H, as in our reference): 39 TFLOP/s are 30% of a peak of 130; 300
-  GB/s inside a server of 16, 100 GB/s between servers (8 adapters of 100 Gbit/s). NVIDIA V100 data sheet: fp32 15.7, 0.9
-  TB/s, 32 GB.
+  GB/s inside a server of 16, 100 GB/s between servers (8 adapters of 100 Gbit/s). NVIDIA V100 data sheet: fp32 15.7,
+  0.9 TB/s, 32 GB.
 - b200: NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOP/s, fp32 75 TFLOP/s, 8 TB/s, 180 GB, NVLink 1.8 TB/s, 400
   Gbit/s.
 
-**What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200, a100
-and b200:
+**What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
+a100 and b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
 - attention 0.40: the 9 ms that docs/gpu.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
@@ -25,8 +25,8 @@ and b200:
   (nccl#1244), in a server 20 us, an assumption.
 - fixed: 2 us for each of about 50 kernels of a layer, an assumption.
 
-Of v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s of one GPU; fixed: its strong scaling on 2, 4 and 8
-GPUs; links as on a100.
+Of v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s of one GPU; fixed: its strong scaling on 2, 4
+and 8 GPUs; links as on a100.
 
 **Traffic of a layer** (`Traffic`): passes over an activation, forward and backward together, fitted to the bytes that
 programs compiled for H200s move outside of products and fused attention (docs/gpu.md: gpt2-1.2b unrolled, and llama3-8b

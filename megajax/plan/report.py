@@ -1,6 +1,7 @@
 """A plan in words and as figures: what a training step needs of every device, and how long it takes."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from megajax.backend import CPU, GPU, Backend
@@ -42,33 +43,41 @@ class Plan:
     seconds: float
     peak_bytes: int
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """By the model, on a device."""
         return memory(self.config, backend_of(self.machine))
 
-    @property
+    @cached_property
     def time(self) -> StepTime:
         return step_time(self.config, self.machine)
 
-    @property
+    @cached_property
     def communication(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """By axes and kind, how many collectives the device that sends most sends in a step, and their bytes."""
-        return bytes_by_axis(communication(self.config), sent=True)
+        """By axes and kind, how many collectives the device that sends most takes part in, and the bytes it has of
+        their operands; over axes of one device nothing is sent."""
+        sizes = asdict(self.config.mesh)
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for (names, kind), (count, size) in bytes_by_axis(communication(self.config), sent=True).items():
+            axes = ",".join(axis for axis in names.split(",") if sizes[axis] > 1)
+            before = found.get((axes, kind), (0, 0))
+            if axes:
+                found[axes, kind] = before[0] + count, before[1] + size
+        return found
 
     @property
     def flops(self) -> int:
         """Of a step, as the model's arithmetic is counted (`models/family.step_flops`)."""
         return step_flops(self.config.model, self.config.train.global_batch)
 
-    @property
+    @cached_property
     def expected(self) -> Memory | None:
         """What the model says for the devices that were compiled for."""
         if self.compiled is None:
             return None
         return memory(self.config, GPU if self.compiled.gpus else CPU)
 
-    @property
+    @cached_property
     def as_traced(self) -> bool | None:
         """Whether the theory of communication is what the traced step has; None if none was traced."""
         if self.compiled is None:
@@ -147,9 +156,10 @@ def _memory(plan: Plan) -> list[str]:
     if compiled is None or plan.expected is None:
         return [*lines, "  compiled for nothing: these are a model's figures (docs/plan.md)"]
     ratio = plan.expected.of_step / max(1, compiled.temporaries)
+    lines.append("  layers as one scan; unrolled ones, the default on GPUs, keep more (docs/plan.md)")
     return [
         *lines,
-        f"  compiled by {compiled.compiler}, layers scanned: {compiled.state / _GIB:.3f} state and batch, "
+        f"  compiled by {compiled.compiler}: {compiled.state / _GIB:.3f} state and batch, "
         f"{compiled.temporaries / _GIB:.3f} beside it; the model says {plan.expected.of_step / _GIB:.3f} for these "
         f"({ratio:.2f})",
     ]
@@ -157,10 +167,10 @@ def _memory(plan: Plan) -> list[str]:
 
 def _communication(plan: Plan) -> list[str]:
     rows = [
-        f"  {axes:<14} {kind:<16} {count:>9,} {size / _GB:12.3f}"
+        f"  {axes:<17} {kind:<16} {count:>9,} {size / _GB:12.3f}"
         for (axes, kind), (count, size) in plan.communication.items()
     ]
-    title = f"  {'axes':<14} {'kind':<16} {'count':>9} {'GB':>12}"
+    title = f"  {'axes':<17} {'kind':<16} {'count':>9} {'GB':>12}"
     seen = {None: "", True: ", as in the traced program", False: "; the traced program's is another"}[plan.as_traced]
     none = [] if rows else ["  none"]
     return ["", f"communication of a device and step{seen}", *([title, *rows] if rows else none)]

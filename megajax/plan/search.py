@@ -11,7 +11,7 @@ from typing import Any
 
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
-from megajax.options import as_flag
+from megajax.options import as_flag, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
@@ -122,14 +122,17 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
 
 def command(preset: str, config: Config, original: Config) -> str:
     """The command line that trains `config`, which is `original`, a preset's, with other options."""
-    changed = [as_flag(key, value(config, key)) for key in VARIED if value(config, key) != value(original, key)]
+    pairs = {key: (value(config, key), value(original, key)) for key in options(Config)}
+    changed = (as_flag(key, new) for key, (new, old) in pairs.items() if new != old)
     return " ".join(["python train.py", shlex.quote(preset), *changed])
 
 
 def value(config: Config, key: str) -> Any:
     """A value by its key."""
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:

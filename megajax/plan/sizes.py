@@ -33,8 +33,8 @@ def num_ticks(schedule: str, pipe: int, microbatches: int, chunks: int) -> int:
 
 
 def settled_microbatches(schedule: str, pipe: int, microbatches: int) -> int:
-    """A number of microbatches, not more, of which the schedule's table has buffers and inboxes of the same sizes: after
-    some rounds of the pipe 1F1B does the same again and again, interleaved where the pipe divides the microbatches."""
+    """A number of microbatches, not more, of which the schedule's table has buffers and inboxes of the same sizes: soon
+    1F1B does the same again and again, interleaved where the pipe divides the microbatches."""
     settles = schedule == "1f1b" or (schedule == "interleaved" and microbatches % pipe == 0)
     return min(microbatches, 4 * pipe) if settles else microbatches
 

@@ -1,9 +1,10 @@
 """How long a training step takes on a machine, by a model: arithmetic on a configuration, nothing runs.
 
 A stage's forward and backward of a microbatch are its layers' products, attention and traffic of memory
-(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these by its table
-(`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every rate is in
-`plan/machines.py`; what was calibrated on what, and how far predictions are from published figures: docs/plan-time.md.
+(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these
+by its table (`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every
+rate is in `plan/machines.py`; what was calibrated on what, and how far predictions are from published figures:
+docs/plan-time.md.
 """
 
 from collections import defaultdict
@@ -135,7 +136,7 @@ class StepModel:
             backwards[-1, -1] += self._ends["head"].total
         if not sizes.defers:
             backwards, laters = backwards + laters, 0.0 * laters
-        hand_over = self._hand_over(min(forwards.mean(), backwards.mean()))
+        hand_over = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
         times = StageTimes(forwards, backwards, laters, hand_over=hand_over, **together)
         working = m * ((forwards + backwards + laters).sum(0) + sum(together.values()))
         busiest, busy = int(working.argmax()), float(working.max())
@@ -213,8 +214,27 @@ class StepModel:
         if not known or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
         passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
-        deferring = pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None
-        waits = deferred_bubble(*shape, deferring) if deferring is not None else None
-        if waits is None:  # of fewer microbatches than stages, which go round the pipe one after the other
-            waits = sum(passes) * ((p - 1) / v if m >= p or v == 1 else p - m + (m - 1) / v)
+        waits = _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
         return full + waits
+
+
+def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
+    """How long the busiest stage waits, by formula.
+
+    Where weight gradients are deferred and there are fewer than 2p microbatches, for which there is none, what
+    deferring saves is read off tables of passes that take about the same (tests hold the two against each other).
+    """
+    together = sum(passes) * ((p - 1) / v if m >= p or v == 1 else p - m + (m - 1) / v)
+    if deferring is None:
+        return together
+    known = deferred_bubble(name, p, m, v, deferring)
+    if known is not None:
+        return known
+    if v == 1:
+        later = 0 if name == "gpipe" else min(max(0, m - p + 1), p - 1)
+        saved: float = p - 1 + later
+    elif m >= p:
+        saved = (p - 1 + min(m - p, p - 1)) / v
+    else:
+        saved = min(p - 1 / v, (p - 1) / v + 2 * (1 - 1 / v) * (p - m))
+    return together - min(saved, deferring.waiting(p) / v) * passes[-1]

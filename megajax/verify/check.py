@@ -46,12 +46,12 @@ def check(
 
     def findings() -> Iterator[Finding]:
         on_start("one device, fp64")
-        reference = run(one_device(config), devices, with_fresh=True, **options)
+        reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
         on_start(f"{mesh}, fp64")
         yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
             on_start(f"{mesh}, {config.precision}")
-            yield from held_against(reference, run(config, devices, **options))
+            yield from held_against(reference, run(config, devices, states=reference.states, **options))
 
     found = []
     for finding in findings():

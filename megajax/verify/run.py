@@ -42,6 +42,7 @@ class Run:
         unequal: leaves of the state of which two devices hold different copies.
         uncast: leaves whose weights to compute with are not the main weights in that precision.
         collectives: what a step communicates.
+        states: natural, before every step but that one; none where they were not asked for.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Run:
     unequal: list[str]
     uncast: list[str]
     collectives: list[Collective]
+    states: list[TrainState]
 
     @property
     def losses(self) -> list[float]:
@@ -60,10 +62,23 @@ class Run:
 
 
 def run(
-    config: Config, devices: Sequence[jax.Device], steps: int, *, with_fresh: bool = False, quick_compile: bool = True
+    config: Config,
+    devices: Sequence[jax.Device],
+    steps: int,
+    *,
+    with_fresh: bool = False,
+    with_states: bool = False,
+    states: Sequence[TrainState] = (),
+    quick_compile: bool = True,
 ) -> Run:
     """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and one
-    in which the loss scale is infinite."""
+    in which the loss scale is infinite.
+
+    Args:
+        with_fresh, with_states: to be kept.
+        states: of another run, which the steps begin with, each with its own, in place of what the step before left:
+            Adam makes a full update of a gradient that is nothing but rounding, of which the next step would make more.
+    """
     with in_precision(config):
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
@@ -75,10 +90,14 @@ def run(
         batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
         step = traced.lower().compile(options)
-        metrics, gradients = [], []
+        metrics, gradients, kept = [], [], []
         for number, batch in enumerate(batches):
             if number == steps:
                 state = _overflowing(state)
+            elif states:
+                state = _taken_over(program, states[number], state)
+            if with_states and number < steps:
+                kept.append(jax.device_get(layout.to_natural(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items()})
             if number < steps:
@@ -87,7 +106,8 @@ def run(
         main = state.params if state.main is None else state.main
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
-        return Run(config, fresh, metrics, gradients, _natural(program, main), _rows(program), unequal, uncast, found)
+        weights, rows = _natural(program, main), _rows(program)
+        return Run(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
@@ -121,6 +141,14 @@ def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
 
 def _natural(program: Program, tree: Any) -> Leaves:
     return named_leaves(program.layout.natural_weights(jax.device_get(tree)))
+
+
+def _taken_over(program: Program, natural: TrainState, state: TrainState) -> TrainState:
+    """The weights and moments of another run, in this one's precision, with what else `state` has."""
+    layout = program.layout
+    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), natural, layout.natural_shapes)
+    taken = layout.from_natural(cast)
+    return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
 
 
 def _overflowing(state: TrainState) -> TrainState:

@@ -106,6 +106,34 @@ ALIKE = [  # arguments of pytest
     ),
 ]
 
+OUTSIDE = [  # beside the train step, which alone is verified; arguments of pytest
+    Apart(
+        "an all-to-all joins along the dim that it divides",
+        "split_axis=divided, concat_axis=joined",
+        "split_axis=joined, concat_axis=divided",
+        "tests/program/test_transfer.py",
+    ),
+    Apart(
+        "the most probable id is a place on the device",
+        "column_V = axis_index(axes) * local_size + jnp.arange(local_size, dtype=jnp.int32)",
+        "column_V = axis_index(axes) * 0 + jnp.arange(local_size, dtype=jnp.int32)",
+        "tests/parallel/test_vocabulary.py",
+    ),
+    Apart(
+        "scores of all microbatches are put in the place of the first",
+        "slots.at[microbatch].set(new), outputs, result)",
+        "slots.at[0 * microbatch].set(new), outputs, result)",
+        "tests/models tests/pipeline",
+    ),
+    Apart(
+        "a leaf goes to its stages in shards of other devices",
+        "x = exchange(x, _STAGES, dim, PIPE)",
+        "x = jax.numpy.roll(exchange(x, _STAGES, dim, PIPE), 1, dim)",
+        "tests/program/test_transfer.py",
+    ),
+]
+
+PUT = "        entries[dim] = _with_axis(entries[dim], DATA)"
 EQUIVALENT = [
     Apart(
         "f declares nothing",
@@ -133,8 +161,8 @@ EQUIVALENT = [
     ),
     Apart(
         "ZeRO shards the smallest dim",
-        "dim = max(free or divisible, key=lambda dim: local[dim])\n        entries[dim] = _with_axis(entries[dim], DATA)",
-        "dim = min(free or divisible, key=lambda dim: local[dim])\n        entries[dim] = _with_axis(entries[dim], DATA)",
+        "dim = max(free or divisible, key=lambda dim: local[dim])\n" + PUT,
+        "dim = min(free or divisible, key=lambda dim: local[dim])\n" + PUT,
         "every element still has one owner; it changes bytes only where a dim of few elements is not divisible",
     ),
     Apart(

@@ -24,9 +24,7 @@ SHARED_VOCABULARY = {"mesh": (1, 2, 2), "vocabulary": "split"}
 F = 'return lax.pcast(x, axes, to="varying")'
 G = "return lax.psum(x, axes)"
 MAX = "return lax.pmax(x, axes)"
-ALL_GATHER = (
-    'return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")'
-)
+ALL_GATHER = 'return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")'
 ROLLED = ALL_GATHER.replace("return", "x =") + "\n    return jnp.roll(x, x.shape[dim] // axis_size(axis), dim)"
 SCATTER = "return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)"
 BROADCAST = "return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)"
@@ -313,8 +311,7 @@ BORDERS = [
     Mutant(
         "every device has the entries of the first tokens",
         "return own_shard(x, dim, TENSOR) if self.sequence_parallel else x",
-        "return x[(slice(None),) * dim + (slice(x.shape[dim] // axis_size(TENSOR)),)] "
-        "if self.sequence_parallel else x",
+        "return x[(slice(None),) * dim + (slice(x.shape[dim] // axis_size(TENSOR)),)] if self.sequence_parallel else x",
         ON_SEQUENCE,
         "numbers",
         forward(0, "input", "tensor"),

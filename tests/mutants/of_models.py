@@ -20,7 +20,9 @@ ON_FOUR = {"mesh": (1, 1, 4), **OF_FEW_KEYS}
 ON_EIGHT = {"mesh": (1, 2, 4), "weight_gradients": "deferred", **OF_FEW_KEYS}
 
 PART = "return axis_index(TENSOR) * self.parts // axis_size(TENSOR)"
-ROWS = "return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)"
+ROWS = (
+    "return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)"
+)
 LAYERS = [
     Mutant(
         "the bias is added before the sum",
@@ -50,7 +52,7 @@ LAYERS = [
     Mutant(
         "the gradient of a product by rows is summed too",
         "y_BTD = self.borders.leave(product_BTD)",
-        "leave = jax.custom_vjp(self.borders.leave)\n"
+        "leave = jax.custom_vjp(lambda y: self.borders.leave(y))\n"
         "        leave.defvjp(lambda y: (leave(y), None), "
         "lambda _, grad: (vary(lax.psum(grad, TENSOR), (TENSOR,)),))\n"
         "        y_BTD = leave(product_BTD)",

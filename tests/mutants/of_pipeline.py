@@ -118,8 +118,8 @@ ENDS = [
     ),
     Mutant(
         "of the losses the last microbatch's stays",
-        "added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total[\"losses\"], losses)",
-        "added = jax.tree.map(lambda sum_, loss: loss.astype(sum_.dtype), total[\"losses\"], losses)",
+        'added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)',
+        'added = jax.tree.map(lambda sum_, loss: loss.astype(sum_.dtype), total["losses"], losses)',
         ON_DATA,
         "numbers",
         gradient("loss", "data"),
@@ -270,6 +270,16 @@ ROWS = [
         "microbatch = np.where(here, table.microbatch, IDLE).max(axis=1)",
         "microbatch = np.where(here, table.microbatch, IDLE).max(axis=1) * 0",
         ON_VOCABULARY,
+        "numbers",
+        forward(0, "input", "pipe"),
+    ),
+    Mutant(
+        "the last microbatch does not pass the ends",
+        "here = schedule.at_virtual(table, virtual_stage)",
+        "here = schedule.at_virtual(table, virtual_stage)\n"
+        "    last = max(1, schedule.num_microbatches - 1)\n"
+        "    here = here & (table.microbatch < last)",
+        ON_PIPE,
         "numbers",
         forward(0, "input", "pipe"),
     ),

@@ -89,8 +89,8 @@ BIND = [
     ),
     Mutant(
         "the shared weights are the same on all stages",
-        "vary(params[\"shared\"], axes if config.splits_vocabulary else (*axes, PIPE))",
-        "vary(params[\"shared\"], axes)",
+        'vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))',
+        'vary(params["shared"], axes)',
         ON_PIPE,
         "types",
     ),
@@ -131,7 +131,9 @@ STEP = [
     Mutant(
         "ZeRO's gradients are scattered twice",
         COMPLETE,
-        COMPLETE.replace("grads = complete(", "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n    grads = complete("),
+        COMPLETE.replace(
+            "grads = complete(", "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n    grads = complete("
+        ),
         ON_DATA,
         "types",
     ),
@@ -156,6 +158,13 @@ STEP = [
         ON_PIPE,
         "numbers",
         gradient("", "pipe"),
+    ),
+    Mutant(
+        "a device skips a step for its own gradients",
+        "finite = jnp.isfinite(norm) & jnp.isfinite(loss)",
+        "finite = jnp.stack([jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)]).all()",
+        ON_DATA,
+        "types",
     ),
     Mutant(
         "the norm is that of a device's gradients",

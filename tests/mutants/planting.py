@@ -1,5 +1,6 @@
 """A mutant in the place of the module that it changes: `megajax` as it is imported in this process."""
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -11,10 +12,15 @@ from mutant import Mutant
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
+def texts() -> dict[Path, str]:
+    """Every file of `megajax/`."""
+    return {file: file.read_text() for file in sorted(ROOT.glob("megajax/**/*.py"))}
+
+
 def found(text: str) -> list[Path]:
     """The files of `megajax/` that have a text, once for every time that they have it."""
-    files = sorted(ROOT.glob("megajax/**/*.py"))
-    return [file for file in files for _ in range(file.read_text().count(text))]
+    return [file for file, there in texts().items() for _ in range(there.count(text))]
 
 
 def file_of(mutant: Mutant) -> Path:
@@ -29,7 +35,7 @@ def plant(mutant: Mutant) -> None:
     file = file_of(mutant)
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     assert name not in sys.modules, f"{name} is there already"
-    sys.meta_path.insert(0, _Mutated(name, file, file.read_text().replace(mutant.old, mutant.new)))
+    sys.meta_path.insert(0, _Mutated(name, file, texts()[file].replace(mutant.old, mutant.new)))
 
 
 class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-from mutant import Mutant
-from trial import small_config
 
-
-def caught_quickly(mutant: Mutant | None, options: dict[str, Any]) -> tuple[str, str]:
-    """How a mutant, which is planted, is caught, and what is said: "nothing" if it is not. Without a mutant
-    everything is checked."""
+def caught_quickly(way: str | None, config: Any) -> tuple[str, str]:
+    """How a mutant, which is planted, is caught that should be in this way, and what is said: "nothing" if it is not.
+    Without a way everything is checked."""
     import jax
 
     from megajax.program.communication import collectives_of
@@ -17,15 +14,14 @@ def caught_quickly(mutant: Mutant | None, options: dict[str, Any]) -> tuple[str,
     from megajax.verify.check import one_device
     from megajax.verify.traffic import as_in_theory
 
-    config = small_config(**options)
     with jax.enable_x64(True):
         program = Program.on(config, jax.devices()[: config.mesh.num_devices])
-        if mutant is None or mutant.way != "numbers":
+        if way != "numbers":
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
             finding = as_in_theory(config, collectives_of(traced.jaxpr))
             if not finding.passed:
                 return "communication", finding.where
-        if mutant is None or mutant.way == "numbers":
+        if way in (None, "numbers"):
             plain = one_device(config)
             reference = _gradients(Program.on(plain, jax.devices()[:1]))
             worst = _worst(reference, _gradients(program))
