@@ -9,14 +9,12 @@ from typing import Any
 
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
-from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import fold
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
 _CLIP_NORM = 0.1  # so that gradients are clipped
-_LEARNING_RATE, _EPSILON = 1e-3, 1e-8
 _LOSS_SCALE = 2.0**12  # under which no gradient of so small a model overflows
 _GROWTH_EVERY = 2  # so that the scale grows within the steps
 
@@ -70,7 +68,13 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         mesh=mesh,
         train=train,
         pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),
-        optimizer=_optimizer(config.optimizer),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            warmup_steps=0,
+            warmup_fraction=0.0,
+            decay_steps=10,
+            clip_norm=min(config.optimizer.clip_norm, _CLIP_NORM),
+        ),
         loss_scale=dataclasses.replace(
             config.loss_scale,
             initial=min(config.loss_scale.initial, _LOSS_SCALE),
@@ -79,20 +83,6 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         ),
     )
     return Shrunk(small, tuple(notes))
-
-
-def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Adam makes an update of a gradient that is nothing but rounding: it stays below what is compared."""
-    return dataclasses.replace(
-        optimizer,
-        learning_rate=min(optimizer.learning_rate, _LEARNING_RATE),
-        min_learning_rate=min(optimizer.min_learning_rate, optimizer.learning_rate, _LEARNING_RATE),
-        epsilon=max(optimizer.epsilon, _EPSILON),
-        warmup_steps=0,
-        warmup_fraction=0.0,
-        decay_steps=10,
-        clip_norm=min(optimizer.clip_norm, _CLIP_NORM),
-    )
 
 
 def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:

@@ -79,8 +79,8 @@ def compare_runs(reference: Run, other: Run, limits: Limits | None = None) -> It
     limits = limits or LIMITS[precision]
     yield _losses(f"{precision} losses", reference, other, limits.loss)
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
-    if limits.weight is not None:
-        yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
+    yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
+    if precision == "fp64":
         yield _metrics(f"{precision} other figures of the steps", reference, other, limits.loss)
     yield _skipped(f"{precision} steps that are skipped", reference, other)
 
