@@ -23,6 +23,7 @@ from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.sites import site
 
 # q_BTHK, k_BSHK, v_BSHK of this device's heads -> heads_BTHK, and what it remembers
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -74,7 +75,11 @@ class Attention(nnx.Module):
         projected = column_parallel(x_BTD, self.query, self.key, self.value, name="attention_input", dummies=dummies)
         query_BTHK, key_BSHK, value_BSHK = (checkpoint_name(x_BTHK, "attention_qkv") for x_BTHK in projected)
         query_BTHK, key_BSHK = self._placed(query_BTHK, key_BSHK, position_BT)
+        query_BTHK = site(query_BTHK, "query", split=2)
+        key_BSHK = site(key_BSHK, "key", split=2, first=self.key.first_part)
+        value_BSHK = site(value_BSHK, "value", split=2, first=self.value.first_part)
         heads_BTHK, memory = attend(query_BTHK, key_BSHK, value_BSHK)
+        heads_BTHK = site(heads_BTHK, "attention_heads", split=2)
         return self.output(heads_BTHK, "attention_output", dummies), memory
 
     def _placed(self, q_BTHK: Array, k_BSHK: Array, position_BT: Array | None) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ addition ("post", (a)). Letters: B batch, T tokens, D model.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.sites import site
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # of dropout: stands where the layers' own has their index
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = range(3)  # sites of dropout in a layer
@@ -76,18 +78,22 @@ class Block(nnx.Module):
     def run(self, x_BTD: Array, context: Context, attend: Attend, dummies: Dummies = NO_DUMMIES) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
         dropout, token_T = context.dropout, self.borders.token_index(x_BTD)
+        watched = partial(site, split=self.borders.split)
 
         def attention(x_BTD: Array) -> tuple[Array, Any]:
             y_BTD, memory = self.attention(x_BTD, context.position_BT, attend, dummies)
-            return dropout.fold(ATTENTION_OUTPUT)(checkpoint_name(y_BTD, "attention_output"), token_T), memory
+            y_BTD = watched(checkpoint_name(y_BTD, "attention_output"), "attention_output")
+            return watched(dropout.fold(ATTENTION_OUTPUT)(y_BTD, token_T), "attention_dropout"), memory
 
         def mlp(x_BTD: Array) -> Array:
-            return dropout.fold(MLP_OUTPUT)(self.mlp(x_BTD, dummies), token_T)
+            y_BTD = watched(self.mlp(x_BTD, dummies), "mlp_output")
+            return watched(dropout.fold(MLP_OUTPUT)(y_BTD, token_T), "mlp_dropout")
 
+        x_BTD = watched(x_BTD, "input")
         if self.order == "pre":
-            y_BTD, memory = attention(self.attention_norm(x_BTD))
-            x_BTD = x_BTD + y_BTD
-            return x_BTD + mlp(self.mlp_norm(x_BTD)), memory
+            y_BTD, memory = attention(watched(self.attention_norm(x_BTD), "attention_norm"))
+            x_BTD = watched(x_BTD + y_BTD, "attention_residual")
+            return watched(x_BTD + mlp(watched(self.mlp_norm(x_BTD), "mlp_norm")), "output"), memory
         y_BTD, memory = attention(x_BTD)
-        x_BTD = self.attention_norm(x_BTD + y_BTD)
-        return self.mlp_norm(x_BTD + mlp(x_BTD)), memory
+        x_BTD = watched(self.attention_norm(watched(x_BTD + y_BTD, "attention_residual")), "attention_norm")
+        return watched(self.mlp_norm(watched(x_BTD + mlp(x_BTD), "mlp_residual")), "output"), memory

@@ -25,6 +25,7 @@ from megajax.parallel.layers import (
     normal,
 )
 from megajax.parallel.random import NamedKey
+from megajax.parallel.sites import site
 from megajax.precision import at_least_fp32
 
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
@@ -63,8 +64,10 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: Array, dummies: Dummies = NO_DUMMIES) -> Array:
         linears = self.products["mlp_input"]
         outputs = column_parallel(x_BTD, *linears, name="mlp_input", dummies=dummies)
-        inner = [checkpoint_name(y_BTF, "mlp_up") for y_BTF in outputs]
-        return self.down(ACTIVATIONS[self.activation](*inner), "mlp_output", dummies)
+        names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
+        inner = [site(checkpoint_name(y, "mlp_up"), name, split=2) for y, name in zip(outputs, names, strict=True)]
+        inner_BTF = site(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
+        return self.down(inner_BTF, "mlp_output", dummies)
 
 
 @jax.checkpoint

@@ -47,6 +47,11 @@ class Borders:
     chosen: bool = False
 
     @property
+    def split(self) -> int | None:
+        """The dim of activations between the regions that devices of a tensor group share."""
+        return TOKENS if self.sequence_parallel else None
+
+    @property
     def regathers(self) -> bool:
         """Whether a product keeps this device's tokens alone, and gathers the others where it needs them."""
         return self.sequence_parallel and self.regather

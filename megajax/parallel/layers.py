@@ -100,6 +100,11 @@ class ColumnParallelLinear(nnx.Module):
         return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, self._part, 1)
 
     @property
+    def first_part(self) -> Array | None:
+        """Of parts that are held several times, which one this device computes with."""
+        return self._part if self.held_several_times else None
+
+    @property
     def _part(self) -> Array:
         return axis_index(TENSOR) * self.parts // axis_size(TENSOR)
 

@@ -1,7 +1,7 @@
 """The parts of a pipeline's step one by one, for measuring them."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +13,43 @@ from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import when
 
 Tree = Any
-Part = Literal["forward", "both", "weight_gradient", "embed", "head", "embed_backward", "hand_over"]
+OfStage = Literal["forward", "both", "all"]
+Part = OfStage | Literal["embed", "head", "embed_backward", "hand_over"]
 
 
-def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_dtype: Any) -> Array:
+def repeat_part(
+    pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_dtype: Any, num_slots: int, num_factor_slots: int
+) -> Array:
     """Run one part of a step over and over; returns a number that depends on the results.
 
+    The buffers are as large as the step's and their slots are used in turn, since a pass takes longer where what it
+    reads and writes is not in a cache.
+
     Args:
-        part: `forward` or `both` (and backward, where weight gradients are deferred without them) of one microbatch
-            through virtual stage `k`, or its deferred `weight_gradient`, which its stage runs while all others skip it;
-            `embed`, `head` or `embed_backward` of ends that all stages run together; `hand_over` up and down.
+        part: `forward`, `both` (and backward, where weight gradients are deferred without them) or `all` (and the
+            weight gradients that were deferred) of one microbatch through virtual stage `k`, which its stage runs while
+            the others skip it; `embed`, `head` or `embed_backward` of ends that all stages run together; `hand_over` up
+            and down.
         k: virtual stage; none is run where it is negative.
+        num_slots, num_factor_slots: of the schedule's table.
     """
     ends, alone, stages = pipeline.ends, not pipeline.ends.vocabulary_split, pipeline.num_stages
     first, last = alone & (k == 0), alone & (k == pipeline.num_chunks * stages - 1)
-    one_stage, deferred = part in ("forward", "both", "weight_gradient"), pipeline.layers.products is not None
-    num_factor_slots = 2 if part == "weight_gradient" else int(deferred)
+    one_stage = part in get_args(OfStage)
+
+    num_slots, num_factor_slots = max(num_slots, 1), max(num_factor_slots, 1)
+    in_flight = jnp.minimum(2 * (stages - 1 - k % stages), num_slots - 1)  # of eager 1F1B, beside the newest
+
+    def work_of(repeat: Array, slot: Array) -> Work:
+        microbatch, factor_slot = repeat % pipeline.num_microbatches, repeat % num_factor_slots
+        return Work(True, microbatch, chunk=k // stages, slot=slot, arrival=0, source=0, factor_slot=factor_slot)
 
     def once(repeat: Array, carry: Tree) -> Tree:
         x, buffer, total, blocks = carry
-        microbatch = repeat % pipeline.num_microbatches
-        work = Work(runs=True, microbatch=microbatch, chunk=k // stages, slot=0, arrival=0, source=0)
+        work = work_of(repeat, repeat % num_slots)
+        microbatch, oldest = work.microbatch, work_of(repeat, (repeat - in_flight) % num_slots)
         at_first, at_last = (End(here=here, anywhere=True, microbatch=microbatch) for here in (first, last))
-        row = Row(work, work, embed=at_first, finish=at_last, head=at_last, embed_backward=at_first)
+        row = Row(work, oldest, embed=at_first, finish=at_last, head=at_last, embed_backward=at_first)
         end = dataclasses.replace(at_first, here=pipeline.stage == 0)
         on_first = Row(work, work, embed=end, finish=end, head=end, embed_backward=end)
         if part == "hand_over":
@@ -46,26 +60,34 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
             x, total = ends.head(on_first, lambda: x, x, total)
         elif part == "embed_backward":
             total = ends.embed_backward(on_first, x, total)
-        elif part == "weight_gradient":
-            # By turns of two slots: of one, the products would be the same in every repeat.
-            blocks = pipeline.layers.add_weight_gradients(pipeline.blocks, k // stages, blocks, repeat % 2)
         else:
             y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
             grad = y
-            if part == "both":
+            if part != "forward":
                 grad, total = ends.head(row, lambda: y, y, total) if alone else (y, total)
                 grad, blocks = pipeline.backward_chunk(row, buffer, grad, blocks)
                 total = ends.embed_backward(row, grad, total) if alone else total
+            if part == "all":
+                longest = (repeat + 1) % num_factor_slots
+                blocks = pipeline.layers.add_weight_gradients(pipeline.blocks, k // stages, blocks, longest)
             x = y + grad
         return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
 
+    def fill(x: Array, slot: Array, buffer: Tree) -> Tree:
+        work = work_of(slot, slot)
+        nowhere = End(here=False, anywhere=False, microbatch=work.microbatch)
+        return pipeline.forward_chunk(Row(work, work, nowhere, nowhere, nowhere, nowhere), x, buffer)[1]
+
     def run(x: Array) -> Array:
-        total, blocks = pipeline.sums(grad_dtype, num_factor_slots)
-        if part == "weight_gradient":
-            blocks = dataclasses.replace(blocks, factors=jax.tree.map(_filled, blocks.factors))
-        if one_stage and not alone:
-            total = {}  # the ends' sums are every stage's, which one stage alone cannot change
-        carry = x, pipeline.buffer(1, with_output=False), total, blocks
+        deferred = pipeline.layers.products is not None
+        total, blocks = pipeline.sums(grad_dtype, num_factor_slots if deferred else 0)
+        # Zeros in their place would take less time on some devices.
+        blocks = dataclasses.replace(blocks, factors=jax.tree.map(_filled, blocks.factors))
+        buffer = pipeline.buffer(num_slots, with_output=False)
+        if one_stage:
+            buffer = lax.fori_loop(0, num_slots, lambda slot, buffer: fill(x, slot, buffer), buffer)
+            total = total if alone else {}  # the ends' sums are every stage's, which one stage alone cannot change
+        carry = x, buffer, total, blocks
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
 
@@ -77,5 +99,5 @@ def repeat_part(pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_d
 
 
 def _filled(slots: Array) -> Array:
-    """Random numbers in place of zeros, whose products take less time on some devices."""
+    """Random numbers."""
     return slots + jax.random.normal(jax.random.key(0), slots.shape, slots.dtype)

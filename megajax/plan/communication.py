@@ -258,7 +258,9 @@ class _Step(Sizes):
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield _one("losses: numbers of targets", REDUCE, (DATA,), (), 4, ONCE)
+            yield _one(
+                "losses: numbers of targets", REDUCE, (DATA,), (), 8 if self.config.precision == "fp64" else 4, ONCE
+            )
 
     def reduction(self) -> Iterator[Communication]:
         """Gradients and losses to global sums."""

@@ -9,6 +9,7 @@ from jax import Array
 
 from megajax.models.family import CutModel
 from megajax.models.transformer import save_expensive
+from megajax.parallel import sites
 from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.pipeline.ends import Microbatch, StageFunctions
@@ -75,15 +76,25 @@ def _bind(
     def context(microbatch: Microbatch) -> Tree:
         return model.context(microbatch, Dropout.at(dropout, config.seed, step, microbatch[_ROW]))
 
+    def context_and_rows(microbatch: Microbatch) -> tuple[Tree, Array]:
+        return context(microbatch), microbatch[_ROW]
+
     def embed(shared: Tree, microbatch: Microbatch) -> Array:
         return model.ends(shared).embed(microbatch, context(microbatch))
 
-    def block(weights: Tree, dummies: Tree, layer: Array, x_BTD: Array, context: Tree) -> Array:
-        return model.block(weights)(x_BTD, context, layer, dummies)
+    def block(weights: Tree, dummies: Tree, layer: Array, x_BTD: Array, given: tuple[Tree, Array]) -> Array:
+        context, row_B = given
+        with sites.at(layer, row_B):
+            return model.block(weights)(x_BTD, context, layer, dummies)
 
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
-        totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
+        with sites.at(sites.HEAD, microbatch[_ROW]):
+            x_BTD = sites.site(x_BTD, "last_output", model.borders.split)
+            totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
+
+    def factors(weights: Tree, x_BTD: Array, given: tuple[Tree, Array]) -> Tree:
+        return model.factors(weights, x_BTD, given[0])
 
     unroll = not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
@@ -98,9 +109,9 @@ def _bind(
             layout.placement.padded,
             layout.per_use["blocks"],
             recompute_stage=config.train.remat == "stage",
-            products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
+            products=Products(model.products, factors, model.weight_gradients) if deferred else None,
         ),
-        context=context,
+        context=context_and_rows,
         losses=losses,
         trained={name: name in program.form.targets for name in counts},
         storage=layout.per_use["shared"],

@@ -27,7 +27,9 @@ def one_part(program: Program, part: Part) -> Wrapped:
 
 def _one_part(program: Program, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
     pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
-    return complete(repeat_part(pipeline, part, k, repeats, program.gradient_dtype), PartitionSpec())
+    table, dtype = program.schedule, program.gradient_dtype
+    number = repeat_part(pipeline, part, k, repeats, dtype, table.num_slots, table.num_factor_slots)
+    return complete(number, PartitionSpec())
 
 
 def residual_bytes(program: Program) -> int:

@@ -114,7 +114,7 @@ class Passes:
             add(part, part, stages=[-1])
         if self.pipe > 1:
             add("both_apart", "both", deferred)
-            add("weight_gradient", "weight_gradient", deferred)
+            add("all", "all", deferred)
 
     def measure(self, rounds: int) -> tuple[StageTimes, StageTimes | None]:
         """`Profile.times` and `Profile.apart`, medians of rounds over all passes, so that all see the same machine."""
@@ -127,8 +127,8 @@ class Passes:
         if self.pipe == 1:
             return times, None
         times = dataclasses.replace(times, hand_over=float(found["hand_over"][0]) / 2)
-        input_gradient = np.maximum(found["both_apart"].reshape(shape) - forward, 0.0)
-        weight_gradient = found["weight_gradient"].reshape(shape)
+        both, everything = (found[name].reshape(shape) for name in ("both_apart", "all"))
+        input_gradient, weight_gradient = np.maximum(both - forward, 0.0), np.maximum(everything - both, 0.0)
         return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
 
 

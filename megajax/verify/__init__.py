@@ -6,8 +6,10 @@ running or compiling it.
 """
 
 from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of
+from megajax.verify.check import check
 from megajax.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, compare
 from megajax.verify.trace import Trace, named_leaves, trace
+from megajax.verify.verdict import Finding, Verdict
 
 __all__ = [
     "COLLECTIVES",
@@ -15,7 +17,10 @@ __all__ = [
     "LOSS_TOLERANCE",
     "Collective",
     "Comparison",
+    "Finding",
     "Trace",
+    "Verdict",
+    "check",
     "collectives",
     "collectives_of",
     "compare",

@@ -25,6 +25,7 @@ from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.sites import site
 from megajax.parallel.vocabulary import embedding_lookup
 
 TOKEN_TYPES = 2
@@ -85,7 +86,7 @@ class Bert(nnx.Module):
 
     def finished(self, x_BTD: Array) -> Array:
         """What the head gets, from the last layer's output."""
-        return self.norm(x_BTD) if self.order == "pre" else x_BTD
+        return site(self.norm(x_BTD), "final_norm", self.borders.split) if self.order == "pre" else x_BTD
 
     def logits(self, x_BTD: Array) -> tuple[Array, Array]:
         """Of pretraining: this device's columns of the logits of every token, and those of the order."""

@@ -18,6 +18,7 @@ from megajax.models.transformer import gelu
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import Linear, normal, zeros_param
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.sites import site
 from megajax.parallel.vocabulary import cross_entropy, greedy_ids, output_logits
 
 IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
@@ -58,8 +59,9 @@ class PretrainingHead(nnx.Module):
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found. Nothing is dropped."""
-        logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
-        masked_BM = cross_entropy(logits_BMV, batch["targets"], self.borders.vocabulary)
+        axes = self.borders.vocabulary
+        logits_BMV = site(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes)
+        masked_BM = site(cross_entropy(logits_BMV, batch["targets"], axes), "losses")
         order, found = self.borders.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 

@@ -21,6 +21,7 @@ from megajax.models.visibility import Visibility
 from megajax.parallel.borders import Borders
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.sites import site
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 
@@ -75,11 +76,14 @@ class TransformerDecoder(nnx.Module):
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
-        return output_logits(self.final_norm(x_BTD), table_VD, self.vocab_size, self.borders, self.backend)
+        x_BTD = site(self.final_norm(x_BTD), "final_norm", self.borders.split)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.borders, self.backend)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
-        losses_BT = cross_entropy(self.logits(x_BTD), batch["targets"], self.borders.vocabulary)
+        axes = self.borders.vocabulary
+        logits_BTV = site(self.logits(x_BTD), "logits", 2, axes)
+        losses_BT = site(cross_entropy(logits_BTV, batch["targets"], axes), "losses")
         return {"next_token": jnp.sum(losses_BT)}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:

@@ -1,0 +1,84 @@
+"""`megajax verify`: hold a configuration on its mesh against one device, in small, on simulated devices."""
+
+import dataclasses
+import json
+import os
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.config import Config, DistributedConfig
+from megajax.errors import UserError
+from megajax.flags import Parser, add_flag
+from megajax.launch import in_cluster, start
+from megajax.options import Option, between
+from megajax.presets import load_preset, preset_names, resolve
+from megajax.validation import validate_imagined
+
+_OPTIONS = (
+    Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to one of so many", between(1, 512)),
+    Option("steps", int, 3, "steps to take, and one more that overflows", between(1, 100)),
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does.
+
+    Raises:
+        UserError: a flag, the preset or the mesh is not valid, or the configuration cannot be shrunk.
+    """
+    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
+    parser = Parser(
+        "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
+        "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
+        "megajax verify PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--flag value ...]",
+    )
+    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    for option in _OPTIONS:
+        add_flag(parser, option, option.default)
+    parser.add_argument("--optimize", action="store_true", help="compile as training does, which takes longer")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_config_flags(values=values)
+    args = parser.parse_args(argv)
+    config = resolve(load_preset(args.preset), parser.overrides(args))
+    devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
+    validate_imagined(config)
+
+    from megajax.verify.shrink import shrink  # which imports JAX: mistakes are told without it
+
+    small = shrink(config, devices)
+    _start(small.config.mesh.num_devices, small.config)
+
+    from megajax.verify.report import Report
+    from megajax.verify.verify import verify
+
+    report = Report(args.preset, config, small, printed=not args.json)
+    try:
+        result = verify(small.config, report, steps=steps, quick_compile=not args.optimize)
+    finally:
+        report.stop()
+    report.close(result)
+    if args.json:
+        print(json.dumps(_finite(report.figures(result) | {"peak_bytes": _peak_bytes()})))
+    if not result.passed:
+        raise SystemExit(1)
+
+
+def _start(devices: int, config: Config) -> None:
+    """Simulated devices in this process, whatever machine it is on."""
+    if in_cluster(os.environ):
+        raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
+    start(dataclasses.replace(config, simulate_devices=devices, precision="fp32", distributed=DistributedConfig()))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON has: what is not finite as text."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and abs(value) == float("inf") else value

@@ -1,0 +1,129 @@
+"""Sites: the named activations of a step, which can be watched while it runs, forward and backward.
+
+A step that is traced while `recording` tells the host what every device has at each site: from inside the one region,
+its loops and conditionals, whatever is recomputed. Otherwise a site is nothing, and the program the very same.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from megajax.parallel.collectives import AXES, TENSOR, Axes, axis_index
+
+HEAD = "head"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one device had at a site.
+
+    Attributes:
+        site: its name.
+        backward: the gradient of the loss there, not the activation.
+        layer: global index of the layer; -1 in the head.
+        samples: rows of the global batch, [B].
+        value: [B · parts, …], `parts` sequences a sample; of a dim that devices share their part.
+        split: that dim; None where there is none.
+        first: where this device's part begins there.
+        device: its coordinates on the mesh axes (data, pipe, tensor).
+    """
+
+    site: str
+    backward: bool
+    layer: int
+    samples: np.ndarray
+    value: np.ndarray
+    split: int | None
+    first: int
+    device: tuple[int, ...]
+
+
+Record = Callable[[Seen], None]
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+_PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
+
+
+@contextlib.contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Whatever is traced meanwhile calls `record` when it runs, on threads of the runtime, in no order; all calls have
+    been made after `jax.effects_barrier()`."""
+    token = _RECORD.set(record)
+    try:
+        yield
+    finally:
+        _RECORD.reset(token)
+
+
+@contextlib.contextmanager
+def at(layer: Array | str, sample_B: Array) -> Iterator[None]:
+    """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, and to these rows of the global
+    batch."""
+    if _RECORD.get() is None:
+        yield
+        return
+    token = _PLACE.set((jnp.asarray(-1 if isinstance(layer, str) else layer, jnp.int32), sample_B))
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def site(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+    """`x`, watched under a name.
+
+    Args:
+        x: rows first.
+        name: of the site.
+        split: the dim of which this device has a part only.
+        axes: mesh axes that share it.
+        first: where this device's part begins; by default equal parts follow each other.
+    """
+    record, place = _RECORD.get(), _PLACE.get()
+    if record is None or place is None:
+        return x
+    if first is None:
+        first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
+    devices = jnp.stack([axis_index(axis) for axis in AXES])
+
+    def tell(backward: bool, value: Array, *where: Array) -> None:
+        jax.debug.callback(partial(_tell, record, name, split, backward), value, *where)
+
+    @jax.custom_vjp
+    def watched(x: Array, *where: Array) -> Array:
+        tell(False, x, *where)
+        return x
+
+    def forward(x: Array, *where: Array) -> tuple[Array, Any]:
+        return watched(x, *where), where
+
+    def backward(where: Any, grad: Array) -> tuple[Array | None, ...]:
+        tell(True, grad, *where)
+        return grad, *(None for _ in where)
+
+    watched.defvjp(forward, backward)
+    return watched(x, *place, first, devices)
+
+
+def _tell(
+    record: Record,
+    name: str,
+    split: int | None,
+    backward: bool,
+    value: Any,
+    layer: Any,
+    samples: Any,
+    first: Any,
+    device: Any,
+) -> None:
+    arrays = (np.array(array) for array in (value, samples))
+    coordinates = tuple(int(index) for index in np.asarray(device))
+    own, rows = arrays
+    record(Seen(name, backward, int(layer), rows, own, split, int(first), coordinates))

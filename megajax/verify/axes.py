@@ -1,0 +1,87 @@
+"""Which axes of a mesh it takes to see a difference."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from megajax.config import Config
+from megajax.parallel.collectives import AXES, PIPE, TENSOR
+from megajax.pipeline.config import PipelineConfig
+from megajax.verify.check import STEPS, exact, held_against, one_device
+from megajax.verify.fold import mesh_of, shown, sizes_of
+from megajax.verify.run import run
+from megajax.verify.verdict import Finding, Verdict
+
+
+@dataclass(frozen=True)
+class AxesThatDiffer:
+    """The smallest sets of axes with which a difference is seen.
+
+    Attributes:
+        sets: of one size; the empty one: on a single device already, by the microbatches or what is recomputed.
+        config: on the mesh of the first of them.
+        findings: what failed there.
+    """
+
+    sets: tuple[tuple[str, ...], ...]
+    config: Config
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        if self.sets[0] == ():
+            return "none: it differs on one device, by its microbatches or what it recomputes"
+        return ", or ".join(" with ".join(axes) + (" alone" if len(axes) == 1 else "") for axes in self.sets)
+
+
+def axes_that_differ(
+    config: Config,
+    verdict: Verdict,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    steps: int = STEPS,
+    quick_compile: bool = True,
+    on_start: Callable[[str], None] = lambda text: None,
+) -> AxesThatDiffer:
+    """Run `config`, which failed, on its mesh with axes left out: one device, then each axis alone, then two together.
+
+    In fp64 where it failed in that, else in its own precision.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    failed_exactly = any(not finding.name.startswith(f"{config.precision} ") for finding in verdict.failed)
+    wrong = exact(config) if failed_exactly else config
+    there = [axis for axis, size in zip(AXES, sizes_of(config.mesh), strict=True) if size > 1]
+    on_start("one device, fp64")
+    exactly = wrong.precision == "fp64"
+    options: dict[str, Any] = {"quick_compile": quick_compile}
+    reference = run(one_device(config), devices, steps, with_fresh=True, with_states=not exactly, **options)
+    for number in range(len(there)):
+        found = []
+        for axes in itertools.combinations(there, number):
+            part = with_axes(wrong, axes)
+            on_start(f"{shown(sizes_of(part.mesh))}, {part.precision}")
+            other = run(part, devices, steps, with_fresh=exactly, states=reference.states, **options)
+            failed = tuple(finding for finding in held_against(reference, other) if not finding.passed)
+            if failed:
+                found.append((axes, part, failed))
+        if found:
+            return AxesThatDiffer(tuple(axes for axes, _, _ in found), *found[0][1:])
+    return AxesThatDiffer((tuple(there),), wrong, verdict.failed)
+
+
+def with_axes(config: Config, axes: Sequence[str]) -> Config:
+    """`config` on the mesh that has only these of its axes, in as many microbatches."""
+    sizes = [size if axis in axes else 1 for axis, size in zip(AXES, sizes_of(config.mesh), strict=True)]
+    train, data = config.train, config.mesh.data
+    microbatches = train.global_batch // (data * train.microbatch)
+    microbatch = train.global_batch // (sizes[0] * microbatches)
+    return dataclasses.replace(
+        config,
+        mesh=mesh_of((sizes[0], sizes[1], sizes[2])),
+        pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
+        sequence_parallel=config.sequence_parallel and TENSOR in axes,
+        train=dataclasses.replace(train, microbatch=microbatch),
+    )

@@ -1,0 +1,104 @@
+"""A small configuration on its mesh against mesh (1, 1, 1)."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from megajax.config import Config, MeshConfig
+from megajax.pipeline.config import PipelineConfig
+from megajax.verify.fold import shown, sizes_of
+from megajax.verify.run import Run, run
+from megajax.verify.traffic import as_in_theory
+from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
+
+STEPS = 3
+_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
+
+
+def check(
+    config: Config,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    steps: int = STEPS,
+    own_precision: bool = True,
+    quick_compile: bool = True,
+    on_start: Callable[[str], None] = lambda text: None,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
+) -> Verdict:
+    """Hold `config`, which is small already, on its mesh against one device in fp64: in fp64, and in the precision of
+    the configuration.
+
+    Args:
+        config: with the mesh to check.
+        devices: all there are if None.
+        steps: how many; one more is run that overflows.
+        own_precision: whether to check it too, where it is not fp64.
+        quick_compile: leave the CPU's machine code unoptimised.
+        on_start: is called with what is run next.
+        on_finding: is called with everything that was checked, as soon as it was.
+    """
+    config = steady(config)
+    devices = list(jax.devices() if devices is None else devices)
+    options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
+    mesh = shown(sizes_of(config.mesh))
+
+    def findings() -> Iterator[Finding]:
+        on_start("one device, fp64")
+        reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
+        on_start(f"{mesh}, fp64")
+        yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
+        if own_precision and config.precision != "fp64":
+            on_start(f"{mesh}, {config.precision}")
+            yield from held_against(reference, run(config, devices, states=reference.states, **options))
+
+    found = []
+    for finding in findings():
+        found.append(finding)
+        on_finding(finding)
+    return Verdict(tuple(found))
+
+
+def held_against(reference: Run, other: Run) -> Iterator[Finding]:
+    """Everything that is checked of a run."""
+    if other.fresh:
+        yield from same_on_mesh(reference, other)
+    yield from compare_runs(reference, other)
+    if other.config.precision == "fp16":
+        yield loss_scales(other)
+    yield from same_on_devices(other)
+    yield as_in_theory(other.config, other.collectives)
+
+
+def steady(config: Config) -> Config:
+    """The same with an Adam whose updates are as near to each other as the gradients are: with a small epsilon a
+    gradient that is nothing but rounding, as that of the keys' bias, has an update of full size."""
+    rate = min(config.optimizer.learning_rate, _LEARNING_RATE)
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        learning_rate=rate,
+        min_learning_rate=min(config.optimizer.min_learning_rate, rate),
+        epsilon=max(config.optimizer.epsilon, _EPSILON),
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def exact(config: Config) -> Config:
+    """The same in fp64."""
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
+    return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
+
+
+def one_device(config: Config) -> Config:
+    """The same in fp64 on mesh (1, 1, 1), as plain as it can be computed: the whole batch at once, nothing recomputed,
+    nothing split."""
+    plain = dataclasses.replace(
+        config,
+        mesh=MeshConfig(),
+        pipeline=PipelineConfig(),
+        sequence_parallel=False,
+        train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
+        optimizer=dataclasses.replace(config.optimizer, zero=0),
+    )
+    return exact(plain)

@@ -1,0 +1,150 @@
+"""The first activation of a train step that a mesh changes: which layer, which site, forward or backward."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.verify.recording import Activation, Place, Recording
+
+# Of a layer and of the head, in the order in which they are computed, whatever the order of a layer's norms is.
+_LAYER = (
+    "input",
+    "attention_norm",
+    "query",
+    "key",
+    "value",
+    "attention_heads",
+    "attention_output",
+    "attention_dropout",
+    "attention_residual",
+    "mlp_norm",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_activation",
+    "mlp_output",
+    "mlp_dropout",
+    "mlp_residual",
+    "output",
+)
+_POST = {"attention_norm": "attention_residual"}  # where a norm follows the addition: site -> the one before it
+_LARGEST = 1e30
+_FLOOR = 1e-3  # of the norm of a place's largest sample: what is nearly nothing beside it is not held to its own size
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first activation that differs.
+
+    Attributes:
+        place: where.
+        what: how, in words.
+        samples: rows of the global batch that differ.
+        num_samples: how many there are.
+        error: largest ‖error‖ / ‖activation‖ of a sample; infinite where one is missing.
+        devices: those of the other mesh that had a part that differs.
+    """
+
+    place: Place
+    what: str
+    samples: list[int]
+    num_samples: int
+    error: float
+    devices: list[tuple[int, ...]]
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")
+        return f"{self.place}: {self.what} (rows {rows} of {self.num_samples}; error {self.error:.1e})"
+
+
+def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+    """The first place in the order of computation at which `other` is not as `reference`; None if there is none.
+
+    Args:
+        reference, other: of the same steps on two meshes.
+        tolerance: of ‖error‖ / ‖activation‖ of a sample.
+    """
+    for place in in_order({*reference.places, *other.places}):
+        found = _difference(place, reference, other, tolerance)
+        if found:
+            return found
+    return None
+
+
+def in_order(places: set[Place]) -> list[Place]:
+    """Forward through the layers and the head, then backward."""
+    post = Place(0, "mlp_residual", False) in places
+    last = max((place.layer for place in places), default=0) + 1
+
+    def rank(place: Place) -> tuple[int, int, int]:
+        layer = last if place.layer < 0 else place.layer
+        order = _HEAD if place.layer < 0 else _ORDER[post]
+        number = order.index(place.site)
+        return (1, -layer, -number) if place.backward else (0, layer, number)
+
+    return sorted(places, key=rank)
+
+
+def _post_norm() -> tuple[str, ...]:
+    order = [name for name in _LAYER if name not in ("attention_norm", "mlp_norm")]
+    order.insert(order.index("attention_residual") + 1, "attention_norm")
+    return tuple(order)
+
+
+_ORDER = {False: _LAYER, True: _post_norm()}
+_HEAD = ("last_output", "final_norm", "logits", "losses")
+
+
+def _difference(place: Place, reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+    expected, found = reference.samples(place), other.samples(place)
+    if expected != found:
+        lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+        what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
+        return Difference(place, what, lost or more, len(expected), np.inf, [])
+    values = dict(reference.activations(place))
+    floor = _FLOOR * max(float(np.linalg.norm(_moderate(each.value))) for each in values.values())
+    differing: dict[int, tuple[float, str, list[tuple[int, ...]]]] = {}
+    for sample, actual in other.activations(place):
+        error, what, devices = _error(values[sample], actual, floor)
+        if not error <= tolerance:
+            differing[sample] = error, what, devices
+    if not differing:
+        return None
+    worst = max(differing.values(), key=lambda each: each[0])
+    devices = sorted({device for _, _, devices in differing.values() for device in devices})
+    return Difference(place, worst[1], sorted(differing), len(expected), worst[0], devices)
+
+
+def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str, list[tuple[int, ...]]]:
+    everywhere = sorted({device for part in actual.devices for device in part})
+    if actual.value.shape != expected.value.shape:
+        return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}", everywhere
+    if not actual.agree and expected.agree:
+        return np.inf, "devices, or a recomputation, have different numbers of the same", everywhere
+    a, b = _moderate(expected.value), _moderate(actual.value)
+    norm = max(float(np.linalg.norm(a)), floor)
+    if norm == 0:
+        return (0.0 if not b.any() else np.inf), "not zero", everywhere
+    error = float(np.linalg.norm(b - a)) / norm
+    scale = float(np.vdot(a, b) / max(np.vdot(a, a), 1e-300))
+    scaled = abs(scale - 1) > 1e-6 and np.linalg.norm(b - scale * a) <= 1e-6 * np.linalg.norm(b)
+    what = f"{scale:.6g} times what it should be" if scaled else "different numbers"
+    return (np.inf if np.isnan(error) else error), what, _parts_that_differ(a, b, actual, norm)
+
+
+def _moderate(value: np.ndarray) -> np.ndarray:
+    """Whose squares can be added; the logits of no token are the lowest number there is."""
+    return np.clip(value.astype(np.float64), -_LARGEST, _LARGEST)
+
+
+def _parts_that_differ(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:
+    """The devices whose part differs, where they can be told apart."""
+    if len(actual.devices) == 1:
+        return list(actual.devices[0])
+    error = np.abs(b - a)
+    sizes = [dim for dim, size in enumerate(a.shape) if size % len(actual.devices) == 0]
+    for dim in sizes:
+        parts = np.split(error, len(actual.devices), axis=dim)
+        wrong = [index for index, part in enumerate(parts) if part.max() > 1e-9 * norm]
+        if wrong and len(wrong) < len(parts):
+            return [device for index in wrong for device in actual.devices[index]]
+    return sorted({device for part in actual.devices for device in part})

@@ -1,0 +1,93 @@
+"""What every site of a train step has, on any mesh, in mesh-independent form (`parallel/sites.py`)."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from megajax.parallel import sites
+from megajax.parallel.sites import Seen
+
+
+class Place(NamedTuple):
+    """Where an activation is.
+
+    Attributes:
+        layer: global index; -1 in the head.
+        site: its name.
+        backward: the gradient of the loss there, not the activation.
+    """
+
+    layer: int
+    site: str
+    backward: bool
+
+    def __str__(self) -> str:
+        where = "the head" if self.layer < 0 else f"layer {self.layer}"
+        return f"{self.site} of {where}, {'backward' if self.backward else 'forward'}"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One sample's activation at a place, put together from the devices that share it.
+
+    Attributes:
+        value: of all parts.
+        devices: which had each part, in the parts' order.
+        agree: devices and recomputations that had the same part had the same numbers, exactly.
+    """
+
+    value: np.ndarray
+    devices: tuple[tuple[tuple[int, ...], ...], ...]
+    agree: bool
+
+
+class Recording:
+    """The activations of the step that is traced and runs inside `with recording.taken():`."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []  # in the order in which they first occurred
+        self._seen: dict[Place, dict[int, list[Seen]]] = defaultdict(lambda: defaultdict(list))
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Record the sites of what is traced meanwhile, and wait until it has told all."""
+        with sites.recording(self.take):
+            yield
+            jax.effects_barrier()
+
+    def take(self, seen: Seen) -> None:
+        """Add what one device had."""
+        place = Place(seen.layer, seen.site, seen.backward)
+        if place not in self._seen:
+            self.places.append(place)
+        for sample in seen.samples.tolist():
+            self._seen[place][sample].append(seen)
+
+    def samples(self, place: Place) -> list[int]:
+        """Rows of the global batch that were there."""
+        return sorted(self._seen[place]) if place in self._seen else []
+
+    def activations(self, place: Place) -> Iterator[tuple[int, Activation]]:
+        """Of every sample, with its number."""
+        for sample, seen in sorted(self._seen[place].items()):
+            yield sample, _put_together(sample, seen)
+
+
+def _put_together(sample: int, seen: list[Seen]) -> Activation:
+    parts: dict[int, list[tuple[Seen, np.ndarray]]] = defaultdict(list)
+    for each in seen:
+        rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
+        (index,) = np.flatnonzero(each.samples == sample)[:1]
+        parts[each.first].append((each, rows[index]))
+    own = [parts[first] for first in sorted(parts)]
+    agree = all(np.array_equal(value, part[0][1], equal_nan=True) for part in own for _, value in part)
+    split = own[0][0][0].split
+    values = [part[0][1] for part in own]
+    value = values[0] if split is None else np.concatenate(values, axis=split)  # rows stand in the samples' dim
+    devices = tuple(tuple(sorted({each.device for each, _ in part})) for part in own)
+    return Activation(value, devices, agree)

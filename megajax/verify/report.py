@@ -1,0 +1,137 @@
+"""What `megajax verify` shows: what is run, a line for every check, and a block where something differs."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from megajax.config import Config
+from megajax.verify.fold import shown, sizes_of
+from megajax.verify.shrink import Shrunk
+from megajax.verify.verdict import Finding
+from megajax.verify.verify import Result
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "mlp_size",
+    "sequence_length",
+    "sliding_window",
+    "vocab_size",
+    "padded_vocab_size",
+)
+_BATCH = ("global_batch", "microbatch")
+_NAME = 46  # columns
+
+
+class Report:
+    """Lines about a configuration while it is verified, and the figures of all of it.
+
+    Args:
+        name: of the preset.
+        config: as the user has it.
+        small: what is run in its place.
+        printed: False: nothing is.
+    """
+
+    def __init__(self, name: str, config: Config, small: Shrunk, *, printed: bool = True):
+        self._name, self._config, self._small = name, config, small
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not printed)
+        self._began = time.monotonic()
+        self._status: Status | None = None
+        for line in self._sizes():
+            self._print(line)
+
+    def start(self, what: str) -> None:
+        """Something is run next."""
+        if not self._console.is_terminal:
+            return
+        self.stop()
+        self._status = self._console.status(f"{what}, after {time.monotonic() - self._began:.0f} s")
+        self._status.start()
+
+    def found(self, finding: Finding) -> None:
+        """Something was checked."""
+        state = "" if finding.passed else "  DIFFERS"
+        self._print(
+            f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}".rstrip()
+        )
+
+    def stop(self) -> None:
+        """Nothing is run any more."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def close(self, result: Result) -> None:
+        """Everything was run."""
+        self.stop()
+        seconds = f"{time.monotonic() - self._began:.0f} s"
+        checks = len(result.verdict.findings)
+        if result.passed:
+            self._print(f"\nnothing differs: {checks} checks, {seconds}")
+            return
+        failed = result.verdict.failed
+        self._print(f"\n{len(failed)} of {checks} checks differ, {seconds}")
+        for line in told(result):
+            self._print(line)
+
+    def figures(self, result: Result) -> dict[str, Any]:
+        """All of it, for JSON."""
+        model, ours = self._config.model, self._small.config
+        return {
+            "preset": self._name,
+            "passed": result.passed,
+            "mesh": sizes_of(self._config.mesh),
+            "verified_mesh": sizes_of(ours.mesh),
+            "sizes": {name: [getattr(model, name), getattr(ours.model, name)] for name in _SIZES}
+            | {name: [getattr(self._config.train, name), getattr(ours.train, name)] for name in _BATCH},
+            "notes": list(self._small.notes),
+            "checks": [asdict(finding) | {"passed": finding.passed} for finding in result.verdict.findings],
+            "axes": [list(axes) for axes in result.axes.sets] if result.axes else None,
+            "first_difference": result.first or None,
+            "seconds": round(time.monotonic() - self._began, 1),
+        }
+
+    def _sizes(self) -> Iterator[str]:
+        theirs, ours = self._config, self._small.config
+        mesh, own = shown(sizes_of(theirs.mesh)), shown(sizes_of(ours.mesh))
+        yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.mesh.num_devices} simulated devices"
+        if mesh != own:
+            yield f"folded to {own}: it has every axis, and no more than --devices"
+        same = [(name, getattr(theirs.model, name), getattr(ours.model, name)) for name in _SIZES]
+        same += [(name, getattr(theirs.train, name), getattr(ours.train, name)) for name in _BATCH]
+        yield "in small: " + ", ".join(f"{name} {a} -> {b}" for name, a, b in same if a != b)
+        for note in self._small.notes:
+            yield f"note: {note}"
+        yield ""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+def told(result: Result) -> Iterator[str]:
+    """Where a mesh differs: the first place, the axes that it takes, the first check that failed and what is known of
+    gradients."""
+    yield f"  first      {result.first or 'no recorded activation differs'}"
+    if result.axes is not None:
+        yield f"  axes       {result.axes}"
+    failed = result.verdict.failed
+    named = [failed[0], *(finding for finding in failed[1:] if finding.name.endswith(" gradients"))]
+    for finding in named[:2]:
+        kind = "gradients" if finding.name.endswith(" gradients") else "check"
+        yield f"  {kind:<10} {finding.name} {_figure(finding)}, {_limit(finding)}: {finding.where}"
+
+
+def _figure(finding: Finding) -> str:
+    return f"{finding.figure:.1e}" if finding.limit else f"{finding.figure:g} wrong"
+
+
+def _limit(finding: Finding) -> str:
+    return f"limit {finding.limit:g}" if finding.limit else "limit 0"

@@ -1,0 +1,193 @@
+"""A configuration run for a few steps on its mesh, with everything that must not depend on the mesh kept."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.config import Config
+from megajax.program.communication import Collective, collectives_of
+from megajax.program.program import Batch, Program
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.initial import drawn_state
+from megajax.verify.recording import Recording
+from megajax.verify.trace import named_leaves
+
+Leaves = dict[str, np.ndarray]
+QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A few steps on a mesh, of which the last overflows and has to be skipped.
+
+    Attributes:
+        config: what ran.
+        fresh: the weights that the mesh draws by itself, in natural form; empty where they were not asked for.
+        metrics: of every step by name, the skipped one included.
+        gradients: of every step but that one, leaf name -> array in natural form (layers `[L, …]`).
+        weights: main weights after all steps, in natural form.
+        rows: of the global batch that each place on the axis `data` holds.
+        unequal: leaves of the state of which two devices hold different copies.
+        uncast: leaves whose weights to compute with are not the main weights in that precision.
+        collectives: what a step communicates.
+        states: natural, before every step but that one; none where they were not asked for.
+    """
+
+    config: Config
+    fresh: Leaves
+    metrics: list[dict[str, float]]
+    gradients: list[Leaves]
+    weights: Leaves
+    rows: list[list[int]]
+    unequal: list[str]
+    uncast: list[str]
+    collectives: list[Collective]
+    states: list[TrainState]
+
+    @property
+    def losses(self) -> list[float]:
+        return [metrics["loss"] for metrics in self.metrics[: len(self.gradients)]]
+
+
+def run(
+    config: Config,
+    devices: Sequence[jax.Device],
+    steps: int,
+    *,
+    with_fresh: bool = False,
+    with_states: bool = False,
+    states: Sequence[TrainState] = (),
+    quick_compile: bool = True,
+) -> Run:
+    """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and one
+    in which the loss scale is infinite.
+
+    Args:
+        with_fresh, with_states: to be kept.
+        states: of another run, which the steps begin with, each with its own, in place of what the step before left:
+            Adam makes a full update of a gradient that is nothing but rounding, of which the next step would make more.
+    """
+    with in_precision(config):
+        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        options: dict[str, Any] = dict(QUICK) if quick_compile else {}
+        layout = program.layout
+        fresh: Leaves = {}
+        if with_fresh:
+            fresh = _natural(program, layout.init(options).params)
+        state = layout.from_natural(drawn_state(program))
+        batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
+        traced = train_step_with_gradients(program).trace(state, batches[0])
+        step = traced.lower().compile(options)
+        metrics, gradients, kept = [], [], []
+        for number, batch in enumerate(batches):
+            if number == steps:
+                state = _overflowing(state)
+            elif states:
+                state = _taken_over(program, states[number], state)
+            if with_states and number < steps:
+                kept.append(jax.device_get(layout.to_natural(state)))
+            state, figures, grads = step(state, batch)
+            metrics.append({name: float(value) for name, value in figures.items()})
+            if number < steps:
+                gradients.append(_natural(program, grads))
+        unequal = _unequal(state)
+        main = state.params if state.main is None else state.main
+        uncast = [] if state.main is None else _uncast(program, state)
+        found = collectives_of(traced.jaxpr)
+        weights, rows = _natural(program, main), _rows(program)
+        return Run(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
+
+
+def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
+    """Every activation of the first step of such a run."""
+    recording = Recording()
+    with in_precision(config), recording.taken():
+        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        state = program.layout.from_natural(drawn_state(program))
+        batch = _put(program, random_batch(config, 0))
+        step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
+        jax.block_until_ready(step(state, batch))
+    return recording
+
+
+@contextlib.contextmanager
+def in_precision(config: Config) -> Iterator[None]:
+    """What JAX has to be told of a precision, for a while: in this thread, and in those that take what is recorded."""
+    wanted, before = config.precision == "fp64", jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", wanted)
+    try:
+        with jax.enable_x64(wanted):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
+    rows = program.local_rows
+    return program.put_batch({name: array[rows] for name, array in batch.items()}, rows)
+
+
+def _natural(program: Program, tree: Any) -> Leaves:
+    return named_leaves(program.layout.natural_weights(jax.device_get(tree)))
+
+
+def _taken_over(program: Program, natural: TrainState, state: TrainState) -> TrainState:
+    """The weights and moments of another run, in this one's precision, with what else `state` has."""
+    layout = program.layout
+    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), natural, layout.natural_shapes)
+    taken = layout.from_natural(cast)
+    return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
+
+
+def _overflowing(state: TrainState) -> TrainState:
+    """A state in which no gradient is finite."""
+    place = state.loss_scale.scale.sharding
+    scale = jax.device_put(np.float32(math.inf), place)
+    return dataclasses.replace(state, loss_scale=dataclasses.replace(state.loss_scale, scale=scale))
+
+
+def _rows(program: Program) -> list[list[int]]:
+    """Of the global batch, the rows that each place on `data` has, as a batch of row numbers arrives; every device of
+    a place must have the same."""
+    size = program.config.train.global_batch
+    name, _ = next(iter(program.batch_types.items()))
+    numbers = _put(program, {name: np.arange(size, dtype=np.int32)})[name]
+    held: dict[Any, list[int]] = {shard.device: np.asarray(shard.data).tolist() for shard in numbers.addressable_shards}
+    places = []
+    for devices in program.mesh.devices.reshape(program.mesh.devices.shape[0], -1):
+        same = {tuple(held[device]) for device in devices}
+        places.append(list(same.pop()) if len(same) == 1 else [])
+    return places
+
+
+def _unequal(state: TrainState) -> list[str]:
+    """Leaves of which two devices should hold the same part, and do not."""
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        first: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            there = first.setdefault(str(shard.index), data)
+            if there.tobytes() != data.tobytes():
+                found.append(jax.tree_util.keystr(path))
+                break
+    return found
+
+
+def _uncast(program: Program, state: TrainState) -> list[str]:
+    """Leaves of `params` that are not those of `main` in the precision of the computation, to the bit."""
+    params = named_leaves(jax.device_get(state.params))
+    computed = named_leaves(jax.device_get(program.layout.computed(jax.device_get(state.main))))
+    return [name for name, leaf in params.items() if leaf.tobytes() != computed[name].tobytes()]

@@ -1,0 +1,215 @@
+"""A user's configuration made small enough to be run on a laptop, with everything that a mesh can get wrong kept: the
+words of the model, what divides what, what is uneven, and how the step is computed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megajax.config import Config, MeshConfig
+from megajax.errors import UserError
+from megajax.pipeline.config import PipelineConfig
+from megajax.verify.fold import fold
+
+MOST_VIRTUAL_STAGES = 64
+_TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
+_CLIP_NORM = 0.1  # so that gradients are clipped
+_LOSS_SCALE = 2.0**12  # under which no gradient of so small a model overflows
+_GROWTH_EVERY = 2  # so that the scale grows within the steps
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small configuration in place of a large one.
+
+    Attributes:
+        config: the small one.
+        notes: what is not as in the large one and can make a difference, a sentence each.
+    """
+
+    config: Config
+    notes: tuple[str, ...] = ()
+
+
+def shrink(config: Config, most_devices: int) -> Shrunk:
+    """`config`, which is valid on its mesh, in small, on at most so many devices.
+
+    Raises:
+        UserError: it cannot be shrunk.
+    """
+    mesh = fold(config.mesh, most_devices)
+    stages = mesh.pipe * config.pipeline.chunks
+    if stages > MOST_VIRTUAL_STAGES:
+        raise UserError(
+            f"--pipeline.chunks {config.pipeline.chunks} x {mesh.pipe} stages cannot be shrunk; valid: at most "
+            f"{MOST_VIRTUAL_STAGES // mesh.pipe} chunks"
+        )
+    sizes = _Sizes(config, mesh)
+    width, notes = sizes.width()
+    model = dataclasses.replace(
+        config.model,
+        num_layers=sizes.num_layers(),
+        **width,
+        **sizes.tokens(),
+        **sizes.vocabulary(),
+        num_classes=min(config.model.num_classes, 5),
+    )
+    microbatch, microbatches = min(config.train.microbatch, 2), sizes.num_microbatches()
+    train = dataclasses.replace(
+        config.train, microbatch=microbatch, global_batch=mesh.data * microbatch * microbatches, steps=10, epochs=0
+    )
+    small = dataclasses.replace(
+        config,
+        seeds=1,
+        init="",
+        distributed=type(config.distributed)(),
+        model=model,
+        mesh=mesh,
+        train=train,
+        pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            warmup_steps=0,
+            warmup_fraction=0.0,
+            decay_steps=10,
+            clip_norm=min(config.optimizer.clip_norm, _CLIP_NORM),
+        ),
+        loss_scale=dataclasses.replace(
+            config.loss_scale,
+            initial=min(config.loss_scale.initial, _LOSS_SCALE),
+            floor=min(config.loss_scale.floor, _LOSS_SCALE),
+            growth_every=min(config.loss_scale.growth_every, _GROWTH_EVERY),
+        ),
+    )
+    return Shrunk(small, tuple(notes))
+
+
+def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:
+    """The limit of what waits binds where theirs does."""
+    most = pipeline.max_deferred
+    if 0 < most < 2 * (theirs - 1):
+        most = min(most, max(1, 2 * (ours - 1) - 1))
+    return dataclasses.replace(pipeline, max_deferred=most)
+
+
+class _Sizes:
+    """Sizes on a mesh that stand to it as those of a configuration to its own."""
+
+    def __init__(self, config: Config, mesh: MeshConfig):
+        self._config, self._model = config, config.model
+        self._theirs, self._ours = config.mesh, mesh
+
+    def width(self) -> tuple[dict[str, Any], list[str]]:
+        """Heads and their sizes, hidden size and MLP; and what could not be kept."""
+        model, theirs, ours = self._model, self._theirs, self._ours
+        heads, kv_heads = self._heads()
+        divides = model.hidden_size % theirs.data == 0
+        whole = model.head_size * model.num_heads == model.hidden_size
+        smallest = max(4 + model.head_size % 2, -(-_WIDTH // heads) // 2 * 2 + model.head_size % 2)
+        head_sizes = range(smallest, smallest + 4 * ours.data + 1, 2)
+        hidden_of: Callable[[int], Iterable[int]] = (
+            (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
+        )
+        sizes = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
+        kept = [pair for pair in sizes if (pair[1] % ours.data == 0) == divides]
+        notes = []
+        if not kept:
+            does = "divides" if divides else "does not divide"
+            notes.append(f"--mesh.data {theirs.data} {does} --model.hidden-size {model.hidden_size}; here it is not so")
+        head_size, hidden = (kept or sizes)[0]
+        return {
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": head_size,
+            "hidden_size": hidden,
+            "mlp_size": self._mlp_size(hidden),
+        }, notes
+
+    def _heads(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values: as many of each on a device, up to 2, or as often held."""
+        model, theirs, ours = self._model, self._theirs.tensor, self._ours.tensor
+        here = _few(model.num_heads // theirs)
+        if model.num_heads == model.num_kv_heads:
+            return ours * here, ours * here
+        if model.num_kv_heads % theirs == 0:
+            kv_heads = ours * min(2, model.num_kv_heads // theirs)
+            return kv_heads * _few(model.num_heads // model.num_kv_heads), kv_heads
+        held = theirs // model.num_kv_heads
+        return ours * here, ours // held if ours % held == 0 else 1
+
+    def _mlp_size(self, hidden: int) -> int:
+        """Divided by `tensor`, and what a device has of it by `data` where theirs is; 4 times the hidden size where
+        theirs is."""
+        model, theirs, ours = self._model, self._theirs, self._ours
+        if model.mlp_size == 4 * model.hidden_size:
+            return 4 * hidden
+        divides = model.mlp_size // theirs.tensor % theirs.data == 0
+        first = 5 * hidden // 2 // ours.tensor + 1
+        sizes = (ours.tensor * size for size in range(first, first + 2 * ours.data + 2))
+        fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.data == 0) == divides)
+        return next(fitting, ours.tensor * first)
+
+    def tokens(self) -> dict[str, Any]:
+        """Sequence, and what is counted in its tokens."""
+        model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
+
+        def scaled(tokens: int) -> int:
+            return max(1, round(length * tokens / model.sequence_length))
+
+        sizes = {"sequence_length": length}
+        if 0 < model.sliding_window < model.sequence_length:
+            sizes["sliding_window"] = min(length - 1, max(2, scaled(model.sliding_window)))
+        elif model.sliding_window:
+            sizes["sliding_window"] = length
+        if model.rope_scaling == "llama3":
+            sizes["rope_original_length"] = scaled(model.rope_original_length)
+        return sizes
+
+    def vocabulary(self) -> dict[str, Any]:
+        """Padded as theirs is, in parts for the same devices, which `data` divides where it divides theirs."""
+        model = self._model
+        theirs, ours = (
+            mesh.tensor * (mesh.pipe if self._config.splits_vocabulary else 1) for mesh in (self._theirs, self._ours)
+        )
+        divides = model.padded_vocab_size // theirs % self._theirs.data == 0
+        first = -(-_VOCABULARY // ours)
+        parts = range(first, first + 2 * self._ours.data)
+        part = next((part for part in parts if (part % self._ours.data == 0) == divides), first)
+        padded, added = part * ours, model.padded_vocab_size - model.vocab_size
+        left = max(1, padded * added // model.padded_vocab_size) if added else 0
+        return {"vocab_size": padded - left, "vocab_multiple": padded}
+
+    def num_layers(self) -> int:
+        """One layer or two in every virtual stage, or none in the last ones; as uneven as theirs, over stages and over
+        virtual stages."""
+        layers, chunks = self._model.num_layers, self._config.pipeline.chunks
+        theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
+        each, left = divmod(layers, theirs)
+        if not left or ours == 1:
+            return ours * min(each, 2)
+        wanted = max(1, round(ours * left / theirs))
+        uneven = layers % self._theirs.pipe != 0
+        some = [n for n in range(1, ours) if (n % self._ours.pipe != 0) == uneven] or list(range(1, ours))
+        return ours * min(each, 1) + min(some, key=lambda n: abs(n - wanted))
+
+    def num_microbatches(self) -> int:
+        """Fewer than stages, as many, a multiple, or more and no multiple, as theirs."""
+        train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
+        number = train.global_batch // (self._theirs.data * train.microbatch)
+        if ours == 1:
+            return min(number, 3)
+        if number < theirs:
+            return max(1, min(number, ours - 1))
+        if number % theirs == 0:
+            return ours * min(number // theirs, 2)
+        return ours + max(1, min(ours - 1, number % theirs))
+
+
+def _few(number: int) -> int:
+    """1, or a small number that is even where `number` is."""
+    return number if number <= 3 else 2 + number % 2
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of

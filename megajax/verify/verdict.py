@@ -1,0 +1,182 @@
+"""Runs on a mesh held against one device: what was checked, and what differs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.verify.comparison import GRADIENT_FLOOR
+from megajax.verify.limits import LIMITS, Limits
+from megajax.verify.run import Leaves, Run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    Attributes:
+        name: what was compared, after the precision: "fp64 gradients".
+        figure: the largest error, or how many things are wrong.
+        limit: the most that passes.
+        where: what has the largest error; of what failed, everything that is known of it.
+        layers: of a leaf of the stacked layers that failed, those beyond the limit.
+    """
+
+    name: str
+    figure: float
+    limit: float
+    where: str = ""
+    layers: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.figure <= self.limit
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Every check of a configuration on its mesh."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.passed)
+
+
+def same_on_mesh(reference: Run, other: Run) -> Iterator[Finding]:
+    """What is the same to the bit, whatever the precision: the rows, the copies of the state, the skipped step."""
+    size = other.config.train.global_batch
+    held = [row for rows in other.rows for row in rows]
+    wrong = sum(held.count(row) != 1 for row in range(size)) + sum(not rows for rows in other.rows)
+    yield Finding("rows of the batch, each on one place of data", wrong, 0, f"{len(held)} of {size} rows")
+    alike = held == [row for rows in reference.rows for row in rows]
+    yield Finding("rows of the batch, in the order of one device", 0 if alike else 1, 0)
+    if reference.fresh and other.fresh:
+        unequal = [name for name in reference.fresh if not _same(reference.fresh[name], other.fresh.get(name))]
+        yield Finding("fresh weights, to the bit", len(unequal), 0, _some(unequal))
+
+
+def same_on_devices(run: Run) -> Iterator[Finding]:
+    """What has to hold on a mesh by itself, in its own precision."""
+    precision = run.config.precision
+    yield Finding(f"{precision} copies of the state, to the bit", len(run.unequal), 0, _some(run.unequal))
+    if precision in ("bf16", "fp16"):
+        yield Finding(f"{precision} weights are the main weights, cast", len(run.uncast), 0, _some(run.uncast))
+
+
+def compare_runs(reference: Run, other: Run, limits: Limits | None = None) -> Iterator[Finding]:
+    """Losses, gradients, weights and skipped steps of `other`, by the limits of its precision.
+
+    The reference is on one device, in fp64 or in the same precision.
+    """
+    precision = other.config.precision
+    limits = limits or LIMITS[precision]
+    yield _losses(f"{precision} losses", reference, other, limits.loss)
+    yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
+    yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
+    if precision == "fp64":
+        yield _metrics(f"{precision} other figures of the steps", reference, other, limits.loss)
+    yield _skipped(f"{precision} steps that are skipped", reference, other)
+
+
+def loss_scales(run: Run) -> Finding:
+    """The course of the loss scale, against what its configuration says of the steps that were taken."""
+    config, scale, good, wrong = run.config.loss_scale, run.config.loss_scale.initial, 0, []
+    for step, metrics in enumerate(run.metrics[: len(run.gradients)]):
+        if metrics["loss_scale"] != scale:
+            wrong.append(f"step {step + 1}: {metrics['loss_scale']:g} instead of {scale:g}")
+        good = 0 if metrics["skipped"] else good + 1
+        if metrics["skipped"]:
+            scale = max(scale * config.backoff, config.floor)
+        elif good >= config.growth_every:
+            scale, good = min(scale * config.growth, 2.0**64), 0
+    return Finding(f"{run.config.precision} course of the loss scale", len(wrong), 0, _some(wrong))
+
+
+def _losses(name: str, reference: Run, other: Run, limit: float) -> Finding:
+    """The first step that is beyond the limit, or the one that is farthest off."""
+    errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
+    beyond = [step for step, error in enumerate(errors) if not error <= limit]
+    step = beyond[0] if beyond else int(np.argmax(errors))
+    return Finding(name, errors[step], limit, f"step {step + 1}")
+
+
+def _gradients(name: str, reference: Run, other: Run, limit: float) -> Finding:
+    """The leaf that is farthest off, in the first step in which any leaf is beyond the limit."""
+    steps = [
+        _of_leaves(name, expected, actual, limit, f", step {number + 1}")
+        for number, (expected, actual) in enumerate(zip(reference.gradients, other.gradients, strict=True))
+    ]
+    return next((step for step in steps if not step.passed), max(steps, key=lambda step: step.figure))
+
+
+def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix: str = "") -> Finding:
+    floor = GRADIENT_FLOOR * math.sqrt(sum(_norm(leaf) ** 2 for leaf in expected.values()))
+    worst, figure, beyond = "", -1.0, 0
+    for leaf, value in expected.items():
+        error = _finite(_norm(_minus(actual[leaf], value)) / max(_norm(value), floor))
+        beyond += error > limit
+        if error > figure:
+            worst, figure = leaf, error
+    if figure <= limit:
+        return Finding(name, figure, limit, worst + suffix)
+    layers = _layers(worst, expected[worst], actual[worst], limit, floor)
+    of = f", layer {', '.join(map(str, layers))}" if layers else ""
+    others = f" ({beyond} of {len(expected)} leaves are beyond the limit)"
+    return Finding(name, figure, limit, f"{worst}{of}{suffix}{others}", layers)
+
+
+def _layers(leaf: str, expected: np.ndarray, actual: np.ndarray, limit: float, floor: float) -> tuple[int, ...]:
+    """The layers of a stacked leaf that are beyond the limit."""
+    if not leaf.startswith("blocks/"):
+        return ()
+    scale = max(_norm(expected), floor)
+    pairs = zip(expected, actual, strict=True)
+    return tuple(i for i, (a, b) in enumerate(pairs) if _finite(_norm(_minus(b, a)) / scale) > limit)
+
+
+def _metrics(name: str, reference: Run, other: Run, limit: float) -> Finding:
+    errors: dict[str, float] = {}
+    for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
+        for figure in a.keys() - {"loss", "loss_scale"}:
+            errors[f"{figure}, step {number + 1}"] = _relative(b[figure], a[figure])
+    worst = max(errors, key=lambda key: errors[key])
+    return Finding(name, errors[worst], limit, worst)
+
+
+def _skipped(name: str, reference: Run, other: Run) -> Finding:
+    """The step that overflows, and no other."""
+    expected = [False] * len(reference.gradients) + [True]
+    found = [bool(metrics["skipped"]) for metrics in other.metrics]
+    wrong = [f"step {i + 1}" for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+    return Finding(name, len(wrong), 0, _some(wrong))
+
+
+def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) - b.astype(np.float64)
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64)))
+
+
+def _relative(value: float, expected: float) -> float:
+    return _finite(abs(value - expected) / abs(expected) if expected else abs(value))
+
+
+def _finite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
+    return b is not None and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,89 @@
+"""Everything about a small configuration on its mesh: the checks, and where they fail which axes and which layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from megajax.config import Config
+from megajax.verify.axes import AxesThatDiffer, axes_that_differ
+from megajax.verify.check import STEPS, check, one_device, steady
+from megajax.verify.first_difference import Difference, first_difference
+from megajax.verify.limits import LIMITS
+from megajax.verify.run import recorded
+from megajax.verify.verdict import Finding, Verdict
+
+
+class Listener(Protocol):
+    """Who is told what happens."""
+
+    def start(self, what: str) -> None:
+        """Something is run next."""
+
+    def found(self, finding: Finding) -> None:
+        """Something was checked."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A verdict and, where something differs, where it does.
+
+    Attributes:
+        axes: which of the mesh it takes.
+        first: the first activation that differs, in words; empty where none does.
+    """
+
+    verdict: Verdict
+    axes: AxesThatDiffer | None = None
+    first: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.passed
+
+
+def verify(
+    config: Config,
+    listener: Listener,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    steps: int = STEPS,
+    quick_compile: bool = True,
+) -> Result:
+    """Check `config`, which is small already, and where it fails find out where."""
+    config = steady(config)
+    devices = list(jax.devices() if devices is None else devices)
+    options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
+    verdict = check(config, devices, on_start=listener.start, on_finding=listener.found, **options)
+    if verdict.passed:
+        return Result(verdict)
+    axes = axes_that_differ(config, verdict, devices, on_start=listener.start, **options)
+    listener.start("the first activation that differs")
+    return Result(verdict, axes, first_place(axes, verdict, devices, quick_compile=quick_compile))
+
+
+def first_place(
+    axes: AxesThatDiffer, verdict: Verdict, devices: Sequence[jax.Device], *, quick_compile: bool = True
+) -> str:
+    """The first activation of the first step that differs, on the smallest mesh that shows a difference; where none
+    does, what it must be."""
+    tolerance = 10 * LIMITS[axes.config.precision].gradient
+    expected, actual = (
+        recorded(config, devices, quick_compile=quick_compile) for config in (one_device(axes.config), axes.config)
+    )
+    difference = first_difference(expected, actual, tolerance)
+    return first_in_words(difference, verdict.failed)
+
+
+def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> str:
+    """The first activation that differs, or what differs if none of the first step does."""
+    if difference:
+        return str(difference)
+    of = {finding.name.partition(" ")[2]: finding for finding in failed}
+    if "gradients" in of and "step 1" in of["gradients"].where:
+        return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
+    for name in ("weights after the last step", "gradients", "losses"):
+        if name in of:
+            return f"no activation or gradient of step 1: the update of the weights: {of[name].where}"
+    return f"no activation or gradient of step 1: {failed[0].name}: {failed[0].where}"

@@ -1,0 +1,70 @@
+"""Which place is named, of recordings that are made up."""
+
+import numpy as np
+
+from megajax.parallel.sites import Seen
+from megajax.verify.first_difference import first_difference
+from megajax.verify.recording import Place, Recording
+
+LAYERS, SAMPLES, TOKENS, WIDTH = 2, 4, 3, 8
+
+
+def value(layer: int, site: str, backward: bool, sample: int) -> np.ndarray:
+    seed = [layer, len(site), backward, sample]
+    return np.random.default_rng(seed).normal(size=(TOKENS, WIDTH))
+
+
+def recorded(devices: int = 1, change=lambda place, sample, device, value: value) -> Recording:
+    """Of a forward and backward pass, in any order; the last dim of what the MLP has inside is shared by devices."""
+    recording = Recording()
+    for backward in (True, False):
+        for layer in reversed(range(LAYERS)):
+            for site in ("output", "input", "mlp_up"):
+                split = 2 if site == "mlp_up" else None
+                for sample, device in np.ndindex(SAMPLES, devices):
+                    size = WIDTH // devices
+                    whole = value(layer, site, backward, sample)
+                    own = whole[:, device * size : (device + 1) * size] if split else whole
+                    own = change(Place(layer, site, backward), sample, device, own)
+                    if own is not None:
+                        first = device * size if split else 0
+                        at = np.array([sample]), own[None], split, first, (0, 0, device)
+                        recording.take(Seen(site, backward, layer, *at))
+    return recording
+
+
+def found(change) -> tuple:
+    difference = first_difference(recorded(), recorded(2, change), 1e-9)
+    assert difference is not None
+    return difference.place, difference.samples, difference.devices
+
+
+def test_the_same_on_other_devices() -> None:
+    assert first_difference(recorded(), recorded(2), 1e-12) is None
+
+
+def test_the_first_in_the_order_of_computation() -> None:
+    """Forward before backward, and backward from the last layer on."""
+    assert found(lambda place, sample, device, x: x * 2 if place.layer == 1 else x)[0] == Place(1, "input", False)
+    assert found(lambda place, sample, device, x: x * 2 if place.site == "mlp_up" else x)[0] == Place(
+        0, "mlp_up", False
+    )
+    assert found(lambda place, sample, device, x: x + 1e-3 if place.backward else x)[0] == Place(1, "output", True)
+
+
+def test_whose_part_and_which_rows() -> None:
+    def one(place, sample, device, x):
+        return x + 1e-6 if (place.site, sample, device) == ("mlp_up", 2, 1) else x
+
+    assert found(one) == (Place(0, "mlp_up", False), [2], [(0, 0, 1)])
+
+
+def test_what_is_said_of_it() -> None:
+    def said(change) -> str:
+        return str(first_difference(recorded(), recorded(2, change), 1e-9))
+
+    assert "2 times what it should be" in said(lambda place, sample, device, x: 2 * x)
+    assert "rows never computed: [3]" in said(lambda place, sample, device, x: None if sample == 3 else x)
+    apart = said(lambda place, sample, device, x: x + device if place.site == "output" else x)
+    assert "different numbers of the same" in apart and "output of layer 0, forward" in apart
+    assert "error inf" in said(lambda place, sample, device, x: x * np.nan)
