@@ -4,16 +4,22 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import megajax
 from megajax.ending import run
 from megajax.errors import UserError
+from megajax.options import suggest
 
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
     "convert": "Import a model from Hugging Face's format, or export a run to it.",
+    "eval": "Evaluate a trained model on a task.",
     "generate": "Continue texts by a trained model.",
+    "plan": "Say what a run needs and takes on a mesh, without a device of it.",
     "prepare": "Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it.",
     "schedule": "Print a pipeline schedule: its table, ticks, bubble and chunks in flight.",
+    "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
 }
+_MODULES = {"eval": "evaluate"}  # of commands that have another name
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,12 +31,17 @@ def main(argv: Sequence[str]) -> None:
     helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
     if argv and argv[0] in COMMANDS:
-        importlib.import_module(f"megajax.commands.{argv[0]}").main(argv[1:])
+        name = argv[0]
+        importlib.import_module(f"megajax.commands.{_MODULES.get(name, name)}").main(argv[1:])
     elif argv and argv[0] in ("-h", "--help"):
         print(f"usage: {usage}")
+    elif argv and argv[0] == "--version":
+        print(f"megajax {megajax.__version__}")
     else:
-        given = f"unknown command {argv[0]!r}" if argv else "COMMAND missing"
-        raise UserError(f"{given}; valid: {', '.join(COMMANDS)}")
+        valid = f"valid: {', '.join(COMMANDS)}"
+        raise UserError(
+            f"unknown command {argv[0]!r}; {suggest(argv[0], COMMANDS, valid)}" if argv else f"COMMAND missing; {valid}"
+        )
 
 
 def entry() -> None:

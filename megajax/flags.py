@@ -82,7 +82,8 @@ class Parser(argparse.ArgumentParser):
         chosen = positional or action
         if chosen and chosen.choices and reason.startswith("invalid choice: "):
             given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
-            raise UserError(f"{name} {given}; valid: {', '.join(chosen.choices)}")
+            near = suggest(given.strip("'"), map(str, chosen.choices), "")
+            raise UserError(f"{name} {given}; {near}{' ' * bool(near)}valid: {', '.join(chosen.choices)}")
         if action is None:
             raise UserError(f"{message}; valid: {self.usage}")
         if reason.startswith("expected "):

@@ -6,12 +6,15 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from megajax.config import Config
-from megajax.ending import leave_together, stop_signals
+from megajax.ending import fail, leave_together, stop_signals
 from megajax.errors import UserError
+from megajax.relay import Relay
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -36,7 +39,12 @@ DETERMINISTIC_FLAGS = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotun
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
 
 _LAST = 1.0  # seconds that process 0 stays after the end of its work
+LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, if it has not ended by itself
+START_PATIENCE = 300.0  # seconds that processes wait for each other
 HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
+
+
+_silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 
 def start(config: Config) -> None:
@@ -79,42 +87,58 @@ def start(config: Config) -> None:
     for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
         with contextlib.suppress(AttributeError):
             jax.config.update(name, value)
+    where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+    valid = "valid: an address that all of them reach, and as many processes as were announced"
+    late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
+    patience = threading.Timer(START_PATIENCE, _end, [late])  # JAX's own would abort the process
+    patience.daemon = True
+    patience.start()
+    initialize = partial(
+        jax.distributed.initialize,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        initialization_timeout=int(START_PATIENCE) + HEARTBEAT_TIMEOUT,
+    )
     try:
         with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
             if cluster.coordinator:
-                jax.distributed.initialize(
-                    cluster.coordinator,
-                    cluster.num_processes,
-                    cluster.process_id,
-                    heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-                )
+                address = _relayed(cluster.coordinator) if cluster.process_id else cluster.coordinator
+                initialize(address, cluster.num_processes, cluster.process_id)
             else:
-                jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
+                initialize()
         stop_signals.take()
         leave_together(_leave)
     except (RuntimeError, ValueError) as error:
-        where = (
-            f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
-        )
-        raise UserError(
-            f"{where}: the processes did not find each other: {str(error).splitlines()[0]}; valid: an address that all "
-            "of them reach, and as many processes as were announced"
-        ) from error
+        found = str(error).splitlines()[0]
+        raise UserError(f"{where}: the processes did not find each other: {found}; {valid}") from error
+    finally:
+        patience.cancel()
 
 
-def imagine_devices(config: Config) -> None:
+def imagine_devices(config: Config, count: int | None = None) -> None:
     """Set up JAX to trace and compile for the devices of a mesh that are not there, before any other use of JAX: as
-    many simulated ones, and the flags that GPUs would be compiled for with."""
+    many simulated ones, or `count`, and the flags that GPUs would be compiled for with."""
     avoid_known_faults()
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+    jax.config.update("jax_num_cpu_devices", count or config.mesh.num_devices)
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
         jax.config.update("jax_default_matmul_precision", "float32")
+
+
+def _relayed(coordinator: str) -> str:
+    """Where this process reaches process 0, so that JAX does not abort it when that is gone."""
+    host, _, port = coordinator.rpartition(":")
+
+    def lost() -> None:
+        # Whoever waits for a collective hears of it, too, and knows the step.
+        time.sleep(LOST_AFTER)
+        _end("lost process 0, which was killed or ended first; the same command goes on from the newest checkpoint")
+
+    return Relay(host.strip("[]"), int(port), lost).address
 
 
 def _of_several(config: Config) -> bool:
@@ -134,12 +158,21 @@ def _silence() -> Iterator[None]:
     sys.stderr.flush()
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
+    _silenced.append(stderr)
     try:
         yield
     finally:
+        _silenced.remove(stderr)
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nothing)
+
+
+def _end(text: str) -> None:
+    """End the process from any thread, in words though it is silent."""
+    for stderr in _silenced:
+        os.dup2(stderr, 2)
+    fail(text)
 
 
 def _leave(succeeded: bool) -> None:

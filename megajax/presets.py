@@ -1,5 +1,6 @@
 """Presets, TOML files with values of a configuration: finding and reading them, and replacing values by flags."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
@@ -15,8 +16,8 @@ from megajax.validation import check_values
 
 
 def preset_folders() -> tuple[Path, ...]:
-    """The folders where bare names are looked up: ./configs, then the source checkout's."""
-    return Path("configs"), Path(__file__).resolve().parents[1] / "configs"
+    """The folders where bare names are looked up: ./configs, then the package's, in a checkout a link to its own."""
+    return Path("configs"), Path(__file__).resolve().parent / "configs"
 
 
 def preset_names() -> list[str]:
@@ -24,15 +25,28 @@ def preset_names() -> list[str]:
     return sorted({file.stem for folder in preset_folders() for file in folder.glob("*.toml")})
 
 
+def _names_in_folders() -> list[str]:
+    """Names of the presets in folders of the preset folders, sorted."""
+    files = (file for folder in preset_folders() for file in folder.glob("*/*.toml"))
+    return sorted({f"{file.parent.name}/{file.stem}" for file in files})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = [each for each in known if each.rpartition("/")[2] == name]
+    near = near or difflib.get_close_matches(name, known, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
 def find_preset(name_or_file: str | Path) -> Path:
-    """The file of a preset, given by its bare name or as a file.
+    """The file of a preset, given by its bare name, of one in a folder as finetune/mnli-336m, or as a file.
 
     Raises:
         UserError: there is none.
     """
     check_path(name_or_file, "PRESET")
-    path = Path(name_or_file)
-    if path.suffix != ".toml" and path.name == str(name_or_file):
+    path, name = Path(name_or_file), str(name_or_file)
+    bare = path.name == name or (".." not in path.parts and not reading.kind(path))
+    if path.suffix != ".toml" and bare:
         for candidate in (folder / f"{path}.toml" for folder in preset_folders()):
             if reading.is_file(candidate):
                 return candidate
@@ -43,7 +57,8 @@ def find_preset(name_or_file: str | Path) -> Path:
         raise UserError(f"{path} is {there}; valid: a preset's name, or a TOML file")
     if not there:
         valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
-        raise UserError(f"no preset {str(name_or_file)!r}; {suggest(path.stem, preset_names(), valid)}")
+        known = [*preset_names(), *_names_in_folders()]
+        raise UserError(f"no preset {name!r}; {_nearest(name.removesuffix('.toml'), known) or valid}")
     return path
 
 

@@ -323,7 +323,7 @@ def test_the_nearest_mesh_is_named(preset: str, mesh: tuple[int, int, int], near
 
 
 def test_a_batch_that_no_mesh_can_have() -> None:
-    with pytest.raises(UserError, match="is not divisible by .*; the nearest mesh: none$"):
+    with pytest.raises(UserError, match=r"is not divisible by .*; the nearest mesh: none$"):
         validate_imagined(demo(train__global_batch=7, train__microbatch=2))
     validate_imagined(demo(mesh__data=2))
 

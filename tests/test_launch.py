@@ -1,7 +1,11 @@
 """XLA's flags: set before JAX starts, unless the user set them."""
 
 import os
+import socket
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 from tiny import tiny_config
@@ -90,3 +94,25 @@ def test_without_the_plugin_there_are_none(environment):
     environment.setattr(launch.importlib.util, "find_spec", lambda name: None)
     assert not launch.may_use_gpus({}) and not launch.gpu_flags()
     assert not any("gpu" in flag for flag in start())
+
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
+    """In one line, where JAX would abort the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    code = f"""
+import dataclasses
+from megajax import launch
+from megajax.config import DistributedConfig
+from tiny import tiny_config
+launch.START_PATIENCE = 1.0
+cluster = DistributedConfig(coordinator={coordinator!r}, num_processes=2, process_id={number})
+launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
+"""
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100)
+    valid = "valid: an address that all of them reach, and as many processes as were announced"
+    found = "the processes did not find each other within 1 s"
+    assert (done.returncode, done.stderr) == (1, f"error: --distributed.coordinator {coordinator}: {found}; {valid}\n")

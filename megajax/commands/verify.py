@@ -14,7 +14,6 @@ from megajax.launch import in_cluster, start
 from megajax.options import Option, between
 from megajax.presets import load_preset, preset_names, resolve
 from megajax.validation import validate_imagined
-from megajax.verify.shrink import shrink
 
 _OPTIONS = (
     Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to one of so many", between(1, 512)),
@@ -44,6 +43,9 @@ def main(argv: Sequence[str]) -> None:
     config = resolve(load_preset(args.preset), parser.overrides(args))
     devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
     validate_imagined(config)
+
+    from megajax.verify.shrink import shrink  # which imports JAX: mistakes are told without it
+
     small = shrink(config, devices)
     _start(small.config.mesh.num_devices, small.config)
 

@@ -16,11 +16,11 @@ from functools import cached_property, lru_cache
 from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.family import family_of
-from megajax.parallel.collectives import DATA, PIPE, TENSOR
+from megajax.parallel.collectives import DATA, PIPE, TENSOR, spec_axes
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.shapes import Placed, held
-from megajax.plan.sizes import ONCE, Shape, Sizes, Times
+from megajax.plan.sizes import ONCE, Shape, Sizes, Times, settled_microbatches
 from megajax.program.communication import Collective
 from megajax.program.program import batch_form
 
@@ -119,21 +119,21 @@ class _Step(Sizes):
     def embedding(self) -> Iterator[Communication]:
         """Of every microbatch forward."""
         yield from self._gathered("embedding: weights", "shared", self.of_end)
-        yield from self._leave("embedding: forward", self.of_end, self.vocabulary)
+        yield from self._leave("embedding: activations", self.of_end, self.vocabulary)
 
     def embedding_backward(self) -> Iterator[Communication]:
         """Of every microbatch backward; an embedding that is not linear in its weights runs forward again."""
-        what = "embedding: backward"
+        what = "embedding backward: activations"
         yield from self._broadcast(what)
         if not family_of(self.config.model).linear_embedding(self.config.model):
-            yield from self._gathered("embedding: weights", "shared", self.of_end)
-            yield from self._leave("embedding: forward again", self.of_end, self.vocabulary)
+            yield from self._gathered("embedding backward: weights", "shared", self.of_end)
+            yield from self._leave("embedding backward: forward again", self.of_end, self.vocabulary)
         yield from self._leave_backward(what, self.of_end)
-        yield from self._scattered("embedding: weights' gradients", "shared", self.of_end)
+        yield from self._scattered("embedding backward: weights' gradients", "shared", self.of_end)
 
     def head(self) -> Iterator[Communication]:
         """Of every microbatch, forward and backward."""
-        yield from self._broadcast("head: forward")
+        yield from self._broadcast("head: activations")
         yield from self._gathered("head: weights", "shared", self.of_end)
         yield from self._predictions()
         yield from self._scattered("head: weights' gradients", "shared", self.of_end)
@@ -147,16 +147,16 @@ class _Step(Sizes):
             if bert and self.splits_sequence:
                 yield _one("head: masked tokens", REDUCE, (TENSOR,), chosen, self.item, times)
             elif not bert:
-                yield from self._enter("head: forward", times)
+                yield from self._enter("head: activations", times)
             yield _one("head: numbers of tokens", REDUCE, self.vocabulary, places, self.item, times)
             for _ in range(2):
                 yield _one("head: numbers of tokens", REDUCE, self.vocabulary, places, self.wide, times)
             if not bert:
-                yield from self._enter_backward("head: backward", times, self.vocabulary)
+                yield from self._enter_backward("head: activations' gradients", times, self.vocabulary)
             else:
                 axes = [(PIPE,)] * self.splits_vocabulary + [(TENSOR,)] if self.splits_sequence else [self.vocabulary]
                 for each in axes:
-                    yield _one("head: backward", REDUCE, each, chosen, self.item, times)
+                    yield _one("head: activations' gradients", REDUCE, each, chosen, self.item, times)
         if self.splits_sequence and model.head == "span":
             yield _one("head: numbers of tokens", REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
         elif self.splits_sequence and bert:  # of the first token: the loss, and how many are right
@@ -165,16 +165,16 @@ class _Step(Sizes):
 
     def layers(self) -> Iterator[Communication]:
         """Of every microbatch forward."""
-        yield from self._gathered("layers: weights", "blocks", self.of_layer)
-        yield from self._layer_forward("layers: forward")
+        yield from self._gathered("layers forward: weights", "blocks", self.of_layer)
+        yield from self._layer_forward("layers forward: activations")
 
     def layers_backward(self) -> Iterator[Communication]:
         """Of every microbatch backward, with what is computed again."""
-        config, times, again = self.config, self.of_layer, "layers: forward again"
+        config, times, again = self.config, self.of_layer, "layers backward: forward again"
         if self.recomputes_stage:
-            yield from self._gathered("layers: weights", "blocks", times)
+            yield from self._gathered("layers backward: weights", "blocks", times)
             yield from self._layer_forward(again)
-        yield from self._gathered("layers: weights", "blocks", times)
+        yield from self._gathered("layers backward: weights", "blocks", times)
         needed = 1 if config.model.layer_order == "post" else 0  # the norm after the MLP needs its result
         if config.train.remat == "layer":
             for _ in range(2):
@@ -185,11 +185,11 @@ class _Step(Sizes):
         for _ in range(needed):
             yield from self._leave(again, times)
         for _ in range(2):
-            yield from self._leave_backward("layers: backward", times)
+            yield from self._leave_backward("layers backward: activations", times)
             if self.regathers and not self.defers:
-                yield from self._enter("layers: backward, inputs of weight gradients", times)
-            yield from self._enter_backward("layers: backward", times)
-        yield from self._scattered("layers: weights' gradients", "blocks", times, later=False)
+                yield from self._enter("layers backward: inputs of weight gradients", times)
+            yield from self._enter_backward("layers backward: activations", times)
+        yield from self._scattered("layers backward: weights' gradients", "blocks", times, later=False)
 
     def weight_gradients(self) -> Iterator[Communication]:
         """Of every microbatch those that are deferred."""
@@ -197,11 +197,13 @@ class _Step(Sizes):
             return
         pipeline, deferring = self.config.pipeline, self.config.pipeline.deferring()
         assert deferring is not None
-        table = pipeline.schedule, self.config.mesh.pipe, self.microbatches, pipeline.chunks, deferring
+        pipe, name = self.config.mesh.pipe, pipeline.schedule
+        settled = settled_microbatches(name, pipe, self.microbatches)
+        table = name, pipe, settled, pipeline.chunks, deferring
         times = Times(_loops_of_weight_gradients(*table) * self.of_layer.count, self.of_layer.sent)
         for _ in range(2 if self.regathers else 0):
-            yield from self._enter("layers: deferred, inputs of weight gradients", times)
-        yield from self._scattered("layers: weights' gradients", "blocks", times, later=True)
+            yield from self._enter("weight gradients: inputs", times)
+        yield from self._scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
     def _layer_forward(self, purpose: str) -> Iterator[Communication]:
         for _ in range(2):
@@ -256,7 +258,9 @@ class _Step(Sizes):
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield _one("losses: numbers of targets", REDUCE, (DATA,), (), 8 if self.config.precision == "fp64" else 4, ONCE)
+            yield _one(
+                "losses: numbers of targets", REDUCE, (DATA,), (), 8 if self.config.precision == "fp64" else 4, ONCE
+            )
 
     def reduction(self) -> Iterator[Communication]:
         """Gradients and losses to global sums."""
@@ -297,8 +301,7 @@ class _Step(Sizes):
 
     def _axes_of(self, placed: Placed) -> set[str]:
         """Mesh axes that a reduced gradient is divided over."""
-        entries = ((entry,) if isinstance(entry, str) else entry for entry in placed.spec if entry is not None)
-        axes = {axis for entry in entries for axis in entry}
+        axes = set(spec_axes(placed.spec))
         return axes | ({PIPE} if placed.weight.stacked else set()) | ({DATA} if self._is_divided(placed) else set())
 
     def _varying(self, placed: Placed) -> set[str]:

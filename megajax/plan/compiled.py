@@ -17,7 +17,6 @@ from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.train_step import train_step
 
-MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -27,6 +26,7 @@ class CompiledStep:
 
     Attributes:
         compiler: which, and what for, in words.
+        gpus: whether it is for GPUs.
         state: bytes of its arguments on a device: weights, optimizer state and the batch.
         temporaries: bytes of everything else that a device needs to run it.
         collectives: its communication, as traced: what conditionals skip is counted too.
@@ -34,6 +34,7 @@ class CompiledStep:
     """
 
     compiler: str
+    gpus: bool
     state: int
     temporaries: int
     collectives: tuple[Collective, ...]
@@ -69,6 +70,7 @@ def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
     kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
     return CompiledStep(
         f"XLA of jaxlib {jax.lib.__version__} for {count} {kind}",
+        gpus,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         tuple(collectives_of(traced.jaxpr)),

@@ -4,11 +4,11 @@ Structure, bytes and schedules are those of the real program; nothing is timed.
 """
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
-NAME = "h200"
 CUDNN = 91900
 # What XLA asks of a device, `stream_executor/device_description.proto`. The wheels have no other GPU's.
 TARGET = """
@@ -27,12 +27,15 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def is_there() -> bool:
-    """Whether JAX's CUDA packages are installed."""
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+def compiles_for(gpu: str) -> bool:
+    """Whether a step can be compiled for this GPU here: JAX's CUDA packages are installed, and it is an H200, or an
+    H100, which is the same chip with less memory."""
+    return gpu in ("h100", "h200") and any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+    )
 
 
-def devices(count: int) -> list[jax.Device]:
+def devices(count: int) -> "list[jax.Device]":
     """So many H200s, to compile for. cuDNN's attention would ask this machine's GPU what it can, and is answered as an
     H200 would."""
     from jax._src.cudnn import fused_attention_stablehlo as attention

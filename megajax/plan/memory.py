@@ -7,6 +7,7 @@ docs/plan.md says how far it is from what XLA allocates.
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from math import prod
 
 from megajax.backend import GPU, Backend
 from megajax.config import Config
@@ -15,7 +16,7 @@ from megajax.pipeline.schedule import make_schedule
 from megajax.plan.activations import LayerSizes, chunk_bytes, factor_bytes
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
-from megajax.plan.temporaries import temporaries
+from megajax.plan.temporaries import Temporaries
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
@@ -70,18 +71,19 @@ def memory(config: Config, backend: Backend = GPU) -> Memory:
     form = batch_form(config)
     converted = weights.owned * step.wide if step.summed != step.wide else 0
     losses = len(form.targets | form.measures) * max(4, step.summed)
-    batch = sum(_size(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
-    chunk = chunk_bytes(config, layer, backend)
+    batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
+    kept = max(1, table.slots) * chunk_bytes(config, layer, backend)
+    factors = table.factor_slots * factor_bytes(config, layer)
     return Memory(
         weights=weights.computed * step.item,
         main_weights=weights.owned * step.wide if step.item != step.wide else 0,
         moments=2 * weights.owned * step.wide + _COUNTERS,
         batch=batch * _WORD // config.mesh.data,
         gradients=weights.computed * step.summed + losses + converted,
-        kept=max(1, table.slots) * chunk,
-        factors=table.factor_slots * factor_bytes(config, layer) if table.factor_slots else 0,
+        kept=kept,
+        factors=factors,
         hand_overs=table.activations * layer.between,
-        temporaries=temporaries(step, layer, weights, backend),
+        temporaries=Temporaries(step, layer, weights, backend, kept, factors).phases.most,
     )
 
 
@@ -104,10 +106,3 @@ def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Defe
     outputs = 0 if table.turns_at_once else table.num_slots
     on_their_way = 2  # one in either direction
     return _Table(table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for count in shape:
-        size *= count
-    return size

@@ -6,13 +6,13 @@ as for the state itself (`program/state.py`).
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import jax
 from jax.sharding import PartitionSpec
 
 from megajax.backend import CPU
-from megajax.config import Config
+from megajax.config import Config, MeshConfig
 from megajax.mesh import dim_over, local_shape, mesh_spec, partly_used, rules_of, shard_over_data
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
@@ -85,17 +85,18 @@ class Held:
     weights: tuple[Placed, ...]
     zero: int
 
-    @property
+    @cached_property
     def computed(self) -> int:
         """Numbers that layers compute with: `TrainState.params`."""
         return sum(placed.shard_size if self.zero == 3 else placed.size for placed in self.weights)
 
-    @property
+    @cached_property
     def owned(self) -> int:
         """Numbers of which a device has the main weights, both moments and the reduced gradients."""
         return sum(placed.shard_size if self.zero else placed.size for placed in self.weights)
 
 
+@lru_cache(maxsize=64)
 def weights(model: ModelConfig) -> tuple[Weight, ...]:
     """All weights of a model; the same on every mesh."""
     return _weights(replace(model, dropout=0.0, scan_layers="auto"))  # they do not depend on these
@@ -117,15 +118,20 @@ def _weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 def held(config: Config) -> Held:
     """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
-    mesh, pipeline = config.mesh, config.pipeline
+    splits, chunks = config.splits_vocabulary, config.pipeline.chunks
+    return _held(config.model, config.mesh, chunks, splits, config.optimizer.zero)
+
+
+@lru_cache(maxsize=4096)
+def _held(model: ModelConfig, mesh: MeshConfig, chunks: int, splits_vocabulary: bool, zero: int) -> Held:
     placed = _placed(
-        weights(config.model),
+        weights(model),
         (mesh.data, mesh.pipe, mesh.tensor),
-        Placement(config.model.num_layers, mesh.pipe, pipeline.chunks),
-        config.splits_vocabulary,
-        config.model.num_kv_heads % mesh.tensor == 0,
+        Placement(model.num_layers, mesh.pipe, chunks),
+        splits_vocabulary,
+        model.num_kv_heads % mesh.tensor == 0,
     )
-    return Held(placed, config.optimizer.zero)
+    return Held(placed, zero)
 
 
 @lru_cache(maxsize=1024)

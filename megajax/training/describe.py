@@ -9,6 +9,7 @@ from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
 from megajax.optim.adam import parameter_groups
 from megajax.pipeline.timing import StageTimes, bubble_overhead, wall_time
+from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
 from megajax.program.parts import factor_bytes
 from megajax.program.program import Program
@@ -25,6 +26,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
         _mesh(config),
         *pipeline_lines(program),
         _state(program),
+        _step_memory(program),
         _optimizer(program),
         *data.lines(config),
     ]
@@ -76,6 +78,29 @@ def _state(program: Program) -> str:
     each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
     zero = program.config.optimizer.zero
     return f"state: {sum(parts.values()) / 2**20:,.1f} MiB a device ({each}), --optimizer.zero {zero}"
+
+
+def _step_memory(program: Program) -> str:
+    plan = memory(program.config, program.backend)
+    parts = {
+        "kept activations": plan.kept,
+        "factors": plan.factors,
+        "hand-overs": plan.hand_overs,
+        "temporaries about": plan.temporaries,
+    }
+    each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
+    return f"memory: {plan.total / 2**20:,.1f} MiB a device planned, state and batch included ({each})"
+
+
+def memory_in_use(devices: list[jax.Device]) -> str | None:
+    """What the fullest of these devices has had in use at most; None where they do not say it, as CPUs."""
+    stats = [found for device in devices if (found := device.memory_stats())]
+    used = max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+    if used is None:
+        return None
+    limit = min((found["bytes_limit"] for found in stats if "bytes_limit" in found), default=None)
+    of = "" if limit is None else f" of {limit / 2**20:,.1f}"
+    return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
 
 
 def _optimizer(program: Program) -> str:

@@ -29,6 +29,7 @@ from megajax.runs.init import first_state
 from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
+from megajax.training.describe import memory_in_use
 from megajax.training.run_log import RunLog
 from megajax.training.skips import SkippedSteps
 from megajax.training.summary import figures_text, parts_of, sample, validation_text, written
@@ -191,6 +192,8 @@ class Run:
         tokens = math.prod(self.program.batch_types["tokens"].shape)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
+        if pending.step == self.first + 1 and (told := memory_in_use(jax.local_devices())):
+            self.log.print(told)
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -54,13 +55,15 @@ def axes_that_differ(
     wrong = exact(config) if failed_exactly else config
     there = [axis for axis, size in zip(AXES, sizes_of(config.mesh), strict=True) if size > 1]
     on_start("one device, fp64")
-    reference = run(one_device(config), devices, steps, with_fresh=True, quick_compile=quick_compile)
+    exactly = wrong.precision == "fp64"
+    options: dict[str, Any] = {"quick_compile": quick_compile}
+    reference = run(one_device(config), devices, steps, with_fresh=True, with_states=not exactly, **options)
     for number in range(len(there)):
         found = []
         for axes in itertools.combinations(there, number):
             part = with_axes(wrong, axes)
             on_start(f"{shown(sizes_of(part.mesh))}, {part.precision}")
-            other = run(part, devices, steps, with_fresh=failed_exactly, quick_compile=quick_compile)
+            other = run(part, devices, steps, with_fresh=exactly, states=reference.states, **options)
             failed = tuple(finding for finding in held_against(reference, other) if not finding.passed)
             if failed:
                 found.append((axes, part, failed))

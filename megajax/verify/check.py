@@ -14,6 +14,7 @@ from megajax.verify.traffic import as_in_theory
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
+_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
 
 def check(
@@ -38,18 +39,19 @@ def check(
         on_start: is called with what is run next.
         on_finding: is called with everything that was checked, as soon as it was.
     """
+    config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     mesh = shown(sizes_of(config.mesh))
 
     def findings() -> Iterator[Finding]:
         on_start("one device, fp64")
-        reference = run(one_device(config), devices, with_fresh=True, **options)
+        reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
         on_start(f"{mesh}, fp64")
         yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
             on_start(f"{mesh}, {config.precision}")
-            yield from held_against(reference, run(config, devices, **options))
+            yield from held_against(reference, run(config, devices, states=reference.states, **options))
 
     found = []
     for finding in findings():
@@ -67,6 +69,19 @@ def held_against(reference: Run, other: Run) -> Iterator[Finding]:
         yield loss_scales(other)
     yield from same_on_devices(other)
     yield as_in_theory(other.config, other.collectives)
+
+
+def steady(config: Config) -> Config:
+    """The same with an Adam whose updates are as near to each other as the gradients are: with a small epsilon a
+    gradient that is nothing but rounding, as that of the keys' bias, has an update of full size."""
+    rate = min(config.optimizer.learning_rate, _LEARNING_RATE)
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        learning_rate=rate,
+        min_learning_rate=min(config.optimizer.min_learning_rate, rate),
+        epsilon=max(config.optimizer.epsilon, _EPSILON),
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def exact(config: Config) -> Config:

@@ -59,7 +59,9 @@ class Report:
     def found(self, finding: Finding) -> None:
         """Something was checked."""
         state = "" if finding.passed else "  DIFFERS"
-        self._print(f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}")
+        self._print(
+            f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}".rstrip()
+        )
 
     def stop(self) -> None:
         """Nothing is run any more."""
@@ -115,15 +117,16 @@ class Report:
 
 
 def told(result: Result) -> Iterator[str]:
-    """Where a mesh differs."""
-    first = result.verdict.failed[0]
-    yield f"  what    {first.name}: {_figure(first)}, {_limit(first)}: {first.where}"
+    """Where a mesh differs: the first place, the axes that it takes, the first check that failed and what is known of
+    gradients."""
+    yield f"  first      {result.first or 'no recorded activation differs'}"
     if result.axes is not None:
-        yield f"  axes    {result.axes}"
-        if result.axes.findings != result.verdict.failed:
-            there = result.axes.findings[0]
-            yield f"          there {there.name}: {_figure(there)}, {_limit(there)}: {there.where}"
-    yield f"  first   {result.first or 'no recorded activation differs'}"
+        yield f"  axes       {result.axes}"
+    failed = result.verdict.failed
+    named = [failed[0], *(finding for finding in failed[1:] if finding.name.endswith(" gradients"))]
+    for finding in named[:2]:
+        kind = "gradients" if finding.name.endswith(" gradients") else "check"
+        yield f"  {kind:<10} {finding.name} {_figure(finding)}, {_limit(finding)}: {finding.where}"
 
 
 def _figure(finding: Finding) -> str:

@@ -1,9 +1,9 @@
 """A configuration run for a few steps on its mesh, with everything that must not depend on the mesh kept."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ Leaves = dict[str, np.ndarray]
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 
 
@@ -41,6 +42,7 @@ class Run:
         unequal: leaves of the state of which two devices hold different copies.
         uncast: leaves whose weights to compute with are not the main weights in that precision.
         collectives: what a step communicates.
+        states: natural, before every step but that one; none where they were not asked for.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Run:
     unequal: list[str]
     uncast: list[str]
     collectives: list[Collective]
+    states: list[TrainState]
 
     @property
     def losses(self) -> list[float]:
@@ -59,10 +62,23 @@ class Run:
 
 
 def run(
-    config: Config, devices: Sequence[jax.Device], steps: int, *, with_fresh: bool = False, quick_compile: bool = True
+    config: Config,
+    devices: Sequence[jax.Device],
+    steps: int,
+    *,
+    with_fresh: bool = False,
+    with_states: bool = False,
+    states: Sequence[TrainState] = (),
+    quick_compile: bool = True,
 ) -> Run:
     """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and one
-    in which the loss scale is infinite."""
+    in which the loss scale is infinite.
+
+    Args:
+        with_fresh, with_states: to be kept.
+        states: of another run, which the steps begin with, each with its own, in place of what the step before left:
+            Adam makes a full update of a gradient that is nothing but rounding, of which the next step would make more.
+    """
     with in_precision(config):
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
@@ -74,10 +90,14 @@ def run(
         batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
         step = traced.lower().compile(options)
-        metrics, gradients = [], []
+        metrics, gradients, kept = [], [], []
         for number, batch in enumerate(batches):
             if number == steps:
                 state = _overflowing(state)
+            elif states:
+                state = _taken_over(program, states[number], state)
+            if with_states and number < steps:
+                kept.append(jax.device_get(layout.to_natural(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items()})
             if number < steps:
@@ -86,7 +106,8 @@ def run(
         main = state.params if state.main is None else state.main
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
-        return Run(config, fresh, metrics, gradients, _natural(program, main), _rows(program), unequal, uncast, found)
+        weights, rows = _natural(program, main), _rows(program)
+        return Run(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
@@ -101,9 +122,16 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
     return recording
 
 
-def in_precision(config: Config) -> AbstractContextManager:
-    """What JAX has to be told of a precision, for a while."""
-    return jax.enable_x64(True) if config.precision == "fp64" else jax.enable_x64(False)
+@contextlib.contextmanager
+def in_precision(config: Config) -> Iterator[None]:
+    """What JAX has to be told of a precision, for a while: in this thread, and in those that take what is recorded."""
+    wanted, before = config.precision == "fp64", jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", wanted)
+    try:
+        with jax.enable_x64(wanted):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
@@ -113,6 +141,14 @@ def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
 
 def _natural(program: Program, tree: Any) -> Leaves:
     return named_leaves(program.layout.natural_weights(jax.device_get(tree)))
+
+
+def _taken_over(program: Program, natural: TrainState, state: TrainState) -> TrainState:
+    """The weights and moments of another run, in this one's precision, with what else `state` has."""
+    layout = program.layout
+    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), natural, layout.natural_shapes)
+    taken = layout.from_natural(cast)
+    return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
 
 
 def _overflowing(state: TrainState) -> TrainState:

@@ -177,7 +177,7 @@ class _Sizes:
         parts = range(first, first + 2 * self._ours.data)
         part = next((part for part in parts if (part % self._ours.data == 0) == divides), first)
         padded, added = part * ours, model.padded_vocab_size - model.vocab_size
-        left = max(1, round(padded * added / model.padded_vocab_size)) if added else 0
+        left = max(1, padded * added // model.padded_vocab_size) if added else 0
         return {"vocab_size": padded - left, "vocab_multiple": padded}
 
     def num_layers(self) -> int:

@@ -79,8 +79,8 @@ def compare_runs(reference: Run, other: Run, limits: Limits | None = None) -> It
     limits = limits or LIMITS[precision]
     yield _losses(f"{precision} losses", reference, other, limits.loss)
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
-    if limits.weight is not None:
-        yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
+    yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
+    if precision == "fp64":
         yield _metrics(f"{precision} other figures of the steps", reference, other, limits.loss)
     yield _skipped(f"{precision} steps that are skipped", reference, other)
 
@@ -100,8 +100,10 @@ def loss_scales(run: Run) -> Finding:
 
 
 def _losses(name: str, reference: Run, other: Run, limit: float) -> Finding:
+    """The first step that is beyond the limit, or the one that is farthest off."""
     errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
-    step = int(np.argmax(errors))
+    beyond = [step for step, error in enumerate(errors) if not error <= limit]
+    step = beyond[0] if beyond else int(np.argmax(errors))
     return Finding(name, errors[step], limit, f"step {step + 1}")
 
 

@@ -8,8 +8,8 @@ import jax
 
 from megajax.config import Config
 from megajax.verify.axes import AxesThatDiffer, axes_that_differ
-from megajax.verify.check import STEPS, check, one_device
-from megajax.verify.first_difference import first_difference
+from megajax.verify.check import STEPS, check, one_device, steady
+from megajax.verify.first_difference import Difference, first_difference
 from megajax.verify.limits import LIMITS
 from megajax.verify.run import recorded
 from megajax.verify.verdict import Finding, Verdict
@@ -52,6 +52,7 @@ def verify(
     quick_compile: bool = True,
 ) -> Result:
     """Check `config`, which is small already, and where it fails find out where."""
+    config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     verdict = check(config, devices, on_start=listener.start, on_finding=listener.found, **options)
@@ -72,11 +73,13 @@ def first_place(
         recorded(config, devices, quick_compile=quick_compile) for config in (one_device(axes.config), axes.config)
     )
     difference = first_difference(expected, actual, tolerance)
-    return str(difference) if difference else _behind(verdict.failed)
+    return first_in_words(difference, verdict.failed)
 
 
-def _behind(failed: Sequence[Finding]) -> str:
-    """What differs if no activation of the first step does."""
+def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> str:
+    """The first activation that differs, or what differs if none of the first step does."""
+    if difference:
+        return str(difference)
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
     if "gradients" in of and "step 1" in of["gradients"].where:
         return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"

@@ -141,7 +141,8 @@ OTHER_COMMANDS = [  # arguments, what the line says
     (f"eval.py perplexity --checkpoint RUN --data {LONG}", "--data 'aaa"),
     (
         "eval.py perplexitty --checkpoint RUN",
-        "TASK 'perplexitty'; valid: instructions, lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103",
+        "TASK 'perplexitty'; did you mean perplexity? valid: instructions, lambada, mnli, perplexity, qqp, race, "
+        "squad1, squad2, wikitext103",
     ),
     (f"-m megajax generate --checkpoint RUN --prompt a --max-tokens {10**10}", "--max-tokens 10000000000; valid: 1 to"),
     (f"-m megajax generate --checkpoint {LONG} --prompt a", "--checkpoint 'aaa"),

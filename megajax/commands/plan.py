@@ -1,0 +1,63 @@
+"""`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
+
+import json
+import resource
+import time
+from collections.abc import Sequence
+
+from megajax.commands import plan_search
+from megajax.flags import Parser, add_flag
+from megajax.launch import imagine_devices
+from megajax.options import Option
+from megajax.plan.h200 import compiles_for
+from megajax.plan.machines import machine_of, peak_of
+from megajax.presets import load_preset, preset_names, resolve
+from megajax.validation import validate_imagined
+
+_GPU = Option("gpu", str, "h100", "GPU of all devices: h100, h200, a100, v100, b200")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the plan of a configuration on a mesh.
+
+    Raises:
+        UserError: a flag, the preset or the mesh is not valid.
+    """
+    began = time.perf_counter()
+    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
+    parser = Parser(
+        "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "
+        "communication, arithmetic, the pipeline's bubble, a predicted time. The real step is compiled for H200s where "
+        "JAX's CUDA packages are installed and they or H100s are asked for, for simulated CPU devices otherwise.",
+        "megajax plan PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--gpu NAME] [--flag value ...]",
+    )
+    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    add_flag(parser, _GPU, _GPU.default)
+    parser.add_argument("--no-compile", action="store_true", help="figures of the model alone, at once")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    plan_search.add_flags(parser)
+    parser.add_config_flags(values=values)
+    args = parser.parse_args(argv)
+    plan_search.check_flags(args)
+    preset, given = load_preset(args.preset), parser.overrides(args)
+    config = resolve(preset, given)
+    machine = machine_of(getattr(args, "gpu", _GPU.default))
+    peak_of(machine, config.precision)
+    if args.search:
+        plan_search.print_search(args, config, resolve(preset, {}), machine, given)
+        return
+    validate_imagined(config)
+    gpus = compiles_for(machine.name)
+    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= plan_search.MOST_SIMULATED)
+    imagine_devices(config, None if compiles and not gpus else 1)
+
+    from megajax.plan.compiled import compiled_step
+    from megajax.plan.report import Plan, figures, text
+
+    compiled = compiled_step(plan_search.scanned(config), gpus=gpus) if compiles else None
+    plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, _peak_bytes())
+    print(json.dumps(figures(plan)) if args.json else text(plan))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,107 @@
+"""`megajax plan PRESET --devices N --search`: all meshes of N GPUs, ranked."""
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megajax.config import Config
+from megajax.data.files import file_atomically
+from megajax.errors import UserError
+from megajax.flags import Parser, add_flag
+from megajax.launch import imagine_devices
+from megajax.options import Option, between
+from megajax.paths import check_place
+from megajax.plan.h200 import compiles_for
+from megajax.plan.machines import Machine
+from megajax.runs.parts import check_outside_runs
+
+_DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
+_BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
+_COMPILED = 2  # of the best
+MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
+_FORMATS = (".png", ".svg")
+
+
+def add_flags(parser: Parser) -> None:
+    """The flags of a search."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="rank every mesh of --devices GPUs, schedule, microbatch and memory option that fits by predicted "
+        "tokens/s; what is given as a flag stays",
+    )
+    add_flag(group, _DEVICES, "those of the mesh")
+    add_flag(group, _BEST, _BEST.default)
+    group.add_argument("--plot", metavar="FILE", help="a PNG or SVG of memory and time of all that fit")
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises `UserError` if a flag of a search is there without it."""
+    for name in ("devices", "best", "plot"):
+        if getattr(args, name, None) is not None and not args.search:
+            raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
+
+
+def print_search(
+    args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any]
+) -> None:
+    """Print what is found.
+
+    Args:
+        args: the command's arguments.
+        config: the run, on whatever mesh.
+        original: the preset's.
+        machine: the GPUs.
+        given: values that are not searched, by key.
+
+    Raises:
+        UserError: nothing fits, there is no such mesh, or the picture cannot be written.
+    """
+    devices = getattr(args, "devices", None) or config.mesh.num_devices
+    plot = Path(args.plot) if args.plot else None
+    if plot:
+        _check_plot(plot)
+    gpus = compiles_for(machine.name)
+    compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
+    imagine_devices(config, devices if compiles and not gpus else 1)
+
+    from megajax.plan.compiled import compiled_step
+    from megajax.plan.picture import draw_search
+    from megajax.plan.ranking import figures, lines
+    from megajax.plan.search import VARIED, search
+
+    count = getattr(args, "best", _BEST.default)
+    found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
+    planned = found.best[:_COMPILED] if compiles else []
+    compiled = [compiled_step(scanned(each.config), gpus=gpus) for each in planned]
+    if plot:
+        title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
+        try:
+            with file_atomically(plot) as new:
+                draw_search(new, title, found, machine)
+        except OSError as error:
+            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
+    told = args.preset, original, machine, compiled
+    print(json.dumps(figures(found, *told)) if args.json else "\n".join(lines(found, *told)))
+
+
+def scanned(config: Config) -> Config:
+    """With the layers as one scan: the same step, whose program does not grow with their number."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
+
+
+def _check_plot(plot: Path) -> None:
+    """Raises `UserError` where the picture cannot be written, or would replace something else than a picture of a
+    search."""
+    from megajax.plan.picture import is_own
+
+    if plot.suffix.lower() not in _FORMATS:
+        raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(_FORMATS)}")
+    check_place(plot, "--plot")
+    check_outside_runs(plot, "--plot")
+    if os.path.lexists(plot) and not is_own(plot):
+        raise UserError(f"--plot {plot} is there already and is no picture of megajax plan; valid: another name")

@@ -1,0 +1,72 @@
+"""How long a collective takes on a machine, from where the devices of its group stand.
+
+Devices are numbered as `mesh.make_mesh` places them: `tensor` innermost, then `data`, `pipe` outermost; servers hold
+neighbouring numbers. A ring passes through all members of a server before it goes to the next one, and all of them lend
+it their network adapters; all groups of an axis run at the same time, each on the adapters of its own members.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megajax.config import MeshConfig
+from megajax.parallel.collectives import DATA, PIPE, TENSOR
+from megajax.plan.machines import Machine
+from megajax.program.communication import Collective
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices of a mesh axis, or of several together.
+
+    Attributes:
+        size: how many.
+        neighbours: how many of them a server has.
+    """
+
+    size: int
+    neighbours: int
+
+    @property
+    def in_server(self) -> bool:
+        return self.neighbours >= self.size
+
+
+@lru_cache(maxsize=65536)
+def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
+    """The groups that a collective over these axes runs in."""
+    sizes = {TENSOR: mesh.tensor, DATA: mesh.data, PIPE: mesh.pipe}
+    size, stride, neighbours = 1, 1, 1
+    for axis, devices in sizes.items():  # from the innermost axis outwards
+        if axis in axes:
+            size *= devices
+            neighbours *= max(1, min(devices, server // stride))
+        stride *= devices
+    return Group(size, neighbours)
+
+
+def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> float:
+    """Of one such collective, with nothing beside it."""
+    return _seconds(collective.kind, collective.axes, collective.num_bytes, mesh, machine)
+
+
+def _seconds(kind: str, axes: tuple[str, ...], num_bytes: int, mesh: MeshConfig, machine: Machine) -> float:
+    group, rates = group_of(axes, mesh, machine.server), machine.efficiency
+    if group.size == 1:
+        return 0.0
+    if kind == "permute":  # to a neighbour, which for some of the devices is in another server
+        inside, latency = group.in_server, rates.server_latency
+        rate = machine.link * rates.others if inside else machine.network * rates.network
+        return num_bytes / rate + (latency if inside else rates.network_latency)
+    rate = machine.link * (rates.all_reduce if kind == "all-reduce" else rates.others)
+    latency = rates.server_latency
+    if not group.in_server:
+        rate = min(machine.link * rates.others, group.neighbours * machine.network * rates.network)
+        latency = rates.network_latency
+    others = group.size - 1
+    passes = {
+        "all-reduce": 2 * others / group.size,
+        "reduce-scatter": others / group.size,
+        "all-gather": others,  # its operand is a part
+        "all-to-all": others / group.size,
+    }
+    return passes[kind] * num_bytes / rate + latency

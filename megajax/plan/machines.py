@@ -1,0 +1,204 @@
+"""GPUs and what connects them: the one table of rates, bandwidths and efficiencies that `plan/time.py` computes with.
+
+**What the makers say** (a GPU's, links in both directions; without sparsity):
+
+- h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8 GPUs with an
+  adapter of 400 Gbit/s each.
+- h200: NVIDIA H200 data sheet, SXM: as h100 with 4.8 TB/s and 141 GB; bytes as XLA's description of the device says.
+- a100: NVIDIA A100 80GB data sheet, SXM: 312 TFLOP/s, fp32 19.5, 2.039 TB/s, NVLink 600 GB/s. DGX A100: 8 GPUs, 200
+  Gbit/s each.
+- v100: the paper's machine (arXiv 1909.08053, DGX-2H, as in our reference): 39 TFLOP/s are 30% of a peak of 130; 300
+  GB/s inside a server of 16, 100 GB/s between servers (8 adapters of 100 Gbit/s). NVIDIA V100 data sheet: fp32 15.7,
+  0.9 TB/s, 32 GB.
+- b200: NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOP/s, fp32 75 TFLOP/s, 8 TB/s, 180 GB, NVLink 1.8 TB/s, 400
+  Gbit/s.
+
+**What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
+a100 and b200:
+
+- products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
+- attention 0.40: the 9 ms that docs/gpu.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
+- traffic 4.3 of 4.8 TB/s: docs/gpu.md's assumption.
+- in a server: all-reduces at 475 of 450 GB/s, since switches add (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
+  NVIDIA/nccl#1374), other collectives, and all on a100, at 370 of 450 (nccl#1374).
+- between servers: 48.5 of 50 GB/s of an adapter (nccl-tests#267); a small all-reduce over two servers takes 46 us
+  (nccl#1244), in a server 20 us, an assumption.
+- fixed: 2 us for each of about 50 kernels of a layer, an assumption.
+
+Of v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s of one GPU; fixed: its strong scaling on 2, 4
+and 8 GPUs; links as on a100.
+
+**Traffic of a layer** (`Traffic`): passes over an activation, forward and backward together, fitted to the bytes that
+programs compiled for H200s move outside of products and fused attention (docs/gpu.md: gpt2-1.2b unrolled, and llama3-8b
+on tensor 8 unrolled with and without a split sequence: three figures for three numbers). The paper's programs are taken
+to make as many passes.
+"""
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from megajax.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of its rates that a GPU reaches, and what does not depend on sizes.
+
+    Attributes:
+        products: of the peak, by a large matrix product.
+        attention: of the peak, by fused attention.
+        traffic: of the memory's bandwidth, by all that is not a product.
+        all_reduce, others: of the links inside a server, by all-reduces and by other collectives.
+        network: of the adapters between servers.
+        server_latency, network_latency: seconds that a collective takes at least.
+        fixed: seconds that a layer takes at least, forward and backward.
+    """
+
+    products: float = 0.70
+    attention: float = 0.40
+    traffic: float = 4.3 / 4.8
+    all_reduce: float = 370 / 450
+    others: float = 370 / 450
+    network: float = 48.5 / 50
+    server_latency: float = 20e-6
+    network_latency: float = 46e-6
+    fixed: float = 100e-6
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What share of a communication runs beside computation, at most as long as that takes (docs/gpu.md, "What
+    overlaps": read from programs compiled for H200s).
+
+    Attributes:
+        tensor_forward, tensor_backward: all-reduces of a layer; 50 of 65 of the backward pass have products beside
+            them.
+        gathers, scatters: of a split sequence: 87 of 194 and 44 of 130.
+        hand_overs: between stages: all of them, beside a forward or backward.
+        shards: ZeRO-3's, beside some of the same layer's products.
+        gradients: over data: none, they follow the loop.
+    """
+
+    tensor_forward: float = 0.0
+    tensor_backward: float = 50 / 65
+    gathers: float = 87 / 194
+    scatters: float = 44 / 130
+    hand_overs: float = 1.0
+    shards: float = 0.5
+    gradients: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a step outside of products.
+
+    Attributes:
+        between: passes of a layer over the activations between its regions, [tokens, hidden].
+        inside: over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`.
+        gathered: beside these over a split sequence's gathered [tokens, hidden].
+        scanned: factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs).
+        scores: bytes for every score of attention that is not fused, forward and backward, in half precision (with
+            dropout on H200s 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB).
+        all_scores: whether scores after a token are computed, too.
+        logits: passes over the logits.
+        accumulated: bytes of a weight and microbatch for adding its gradient: 5 ms of gpt2-1.2b (docs/gpu.md).
+        updated: bytes of a weight for the optimizer: 8.4 ms of gpt2-1.2b.
+    """
+
+    between: float = 49.0
+    inside: float = 1.9
+    gathered: float = 22.0
+    scanned: float = 1.5
+    scores: float = 52.0
+    all_scores: bool = False
+    logits: float = 6.0
+    accumulated: float = 17.7
+    updated: float = 30.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of GPU in servers of some, and the network between them. Bytes, bytes per second in one direction, FLOP/s.
+
+    Attributes:
+        name: as `--gpu` says it.
+        memory: of a GPU.
+        peak: of products by precision; one that is not there is not supported.
+        bandwidth: of the memory.
+        server: GPUs in a server.
+        link, network: of a GPU, to others in its server and to other servers.
+        multiprocessors: of a GPU, among which the tiles of a product are divided.
+        fused_attention: there is one without dropout.
+    """
+
+    name: str
+    memory: int
+    peak: "MappingProxyType[str, float]"
+    bandwidth: float
+    server: int
+    link: float
+    network: float
+    multiprocessors: int
+    fused_attention: bool = True
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    overlap: Overlap = field(default_factory=Overlap)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program can have: what `megajax.launch` lets JAX take."""
+        return int(0.92 * self.memory)
+
+
+def _peak(half: float, single: float, double: float, *, bf16: bool = True) -> "MappingProxyType[str, float]":
+    return MappingProxyType({"fp16": half, "fp32": single, "fp64": double} | ({"bf16": half} if bf16 else {}))
+
+
+_SHARP = Efficiency(all_reduce=475 / 450)  # the switches add
+_HOPPER = _peak(989e12, 67e12, 34e12)
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
+        Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
+        Machine("a100", 80 * GIB, _peak(312e12, 19.5e12, 9.7e12), 2.039e12, 8, 300e9, 25e9, 108),
+        Machine(
+            "v100", 32 * GIB, _peak(130e12, 15.7e12, 7.8e12, bf16=False), 0.9e12, 16, 150e9, 6.25e9, 80,
+            fused_attention=False,
+            efficiency=Efficiency(products=0.75, traffic=0.421, fixed=4e-3),
+            # PyTorch of 2019: one after the other, but for the gradients, which are added over data while the backward
+            # pass runs; masking, softmax and dropout go over the scores one by one, counted by hand.
+            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, hand_overs=0.0, shards=0.0, gradients=1.0),
+            traffic=Traffic(scores=36.0, all_scores=True, scanned=1.0),
+        ),
+        Machine("b200", 180 * 10**9, _peak(2250e12, 75e12, 37e12), 8e12, 8, 900e9, 50e9, 148, efficiency=_SHARP),
+    )
+}  # fmt: skip
+
+
+def machine_of(name: str) -> Machine:
+    """The machine with GPUs of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in MACHINES:
+        raise UserError(f"--gpu {name!r} is not in the table; valid: {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+def peak_of(machine: Machine, precision: str) -> float:
+    """FLOP/s of products in a precision.
+
+    Raises:
+        UserError: this GPU has none in it.
+    """
+    if precision not in machine.peak:
+        valid = ", ".join(sorted(machine.peak))
+        raise UserError(
+            f"--precision {precision} with --gpu {machine.name}, which has no such products; valid: {valid}"
+        )
+    return machine.peak[precision]

@@ -1,0 +1,279 @@
+"""Which mesh, schedule and memory options train a model fastest on so many GPUs: all of them, by the model of a step's
+time (`plan/time.py`) and of its memory (`plan/memory.py`). Nothing is traced.
+"""
+
+import itertools
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from megajax.config import Config, MeshConfig
+from megajax.errors import UserError
+from megajax.options import as_flag, options
+from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.schedule import SCHEDULES
+from megajax.plan.machines import GIB, Machine, peak_of
+from megajax.plan.memory import Memory, memory
+from megajax.plan.sizes import settled_microbatches
+from megajax.plan.time import StepModel, StepTime, step_time
+from megajax.validation import validate, validate_mesh
+
+VARIED = (
+    "mesh.data", "mesh.pipe", "mesh.tensor", "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
+    "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel",
+)  # fmt: skip
+_OF_TABLE = ("schedule", "chunks")
+_MOST_CHUNKS = 12
+_MOST_CELLS = 4096  # of a table whose buffers no shorter one tells
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits in memory.
+
+    Attributes:
+        base, pipeline: the run, and its schedule.
+        seconds: of a step, predicted; the pipe's time by formula.
+        bytes: on a device.
+    """
+
+    base: Config
+    pipeline: PipelineConfig
+    seconds: float
+    bytes: int
+
+    @property
+    def config(self) -> Config:
+        return replace(self.base, pipeline=self.pipeline)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One of the best candidates: its step and its memory."""
+
+    config: Config
+    time: StepTime
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the fastest first.
+        fitting: all that fit, the fastest first.
+        tried: how many there are, those that do not fit included.
+    """
+
+    best: list[Planned]
+    fitting: list[Candidate]
+    tried: int
+
+    @property
+    def frontier(self) -> list[Candidate]:
+        """Those that no other one undercuts in both time and memory, the fastest first."""
+        chosen: list[Candidate] = []
+        for each in self.fitting:
+            if not chosen or each.bytes < chosen[-1].bytes:
+                chosen.append(each)
+        return chosen
+
+
+def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
+    """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split and
+    deferral.
+
+    Args:
+        config: the run; its model, batch and precision stay.
+        devices: how many there are.
+        machine: the GPUs.
+        given: keys of `VARIED` that stay what they are, too.
+        count: how many of the best are planned in full.
+
+    Raises:
+        UserError: nothing fits, or the model has no mesh of so many devices; with what forbids it.
+    """
+    peak_of(machine, config.precision)
+    kept = frozenset(given)
+    tried, smallest, fitting = 0, None, []
+    for base in _on_meshes(config, devices, kept):
+        models: dict[Any, StepModel] = {}
+        for each in _of_mesh(base, kept):
+            sizes = list(_sizes(each, kept))
+            tried += len(sizes)
+            least = min(sizes, key=lambda pair: pair[0], default=None)
+            if least is not None and (smallest is None or least[0] < smallest[0]):
+                smallest = least[0], replace(each, pipeline=least[1])
+            fit = [(size, pipeline) for size, pipeline in sizes if size <= machine.usable]
+            if fit:
+                like = _as_fast(each)
+                model = models[like] = models.get(like) or StepModel(each, machine)
+                fitting += [
+                    Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
+                ]
+    if not fitting:
+        raise UserError(_why_none(config, devices, machine, smallest, kept))
+    fitting.sort(key=lambda each: (each.seconds, each.bytes))
+    return Found(_best(fitting, devices, machine, count), fitting, tried)
+
+
+def command(preset: str, config: Config, original: Config) -> str:
+    """The command line that trains `config`, which is `original`, a preset's, with other options."""
+    pairs = {key: (value(config, key), value(original, key)) for key in options(Config)}
+    changed = (as_flag(key, new) for key, (new, old) in pairs.items() if new != old)
+    return " ".join(["python train.py", shlex.quote(preset), *changed])
+
+
+def value(config: Config, key: str) -> Any:
+    """A value by its key."""
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:
+    """The fastest by the times of their tables, of equally fast ones that with the least memory."""
+    chosen: list[Planned] = []
+    taken: set[tuple[int, ...]] = set()
+    for each in fitting:
+        like = round(1e9 * each.seconds), each.base.mesh.pipe, each.base.mesh.data, each.pipeline.chunks
+        if like in taken:
+            continue
+        taken.add(like)
+        config = each.config
+        validate(config, devices)
+        planned = Planned(config, step_time(config, machine), memory(config))
+        if planned.memory.total <= machine.usable:
+            chosen.append(planned)
+        if len(chosen) == 4 * count:  # the formula is not exact
+            break
+    return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
+
+
+def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[Config]:
+    """The configuration on every mesh that the model can have."""
+    for mesh in _meshes(devices):
+        if any(key in kept and value(config, key) != getattr(mesh, key.removeprefix("mesh.")) for key in VARIED[:3]):
+            continue
+        if config.train.global_batch % mesh.data or mesh.pipe > config.model.num_layers:
+            continue
+        plain = replace(config.pipeline, schedule="1f1b", chunks=1)
+        base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False)
+        try:
+            validate_mesh(base, devices)
+        except UserError:
+            continue
+        yield replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
+
+
+def _meshes(devices: int) -> Iterator[MeshConfig]:
+    for tensor in _divisors(devices):
+        for pipe in _divisors(devices // tensor):
+            yield MeshConfig(data=devices // tensor // pipe, pipe=pipe, tensor=tensor)
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
+    """On a mesh every microbatch, remat, ZeRO, sequence split and deferral."""
+
+    def choices(key: str, possible: list[Any]) -> list[Any]:
+        return [value(base, key)] if key in kept else possible
+
+    mesh, length = base.mesh, base.model.sequence_length
+    rows = base.train.global_batch // mesh.data
+    microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
+    remats = choices("train.remat", ["none", "selective", "layer", *(["stage"] if mesh.pipe > 1 else [])])
+    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.data > 1 else [1])
+    splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % mesh.tensor == 0 else [False])
+    when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
+    for microbatch, remat, zero, split, later in itertools.product(microbatches, remats, zeros, splits, when):
+        if split and length % mesh.tensor:
+            continue
+        yield replace(
+            base,
+            sequence_parallel=split,
+            train=replace(base.train, microbatch=microbatch, remat=remat),
+            optimizer=replace(base.optimizer, zero=zero),
+            pipeline=replace(base.pipeline, weight_gradients=later),
+        )
+
+
+def _as_fast(config: Config) -> Config:
+    """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
+    model sees, unless a norm needs the result of the MLP."""
+    selective = config.train.remat == "selective" and config.model.layer_order == "pre"
+    return replace(config, train=replace(config.train, remat="none")) if selective else config
+
+
+def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, PipelineConfig]]:
+    """Every schedule and number of chunks whose buffers can be told quickly, with the bytes that a device needs. Those
+    are told by fewer microbatches where the schedule's table has buffers of the same sizes with these."""
+    mesh, train, m = (
+        config.mesh,
+        config.train,
+        config.train.global_batch // (config.mesh.data * config.train.microbatch),
+    )
+    rows, layers = mesh.data * train.microbatch, config.model.num_layers
+    for pipeline in _pipelines(config.pipeline, mesh.pipe, layers):
+        if any(
+            f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
+        ):
+            continue
+        fewer = settled_microbatches(pipeline.schedule, mesh.pipe, m)
+        if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
+            continue
+        short = train if fewer == m else replace(train, global_batch=rows * fewer)
+        found = memory(replace(config, train=short, pipeline=pipeline))
+        yield sum(vars(found).values()) + found.batch * (m - fewer) // fewer, pipeline
+
+
+@lru_cache(maxsize=1024)
+def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[PipelineConfig]:
+    return [replace(pipeline, schedule=name, chunks=chunks) for name, chunks in _schedules(pipe, layers)]
+
+
+def _schedules(pipe: int, layers: int) -> list[tuple[str, int]]:
+    """Schedules with their chunks: up to 4, and those up to 12 that divide the layers. On one stage all are one."""
+    if pipe == 1:
+        return [("1f1b", 1)]
+    few = range(2, min(_MOST_CHUNKS, layers // pipe) + 1)
+    chunks = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
+    return [(name, each) for name, kind in sorted(SCHEDULES.items()) for each in (chunks if kind.chunked else [1])]
+
+
+def _why_none(
+    config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, kept: frozenset[str]
+) -> str:
+    """What forbids all there is."""
+    if smallest is not None:
+        size, least = smallest
+        told = " ".join(as_flag(key, value(least, key)) for key in VARIED)
+        return (
+            f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({told}) needs "
+            f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
+            "--devices, another --gpu, a smaller model or batch"
+        )
+    model, batch = config.model, config.train.global_batch
+    stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
+    return (
+        f"--devices {devices}{stays}: no mesh of so many; --mesh.data has to divide --train.global-batch {batch}, "
+        f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
+        f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
+        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
+    )
+
+
+def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
+    """Numbers of devices near this one of which there are meshes."""
+    free = kept - {"mesh.data", "mesh.pipe", "mesh.tensor"}
+    near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
+    found = (each for each in near if each > 0 and next(_on_meshes(config, each, frozenset(free)), None))
+    return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -1,0 +1,240 @@
+"""How long a training step takes on a machine, by a model: arithmetic on a configuration, nothing runs.
+
+A stage's forward and backward of a microbatch are its layers' products, attention and traffic of memory
+(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these
+by its table (`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every
+rate is in `plan/machines.py`; what was calibrated on what, and how far predictions are from published figures:
+docs/plan-time.md.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megajax.config import Config
+from megajax.models.family import step_flops
+from megajax.parallel.collectives import DATA
+from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.deferral import Deferring, PassTimes
+from megajax.pipeline.placement import Placement
+from megajax.pipeline.schedule import make_schedule
+from megajax.pipeline.table import Schedule
+from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
+from megajax.plan.communication import Communication, communication
+from megajax.plan.links import seconds_of
+from megajax.plan.machines import Machine
+from megajax.plan.sizes import Sizes, num_ticks
+from megajax.plan.work import Seconds, Work
+
+_LONGEST_TABLE = 4096  # forwards of all stages; a longer table's time is a formula's
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+        seconds: of a step.
+        parts: seconds by part, of the stage that works longest; they add up to `seconds`.
+        bubble: share of the pipe's time in which that stage waits.
+        tokens_per_second: of all devices.
+        flops_per_second: of a device, of the model's arithmetic (`models/family.step_flops`).
+        mfu: that as a share of the peak.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    bubble: float
+    tokens_per_second: float
+    flops_per_second: float
+    mfu: float
+
+
+def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTime:
+    """A step of a valid configuration.
+
+    Args:
+        config: the run.
+        machine: the GPUs, as many as the mesh has devices.
+        exact: a pipe's time by its table, unless that is long; otherwise by formula, where there is one.
+
+    Raises:
+        UserError: the GPU has no products in the configuration's precision.
+    """
+    return StepModel(config, machine).time(config.pipeline, exact=exact)
+
+
+_flops = lru_cache(maxsize=256)(step_flops)
+
+
+@lru_cache(maxsize=64)
+def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> Schedule:
+    return make_schedule(name, pipe, microbatches, chunks, deferring)
+
+
+@lru_cache(maxsize=1024)
+def _layers(placement: Placement) -> np.ndarray:
+    """How many layers every chunk of every stage has, [chunks, stages]."""
+    return (placement.layer_index >= 0).sum(axis=2).astype(float)
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """What a stage does with a microbatch and one layer, or at an end: computing, and collectives that nothing
+    hides."""
+
+    work: Seconds
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.work.total + self.exposed
+
+
+class StepModel:
+    """The times of a step's parts, of which schedule and chunks change how long the pipe waits only."""
+
+    def __init__(self, config: Config, machine: Machine):
+        self.config, self.machine = config, machine
+        self.sizes = Sizes(config)
+        self.work = Work(config, self.sizes, machine)
+        self._by_part: dict[str, list[tuple[Communication, float]]] = defaultdict(list)  # with their seconds
+        for each in communication(config):
+            self._by_part[each.part].append((each, seconds_of(each, config.mesh, machine)))
+        self._layer = self._visits_of_a_layer()
+        embedding = self.work.embedding()
+        self._ends = {
+            "embed": self._visit("embedding", embedding.times(1 / 3)),
+            "head": self._visit("head", self.work.head()),
+            "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
+        }
+        self._once = self._once_a_step()
+
+    def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> StepTime:
+        """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
+        config, model = self.config, self.config.model
+        loop, bubble = self._loop(pipeline, exact)
+        parts = {name: seconds for name, seconds in (*loop.items(), *self._once.items()) if seconds}
+        seconds = sum(parts.values())
+        rows = config.train.global_batch
+        flops = _flops(model, rows) / config.mesh.num_devices / seconds
+        tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
+        return StepTime(seconds, parts, bubble, tokens / seconds, flops, flops / self.work.peak)
+
+    def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
+        """The loop over microbatches: seconds by part of the stage that works longest, what it waits, hand-overs; and
+        what share it waits."""
+        sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
+        layers = _layers(Placement(self.config.model.num_layers, pipe, pipeline.chunks))
+        forwards, backwards, laters = (layers * visit.total for visit in self._layer)
+        together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
+        if not sizes.splits_vocabulary:
+            forwards[0, 0] += self._ends["embed"].total
+            backwards[0, 0] += self._ends["embed_backward"].total
+            backwards[-1, -1] += self._ends["head"].total
+        if not sizes.defers:
+            backwards, laters = backwards + laters, 0.0 * laters
+        hand_over = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
+        times = StageTimes(forwards, backwards, laters, hand_over=hand_over, **together)
+        working = m * ((forwards + backwards + laters).sum(0) + sum(together.values()))
+        busiest, busy = int(working.argmax()), float(working.max())
+        ticks = num_ticks(pipeline.schedule, pipe, m, pipeline.chunks)
+        parts = self._parts(m * float(layers[:, busiest].sum()), busiest)
+        parts["hand-overs"] = 2 * ticks * hand_over
+        wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["hand-overs"], exact)
+        parts["pipeline bubble"] = max(0.0, wall - busy - parts["hand-overs"])
+        return parts, parts["pipeline bubble"] / wall
+
+    def _parts(self, layers: float, stage: int) -> dict[str, float]:
+        """Seconds by part of a stage that has so many layers with microbatches in a step."""
+        of_stage = {"embed": 0, "embed_backward": 0, "head": self.config.mesh.pipe - 1}
+        here = [self._ends[end] for end, at in of_stage.items() if self.sizes.splits_vocabulary or at == stage]
+        return {
+            "products": layers * sum(visit.work.products for visit in self._layer),
+            "attention": layers * sum(visit.work.attention for visit in self._layer),
+            "memory": layers * sum(visit.work.traffic + visit.work.fixed for visit in self._layer),
+            "layers' collectives": layers * sum(visit.exposed for visit in self._layer),
+            "ends": self.sizes.microbatches * sum(visit.total for visit in here),
+        }
+
+    def _once_a_step(self) -> dict[str, float]:
+        """The gradients' reduction, the optimizer, the gathered weights, some numbers."""
+        gradients = self._seconds("gradients")
+        backward = sum(visit.total for visit in self._layer[1:])
+        beside = self.sizes.microbatches * self.sizes.most_layers * backward
+        return {
+            "gradients over data": gradients - min(gradients * self.machine.overlap.gradients, beside),
+            "optimizer": self.work.update().total,
+            "weights over data": self._seconds("weights"),
+            "losses": self._seconds("losses"),
+        }
+
+    def _seconds(self, part: str) -> float:
+        return sum(seconds for _, seconds in self._by_part[part])
+
+    def _visits_of_a_layer(self) -> tuple[_Visit, _Visit, _Visit]:
+        """A layer's forward, its backward, and its weights' gradients, which are deferred or follow at once."""
+        later, again = self.work.weight_gradients(), self.work.layer_again()
+        beside = 0.0 if self.sizes.defers else later.products
+        forward = self._visit("layers forward", self.work.layer_forward())
+        backward = self._visit("layers backward", self.work.layer_backward() + again, beside)
+        return forward, backward, self._visit("weight gradients", later)
+
+    def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> _Visit:
+        """A part with its collectives, of which some run beside its products, and those that need not wait for them."""
+        found = self._by_part[part]
+        hidden = sum(seconds * self._share(part, each) for each, seconds in found)
+        return _Visit(work, sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
+
+    def _share(self, part: str, each: Communication) -> float:
+        """How much of a collective products hide at most; of those at the ends nothing."""
+        overlap = self.machine.overlap
+        if part not in ("layers forward", "layers backward", "weight gradients"):
+            return 0.0
+        if DATA in each.axes:
+            return overlap.shards
+        if each.kind != "all-reduce":
+            return overlap.gathers if each.kind == "all-gather" else overlap.scatters
+        # Where weight gradients are deferred, only kernels are left to run beside an all-reduce.
+        late = part == "layers backward" and not self.sizes.defers
+        return overlap.tensor_backward if late else overlap.tensor_forward
+
+    def _hand_over(self, beside: float) -> float:
+        """Of one direction in a tick, what computing does not hide."""
+        seconds = max((seconds for _, seconds in self._by_part["hand-over"]), default=0.0)
+        return seconds - min(seconds * self.machine.overlap.hand_overs, beside)
+
+    def _wall(self, pipeline: PipelineConfig, times: StageTimes, full: float, exact: bool) -> float:
+        """From the first forward to the last work of any stage, that of a stage that never waits being `full`."""
+        m, v, p = self.sizes.microbatches, pipeline.chunks, self.config.mesh.pipe
+        shape = pipeline.schedule, p, m, v
+        known = published_bubble(*shape) is not None
+        if not known or (exact and p * m * v <= _LONGEST_TABLE):
+            return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
+        passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
+        waits = _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
+        return full + waits
+
+
+def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
+    """How long the busiest stage waits, by formula.
+
+    Where weight gradients are deferred and there are fewer than 2p microbatches, for which there is none, what
+    deferring saves is read off tables of passes that take about the same (tests hold the two against each other).
+    """
+    together = sum(passes) * ((p - 1) / v if m >= p or v == 1 else p - m + (m - 1) / v)
+    if deferring is None:
+        return together
+    known = deferred_bubble(name, p, m, v, deferring)
+    if known is not None:
+        return known
+    if v == 1:
+        later = 0 if name == "gpipe" else min(max(0, m - p + 1), p - 1)
+        saved: float = p - 1 + later
+    elif m >= p:
+        saved = (p - 1 + min(m - p, p - 1)) / v
+    else:
+        saved = min(p - 1 / v, (p - 1) / v + 2 * (1 - 1 / v) * (p - m))
+    return together - min(saved, deferring.waiting(p) / v) * passes[-1]

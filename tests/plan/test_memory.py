@@ -1,0 +1,105 @@
+"""Bytes by part, from a configuration alone: exact where they can be, near XLA's where they are a model."""
+
+import dataclasses
+
+import jax
+import pytest
+from tiny import LLAMA, QWEN3, abstract_batch, tiny_config, tiny_program
+
+from megajax.backend import CPU, GPU
+from megajax.plan.compiled import compiled_step
+from megajax.plan.memory import memory
+from megajax.program.memory import state_bytes
+
+BERT = {"family": "bert", "layer_order": "post"}
+CASES = [
+    ((2, 2, 2), {"precision": "bf16"}),
+    ((4, 1, 2), {"zero": 0, "precision": "fp16"} | LLAMA),
+    ((1, 2, 4), {"num_layers": 5, "vocabulary": "split"} | QWEN3),
+    ((2, 2, 2), {"zero": 3, "num_layers": 6, "schedule": "interleaved", "chunks": 2} | BERT),
+]
+
+
+def half_sums(config):
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, gradient_dtype="fp16"))
+
+
+@pytest.mark.parametrize(("mesh", "options"), CASES)
+def test_the_state_is_exact(mesh, options) -> None:
+    config = tiny_config(mesh, **options)
+    config = half_sums(config) if config.precision == "fp16" else config
+    found, program = memory(config, CPU), tiny_program(config)
+    assert state_bytes(program) == {
+        "weights": found.weights,
+        "main weights": found.main_weights,
+        "moments": found.moments,
+        "gradients": found.gradients,
+    }
+
+
+@pytest.mark.full
+def test_it_is_what_live_arrays_have() -> None:
+    """On one device of a mesh, batch included."""
+    config = tiny_config((2, 2, 2), precision="bf16", num_layers=5)
+    program, found = tiny_program(config), memory(config, CPU)
+    state = program.layout.init()
+
+    def on_one(tree) -> int:
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    assert (on_one(state.params), on_one(state.main)) == (found.weights, found.main_weights)
+    assert on_one(state.optimizer) == found.moments
+    rows = {name: leaf.shape[0] // 2 for name, leaf in abstract_batch(config).items()}
+    assert found.batch == sum(4 * count * 16 for count in rows.values())
+
+
+def test_parts_add_up_and_no_part_is_forgotten() -> None:
+    config = tiny_config((2, 4, 1), weight_gradients="deferred", schedule="gpipe", vocabulary="split")
+    found = memory(config)
+    assert found.total == sum(dataclasses.asdict(found).values()) == found.state + found.of_step
+    assert min(found.kept, found.factors, found.hand_overs, found.temporaries) > 0
+    together = memory(tiny_config((2, 4, 1), schedule="gpipe", vocabulary="split"))
+    assert together.factors == 0 and together.kept == found.kept
+
+
+def test_what_saves_memory_does() -> None:
+    """Every way of saving, on its own part."""
+    plain = {"num_layers": 8, "microbatch": 2, "dropout": 0.0, "precision": "bf16"}
+    base = memory(tiny_config((2, 1, 4), **plain), GPU)
+    for change, part in (
+        ({"zero": 3}, "weights"),
+        ({"remat": "selective"}, "kept"),
+        ({"remat": "layer"}, "kept"),
+        ({"sequence_parallel": True}, "kept"),
+        ({"microbatch": 1}, "kept"),
+    ):
+        saved = memory(tiny_config((2, 1, 4), **plain | change), GPU)
+        assert getattr(saved, part) < getattr(base, part), change
+    assert memory(tiny_config((2, 1, 4), **plain | {"zero": 0}), GPU).moments > base.moments
+
+
+# Large enough that scalars, padding and alignment do not count; the grid of docs/plan.md is benchmarks/plan_memory.py.
+SIZES = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "sequence_length": 256, "vocab_size": 4000}
+WIDE = SIZES | {"head_size": 32, "num_kv_heads": 4, "mlp_size": 768}
+BATCH = {"microbatch": 4, "global_batch": 32}
+NEAR = [
+    ((2, 1, 2), SIZES | BATCH | {"dropout": 0.0}),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            ((2, 2, 2), SIZES | BATCH),
+            ((2, 1, 2), SIZES | BATCH | {"precision": "bf16"}),
+            ((1, 4, 2), LLAMA | WIDE | BATCH | {"remat": "selective"}),
+            ((4, 1, 2), BERT | SIZES | BATCH),
+            ((1, 4, 2), SIZES | BATCH | {"weight_gradients": "deferred", "remat": "layer"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), NEAR)
+def test_it_is_within_15_percent_of_what_xla_allocates(mesh, options) -> None:
+    config = tiny_config(mesh, **options)
+    found, said = compiled_step(config), memory(config, CPU)
+    assert 0 <= found.state - said.state < 1024
+    assert said.of_step == pytest.approx(found.temporaries, rel=0.15)

@@ -1,0 +1,184 @@
+"""Configurations in small: valid, small, and as divisible, as uneven and of the same words as the large ones."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from megajax.config import Config, MeshConfig
+from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.presets import load_preset, preset_folders, resolve
+from megajax.validation import validate, validate_imagined
+from megajax.verify.fold import fold, sizes_of
+from megajax.verify.shrink import Shrunk, shrink
+
+PRESETS = [*(file for folder in preset_folders()[1:] for file in sorted(folder.rglob("*.toml")))]
+MESHES = [(1, 1, 1), (2, 2, 2), (1, 3, 2), (3, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 3), (64, 1, 8), (8, 8, 8), (2, 5, 1)]
+SAME = [  # words of a model
+    *("family", "norm", "norm_epsilon", "positions", "rope_theta", "rope_scaling", "rope_factor", "activation", "bias"),
+    *("query_key_norm", "tied_embedding", "dropout", "init_std", "layer_order", "head", "num_classes", "scan_layers"),
+]
+
+
+def preset(file: Path | str, **flags: object) -> Config:
+    return resolve(load_preset(file), {key.replace("__", "."): value for key, value in flags.items()})
+
+
+def on_mesh(config: Config, sizes: tuple[int, int, int]) -> Config:
+    """On a mesh, with a batch that `data` divides."""
+    data, pipe, tensor = sizes
+    rows = data * config.train.microbatch
+    train = dataclasses.replace(config.train, global_batch=-(-config.train.global_batch // rows) * rows)
+    return dataclasses.replace(config, train=train, mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor))
+
+
+def divisibility(config: Config) -> dict[str, object]:
+    """What a mesh makes of sizes."""
+    model, mesh = config.model, config.mesh
+    heads, kv_heads, groups = model.num_heads, model.num_kv_heads, mesh.tensor
+    layers, virtual = model.num_layers, mesh.pipe * config.pipeline.chunks
+    microbatches = config.train.global_batch // (mesh.data * config.train.microbatch)
+    devices = mesh.tensor * (mesh.pipe if config.splits_vocabulary else 1)
+    return {
+        "heads are divided": heads % groups == 0,
+        "one head a device": heads == groups,
+        "heads of keys are held": "several times" if kv_heads < groups else "divided" if groups > 1 else "whole",
+        "heads of queries for one of keys": min(2, heads // kv_heads),
+        "a head is the hidden size's": model.head_size * heads == model.hidden_size,
+        "an even head": model.head_size % 2,
+        "mlp": (model.mlp_size == 4 * model.hidden_size, model.mlp_size % groups),
+        "vocabulary is padded": model.padded_vocab_size > model.vocab_size,
+        "vocabulary is divided": model.padded_vocab_size % devices,
+        "layers": (layers % mesh.pipe == 0, layers % virtual == 0, layers >= virtual),
+        "microbatches": (microbatches < mesh.pipe, microbatches % mesh.pipe == 0, microbatches == 1),
+        "window": (0 < model.sliding_window < model.sequence_length, model.sliding_window > 0),
+        "loss scale": config.loss_scale.backoff,
+    }
+
+
+def shards(config: Config) -> dict[str, bool]:
+    """What `data` divides."""
+    model, data = config.model, config.mesh.data
+    devices = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
+    return {
+        "hidden size": model.hidden_size % data == 0,
+        "mlp": model.mlp_size // config.mesh.tensor % data == 0,
+        "vocabulary": model.padded_vocab_size // devices % data == 0,
+    }
+
+
+def check(config: Config, small: Shrunk) -> None:
+    ours = small.config
+    validate(ours, ours.mesh.num_devices)
+    assert divisibility(ours) == divisibility(config)
+    assert small.notes or shards(ours) == shards(config)
+    assert {name: getattr(ours.model, name) for name in SAME} == {name: getattr(config.model, name) for name in SAME}
+    same = "schedule", "chunks", "vocabulary", "weight_gradients"
+    assert [getattr(ours.pipeline, name) for name in same] == [getattr(config.pipeline, name) for name in same]
+    assert (ours.precision, ours.sequence_parallel, ours.task) == (
+        config.precision,
+        config.sequence_parallel,
+        config.task,
+    )
+    assert (ours.optimizer.zero, ours.optimizer.gradient_dtype) == (
+        config.optimizer.zero,
+        config.optimizer.gradient_dtype,
+    )
+    assert (ours.train.remat, ours.data) == (config.train.remat, config.data)
+    model = ours.model
+    most = 8 * max(ours.mesh.tensor, 2)
+    assert model.num_layers <= 2 * ours.mesh.pipe * ours.pipeline.chunks and model.num_heads <= most
+    assert model.hidden_size <= 200 and model.sequence_length < 40 and model.padded_vocab_size <= 200
+    assert ours.train.global_batch <= 48 * ours.mesh.data
+
+
+@pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
+def test_every_preset_on_every_mesh_it_can_have(file: Path) -> None:
+    config, verified = preset(file), 0
+    for sizes in MESHES:
+        theirs = on_mesh(config, sizes)
+        try:
+            validate(theirs, math.prod(sizes))
+        except UserError:
+            continue
+        check(theirs, shrink(theirs, 16))
+        verified += 1
+    assert verified >= 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ((2, 2, 2), {"pipeline__schedule": "interleaved", "pipeline__chunks": 5, "model__num_layers": 13}),
+        ((1, 4, 2), {"pipeline__schedule": "interleaved", "pipeline__chunks": 3, "model__num_layers": 16}),
+        ((2, 2, 2), {"pipeline__vocabulary": "split", "sequence_parallel": True, "optimizer__zero": 3}),
+        ((2, 2, 3), {"model__num_heads": 12, "model__hidden_size": 132, "model__vocab_multiple": 999}),
+        ((1, 6, 1), {"model__num_layers": 4, "train__global_batch": 5, "train__microbatch": 1}),
+        ((1, 4, 1), {"train__global_batch": 7, "train__microbatch": 1, "pipeline__weight_gradients": "deferred"}),
+        ((4, 1, 2), {"model__hidden_size": 136, "model__num_heads": 8, "train__remat": "stage"}),
+        ((3, 1, 2), {"model__positions": "rotary", "model__head_size": 34, "model__mlp_size": 500}),
+        ((1, 1, 8), {"model__num_kv_heads": 2, "model__sliding_window": 3}),
+        ((2, 1, 4), {"model__num_kv_heads": 2, "model__num_heads": 24, "model__hidden_size": 144}),
+        ((2, 4, 1), {"precision": "fp16", "optimizer__gradient_dtype": "fp16", "data__reset_attention": True}),
+    ],
+    ids=str,
+)
+def test_what_is_uneven_or_special_stays_so(sizes: tuple[int, int, int], flags: dict[str, object]) -> None:
+    config = on_mesh(preset("demo", **flags), sizes)
+    validate(config, math.prod(sizes))
+    check(config, shrink(config, 16))
+
+
+def test_what_waits_is_limited_where_theirs_is() -> None:
+    def limit(most: int, pipe: int) -> int:
+        flags = {"pipeline__weight_gradients": "deferred", "pipeline__max_deferred": most}
+        return shrink(on_mesh(preset("gpt2-8.3b", **flags), (1, pipe, 1)), 4).config.pipeline.max_deferred
+
+    assert [limit(most, 8) for most in (-1, 0, 1, 13, 14, 20)] == [-1, 0, 1, 5, 14, 20]
+
+
+def test_padding_that_fills_whole_shards_still_does() -> None:
+    """Of a vocabulary of 1030, padded to 2048, three devices of eight hold nothing but padding."""
+    config = on_mesh(preset("demo", model__vocab_size=1030), (1, 1, 8))
+    model: ModelConfig = shrink(config, 16).config.model
+    assert (model.padded_vocab_size - model.vocab_size) // (model.padded_vocab_size // 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "most", "folded"),
+    [
+        ((2, 2, 2), 8, (2, 2, 2)),
+        ((64, 1, 8), 16, (4, 1, 4)),
+        ((8, 8, 8), 16, (2, 4, 2)),
+        ((128, 1, 4), 16, (4, 1, 4)),
+        ((100_000, 1, 1), 16, (16, 1, 1)),
+        ((1, 17, 1), 16, (1, 16, 1)),
+        ((9, 1, 3), 16, (3, 1, 3)),
+        ((7, 5, 1), 16, (3, 5, 1)),
+        ((64, 64, 64), 8, (2, 2, 2)),
+    ],
+)
+def test_a_folded_mesh_has_every_axis(mesh, most, folded) -> None:
+    data, pipe, tensor = mesh
+    assert sizes_of(fold(MeshConfig(data=data, pipe=pipe, tensor=tensor), most)) == folded
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "message"),
+    [
+        ({}, (8, 2, 2), "--devices 4 for a mesh of 8 x 2 x 2; valid: 8 or more"),
+        (
+            {"model__num_layers": 200, "pipeline__schedule": "interleaved", "pipeline__chunks": 50},
+            (1, 2, 1),
+            "--pipeline.chunks 50 x 2 stages cannot be shrunk; valid: at most 32 chunks",
+        ),
+    ],
+)
+def test_what_cannot_be_shrunk(flags, sizes, message) -> None:
+    config = on_mesh(preset("demo", **flags), sizes)
+    validate_imagined(config)
+    with pytest.raises(UserError) as caught:
+        shrink(config, 4)
+    assert message in str(caught.value)

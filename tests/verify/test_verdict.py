@@ -1,0 +1,153 @@
+"""Every check can fail, and says where; of runs that are made up."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from megajax.config import Config
+from megajax.plan.communication import communication
+from megajax.verify.axes import with_axes
+from megajax.verify.check import exact, held_against, one_device
+from megajax.verify.run import Run
+from megajax.verify.verdict import Finding, Verdict
+
+MESH, STEPS, LAYERS = (2, 2, 2), 3, 4
+SHAPES = {"shared/embedding/tokens": (128, 24), "blocks/mlp/up/weight": (LAYERS, 24, 96), "blocks/norm/bias": (4, 24)}
+
+
+def made_up(config: Config, steps: int = STEPS) -> Run:
+    """A run of no error."""
+    rng = np.random.default_rng(0)
+    draw = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+    gradients = [{name: (step + 1) * leaf for name, leaf in draw.items()} for step in range(steps)]
+    metrics = [{"loss": 4.0 - step / 8, "grad_norm": 2.0, "skipped": 0.0} for step in range(steps)]
+    metrics.append({"loss": 3.0, "grad_norm": math.nan, "skipped": 1.0})
+    for number, figures in enumerate(metrics):
+        figures["loss_scale"] = (65536.0 if number < 2 else 131072.0) if config.precision == "fp16" else 1.0
+    data, rows = config.mesh.data, config.train.global_batch // config.mesh.data
+    held = [list(range(place * rows, (place + 1) * rows)) for place in range(data)]
+    return Run(config, draw, metrics, gradients, draw, held, [], [], list(communication(config)), [])
+
+
+def config_of(precision: str) -> Config:
+    config = tiny_config(MESH, precision=precision)
+    return dataclasses.replace(config, loss_scale=dataclasses.replace(config.loss_scale, growth_every=2))
+
+
+def verdict(precision: str, change: Callable[[Run], Run] = lambda run: run) -> Verdict:
+    config = config_of(precision)
+    return Verdict(tuple(held_against(made_up(one_device(config)), change(made_up(config)))))
+
+
+def only_failure(precision: str, change: Callable[[Run], Run]) -> Finding:
+    (failed,) = verdict(precision, change).failed
+    return failed
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16", "bf16"])
+def test_what_does_not_differ_passes(precision: str) -> None:
+    found = verdict(precision)
+    assert found.passed and not found.failed and len(found.findings) >= 8
+
+
+def with_gradient(step: int, leaf: str, of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Run], Run]:
+    def change(run: Run) -> Run:
+        gradients = list(run.gradients)
+        gradients[step] = gradients[step] | {leaf: of(gradients[step][leaf].copy())}
+        return dataclasses.replace(run, gradients=gradients)
+
+    return change
+
+
+def test_a_gradient_is_named_with_its_layers_and_the_first_step() -> None:
+    def twice(grad: np.ndarray) -> np.ndarray:
+        grad[[1, 3]] *= 2
+        return grad
+
+    found = only_failure("fp64", with_gradient(1, "blocks/mlp/up/weight", twice))
+    assert found.name == "fp64 gradients" and found.layers == (1, 3)
+    assert "blocks/mlp/up/weight, layer 1, 3, step 2 (1 of 3 leaves" in found.where
+    found = only_failure("bf16", with_gradient(0, "shared/embedding/tokens", lambda grad: 1.1 * grad))
+    assert found.layers == () and "shared/embedding/tokens, step 1" in found.where
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16", "bf16"])
+def test_nothing_is_infinitely_wrong_unnoticed(precision: str) -> None:
+    found = only_failure(precision, with_gradient(2, "blocks/norm/bias", lambda grad: grad * math.nan))
+    assert found.figure == math.inf
+
+
+def test_limits_are_those_of_rounding() -> None:
+    """What is just above a limit fails, what is below passes."""
+    for precision, limit in (("fp64", 1e-12), ("fp32", 1e-5), ("fp16", 5e-3), ("bf16", 4e-2)):
+        for factor, passes in ((0.9, True), (1.1, False)):
+            change = with_gradient(0, "blocks/mlp/up/weight", lambda grad, by=factor * limit: grad * (1 + by))
+            assert verdict(precision, change).passed == passes, (precision, factor)
+
+
+def metric(name: str, value: float, step: int = 1) -> Callable[[Run], Run]:
+    def change(run: Run) -> Run:
+        metrics = [dict(figures) for figures in run.metrics]
+        metrics[step][name] = value
+        return dataclasses.replace(run, metrics=metrics)
+
+    return change
+
+
+def replaced(**fields: object) -> Callable[[Run], Run]:
+    return lambda run: dataclasses.replace(run, **fields)  # type: ignore[arg-type]
+
+
+OTHERS = {
+    "fp64 losses": ("fp64", metric("loss", 3.8)),
+    "fp64 weights after the last step": ("fp64", replaced(weights={name: np.ones(s) for name, s in SHAPES.items()})),
+    "fp64 other figures of the steps": ("fp64", metric("grad_norm", 2.1)),
+    "fp64 steps that are skipped": ("fp64", metric("skipped", 0.0, STEPS)),
+    "bf16 steps that are skipped": ("bf16", metric("skipped", 1.0)),
+    "rows of the batch, in the order of one device": ("fp64", replaced(rows=[[4, 5, 6, 7], [0, 1, 2, 3]])),
+    "fresh weights, to the bit": ("fp64", replaced(fresh={name: np.ones(s) for name, s in SHAPES.items()})),
+    "fp32 copies of the state, to the bit": ("fp32", replaced(unequal=["step"])),
+    "bf16 weights are the main weights, cast": ("bf16", replaced(uncast=["shared/embedding/tokens"])),
+    "fp16 course of the loss scale": ("fp16", metric("loss_scale", 65536.0, 2)),
+    "fp32 communication, against theory": ("fp32", replaced(collectives=[])),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_check_can_fail(name: str) -> None:
+    precision, change = OTHERS[name]
+    failed = [finding.name for finding in verdict(precision, change).failed]
+    assert name in failed and len(failed) <= 2, failed  # another rate of skipped steps is a figure of the steps, too
+
+
+@pytest.mark.parametrize("rows", [[[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 3], [4, 5, 6]]])
+def test_rows_that_are_there_twice_or_not_at_all(rows: list[list[int]]) -> None:
+    assert "rows of the batch, each on one place of data" in [
+        f.name for f in verdict("fp64", replaced(rows=rows)).failed
+    ]
+
+
+def test_communication_is_named_with_its_purpose() -> None:
+    def once_more(run: Run) -> Run:
+        first, *others = run.collectives
+        return dataclasses.replace(run, collectives=[dataclasses.replace(first, count=first.count + 1), *others])
+
+    found = only_failure("fp32", once_more)
+    assert found.figure == 1 and " instead of " in found.where and "numbers of targets" in found.where
+
+
+def test_meshes_with_axes_left_out() -> None:
+    """As many microbatches, and what needs a pipe or a tensor group goes with it."""
+    options = {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "sequence_parallel": True}
+    config = tiny_config(MESH, microbatch=2, global_batch=24, **options)
+    alone = with_axes(config, ("data",))
+    assert (alone.mesh.data, alone.mesh.pipe, alone.mesh.tensor) == (2, 1, 1)
+    assert alone.pipeline.schedule == "1f1b" and not alone.sequence_parallel and alone.train.microbatch == 2
+    assert with_axes(config, ()).train.microbatch == 4  # 24 rows in 6 microbatches
+    assert with_axes(config, ("pipe", "tensor")).pipeline == config.pipeline
+    assert with_axes(config, ("data", "pipe", "tensor")) == config
+    assert exact(config).precision == "fp64"
