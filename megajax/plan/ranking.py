@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megajax.backend import CPU, GPU
 from megajax.config import Config
 from megajax.plan.compiled import CompiledStep
 from megajax.plan.machines import GIB, Machine
+from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Candidate, Found, Planned, command, value
 
 _COLUMNS = (
@@ -86,11 +88,12 @@ def _pairs(found: Found, compiled: Sequence[CompiledStep]) -> list[tuple[int, tu
 
 
 def _compiled_line(number: int, made: CompiledStep, planned: Planned) -> str:
-    """What a compiler says beside the model."""
-    together, state = (made.state + made.temporaries) / GIB, planned.memory.state / GIB
+    """What a compiler says beside the model, of the devices that it compiled for."""
+    model = memory(planned.config, CPU if "simulated" in made.compiler else GPU)
+    total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {together:.1f} GiB, of it the state "
-        f"{made.state / GIB:.2f}; planned {planned.memory.total / GIB:.1f} and {state:.2f}"
+        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of it the state "
+        f"{made.state / GIB:.2f}; for these the model says {model.total / GIB:.1f} and {model.state / GIB:.2f}"
     )
 
 
