@@ -72,11 +72,11 @@ def check(
 
 def widened(reference: Run, alone: Run) -> Limits:
     """Limits of a half precision for a model in which one device alone is far from fp64 by rounding: twice as far as
-    it is, where that is more than the usual ones, and three times those at most."""
+    it is, where that is more than the usual ones, and ten times those at most."""
     usual = LIMITS[alone.config.precision]
     rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
-    return Limits(*(max(limit, min(2 * figure, 3 * limit)) for limit, figure in pairs))
+    return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
 
 
 def held_against(reference: Run, other: Run, limits: Limits | None = None) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def test_limits_are_those_of_rounding() -> None:
             assert verdict(precision, change).passed == passes, (precision, factor)
 
 
-@pytest.mark.parametrize(("error", "limit"), [(1e-3, 4e-2), (3e-2, 6e-2), (5e-2, 10e-2), (0.1, 0.12), (math.nan, 0.12)])
+@pytest.mark.parametrize(("error", "limit"), [(1e-3, 4e-2), (3e-2, 6e-2), (5e-2, 10e-2), (0.1, 0.2), (math.nan, 0.4)])
 def test_rounding_of_one_device_widens_limits_of_half_precision(error: float, limit: float) -> None:
     config = config_of("bf16")
     alone = with_gradient(0, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(made_up(config))
