@@ -161,7 +161,7 @@ class _Step(Sizes):
             yield _one("head: numbers of tokens", REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
         elif self.splits_sequence and bert:  # of the first token: the loss, and how many are right
             yield _one("head: losses", REDUCE, (TENSOR,), (), self.wide, times)
-            yield _one("head: losses", REDUCE, (TENSOR,), (), 4, times)
+            yield _one("head: losses", REDUCE, (TENSOR,), (), self._counted, times)
 
     def layers(self) -> Iterator[Communication]:
         """Of every microbatch forward."""
@@ -253,14 +253,17 @@ class _Step(Sizes):
     def _sharded(self, room: str) -> Iterator[Placed]:
         return (placed for placed in self.weights if placed.weight.path[0] == room and placed.data_dim is not None)
 
+    @property
+    def _counted(self) -> int:
+        """Bytes of a count: JAX counts in 64 bits where it computes in them."""
+        return 8 if self.config.precision == "fp64" else 4
+
     # Once a step.
 
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield _one(
-                "losses: numbers of targets", REDUCE, (DATA,), (), 8 if self.config.precision == "fp64" else 4, ONCE
-            )
+            yield _one("losses: numbers of targets", REDUCE, (DATA,), (), self._counted, ONCE)
 
     def reduction(self) -> Iterator[Communication]:
         """Gradients and losses to global sums."""

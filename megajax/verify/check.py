@@ -7,8 +7,10 @@ from typing import Any
 import jax
 
 from megajax.config import Config, MeshConfig
+from megajax.parallel.collectives import AXES, PIPE, TENSOR
 from megajax.pipeline.config import PipelineConfig
-from megajax.verify.fold import shown, sizes_of
+from megajax.verify.fold import mesh_of, shown, sizes_of
+from megajax.verify.limits import LIMITS, Limits
 from megajax.verify.run import Run, run
 from megajax.verify.traffic import as_in_theory
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
@@ -50,21 +52,38 @@ def check(
         on_start(f"{mesh}, fp64")
         yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
+            options["states"] = reference.states
             on_start(f"{mesh}, {config.precision}")
-            yield from held_against(reference, run(config, devices, states=reference.states, **options))
+            own = run(config, devices, **options)
+            held = list(held_against(reference, own))
+            if config.precision in ("bf16", "fp16") and not all(finding.passed for finding in held):
+                on_start(f"one device, {config.precision}")
+                limits.append(widened(reference, run(with_axes(config, ()), devices, **options)))
+                held = list(held_against(reference, own, limits[0]))
+            yield from held
 
+    limits: list[Limits] = []
     found = []
     for finding in findings():
         found.append(finding)
         on_finding(finding)
-    return Verdict(tuple(found))
+    return Verdict(tuple(found), *limits)
 
 
-def held_against(reference: Run, other: Run) -> Iterator[Finding]:
+def widened(reference: Run, alone: Run) -> Limits:
+    """Limits of a half precision for a model in which one device alone is far from fp64 by rounding: twice as far as
+    it is, where that is more than the usual ones, and ten times those at most."""
+    usual = LIMITS[alone.config.precision]
+    rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
+    pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
+    return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
+
+
+def held_against(reference: Run, other: Run, limits: Limits | None = None) -> Iterator[Finding]:
     """Everything that is checked of a run."""
     if other.fresh:
         yield from same_on_mesh(reference, other)
-    yield from compare_runs(reference, other)
+    yield from compare_runs(reference, other, limits)
     if other.config.precision == "fp16":
         yield loss_scales(other)
     yield from same_on_devices(other)
@@ -102,3 +121,18 @@ def one_device(config: Config) -> Config:
         optimizer=dataclasses.replace(config.optimizer, zero=0),
     )
     return exact(plain)
+
+
+def with_axes(config: Config, axes: Sequence[str]) -> Config:
+    """`config` on the mesh that has only these of its axes, in as many microbatches."""
+    sizes = [size if axis in axes else 1 for axis, size in zip(AXES, sizes_of(config.mesh), strict=True)]
+    train, data = config.train, config.mesh.data
+    microbatches = train.global_batch // (data * train.microbatch)
+    microbatch = train.global_batch // (sizes[0] * microbatches)
+    return dataclasses.replace(
+        config,
+        mesh=mesh_of((sizes[0], sizes[1], sizes[2])),
+        pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
+        sequence_parallel=config.sequence_parallel and TENSOR in axes,
+        train=dataclasses.replace(train, microbatch=microbatch),
+    )

@@ -134,4 +134,4 @@ def _figure(finding: Finding) -> str:
 
 
 def _limit(finding: Finding) -> str:
-    return f"limit {finding.limit:g}" if finding.limit else "limit 0"
+    return f"limit {finding.limit:.2g}" if finding.limit else "limit 0"

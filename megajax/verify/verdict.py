@@ -36,9 +36,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Every check of a configuration on its mesh."""
+    """Every check of a configuration on its mesh.
+
+    Attributes:
+        limits: of its own precision, where they are not the usual ones.
+    """
 
     findings: tuple[Finding, ...]
+    limits: Limits | None = None
 
     @property
     def passed(self) -> bool:

@@ -10,8 +10,7 @@ from tiny import tiny_config
 
 from megajax.config import Config
 from megajax.plan.communication import communication
-from megajax.verify.axes import with_axes
-from megajax.verify.check import exact, held_against, one_device
+from megajax.verify.check import exact, held_against, one_device, widened, with_axes
 from megajax.verify.run import Run
 from megajax.verify.verdict import Finding, Verdict
 
@@ -87,6 +86,14 @@ def test_limits_are_those_of_rounding() -> None:
         for factor, passes in ((0.9, True), (1.1, False)):
             change = with_gradient(0, "blocks/mlp/up/weight", lambda grad, by=factor * limit: grad * (1 + by))
             assert verdict(precision, change).passed == passes, (precision, factor)
+
+
+@pytest.mark.parametrize(("error", "limit"), [(1e-3, 4e-2), (3e-2, 6e-2), (5e-2, 10e-2), (0.1, 0.2), (math.nan, 0.4)])
+def test_rounding_of_one_device_widens_limits_of_half_precision(error: float, limit: float) -> None:
+    config = config_of("bf16")
+    alone = with_gradient(0, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(made_up(config))
+    found = widened(made_up(one_device(config)), alone)
+    assert found.gradient == pytest.approx(limit) and (found.loss, found.weight) == (2e-4, 4e-2)
 
 
 def metric(name: str, value: float, step: int = 1) -> Callable[[Run], Run]:
