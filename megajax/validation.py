@@ -226,7 +226,7 @@ def validate_imagined(config: Config) -> None:
     except UserError as error:
         mesh = nearest_mesh(config)
         flags = f"--mesh.data {mesh.data} --mesh.pipe {mesh.pipe} --mesh.tensor {mesh.tensor}" if mesh else "none"
-        raise UserError(f"{error}; the nearest mesh: {flags}") from None
+        raise UserError(f"{error}; the nearest valid mesh: {flags}") from None
 
 
 def nearest_mesh(config: Config) -> MeshConfig | None:

@@ -318,12 +318,12 @@ def test_the_mesh_alone_may_be_checked_without_the_batch() -> None:
 )
 def test_the_nearest_mesh_is_named(preset: str, mesh: tuple[int, int, int], nearest: str) -> None:
     config = resolve(load_preset(preset), dict(zip(("mesh.data", "mesh.pipe", "mesh.tensor"), mesh, strict=True)))
-    with pytest.raises(UserError, match=f"; valid: .*; the nearest mesh: {nearest}$"):
+    with pytest.raises(UserError, match=f"; valid: .*; the nearest valid mesh: {nearest}$"):
         validate_imagined(config)
 
 
 def test_a_batch_that_no_mesh_can_have() -> None:
-    with pytest.raises(UserError, match=r"is not divisible by .*; the nearest mesh: none$"):
+    with pytest.raises(UserError, match=r"is not divisible by .*; the nearest valid mesh: none$"):
         validate_imagined(demo(train__global_batch=7, train__microbatch=2))
     validate_imagined(demo(mesh__data=2))
 

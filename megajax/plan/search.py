@@ -115,7 +115,7 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
                     Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
                 ]
     if not fitting:
-        raise UserError(_why_none(config, devices, machine, smallest, kept))
+        raise _nothing(config, devices, machine, smallest, kept)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
     return Found(_best(fitting, devices, machine, count), fitting, tried)
 
@@ -249,21 +249,21 @@ def _schedules(pipe: int, layers: int) -> list[tuple[str, int]]:
     return [(name, each) for name, kind in sorted(SCHEDULES.items()) for each in (chunks if kind.chunked else [1])]
 
 
-def _why_none(
+def _nothing(
     config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, kept: frozenset[str]
-) -> str:
-    """What forbids all there is."""
+) -> UserError:
+    """Of an empty space, what forbids all there is."""
     if smallest is not None:
         size, least = smallest
         told = " ".join(as_flag(key, value(least, key)) for key in VARIED)
-        return (
+        return UserError(
             f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({told}) needs "
             f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
             "--devices, another --gpu, a smaller model or batch"
         )
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
-    return (
+    return UserError(
         f"--devices {devices}{stays}: no mesh of so many; --mesh.data has to divide --train.global-batch {batch}, "
         f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
         f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "

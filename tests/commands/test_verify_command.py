@@ -15,9 +15,9 @@ REFUSED = [  # arguments after `verify`, the message
     (["demo", "--device", "8"], "--device: unknown flag; did you mean --devices?"),
     (["demo", "--devices", "0"], "--devices 0; valid: 1 to 512"),
     (["demo", "--steps", "many"], "--steps 'many'; valid: a whole number, 1 to 100"),
-    (["demo", "--mesh.data", "3"], "valid: a multiple of 3; the nearest mesh: --mesh.data 4"),
+    (["demo", "--mesh.data", "3"], "valid: a multiple of 3; the nearest valid mesh: --mesh.data 4"),
     (["demo", "--mesh.tensor", "3"], "--mesh.tensor 3 does not divide --model.num-heads 8; valid: 1, 2, 4, 8"),
-    (["smollm2-135m", "--mesh.tensor", "2"], "the nearest mesh: --mesh.data 1 --mesh.pipe 1 --mesh.tensor 3"),
+    (["smollm2-135m", "--mesh.tensor", "2"], "the nearest valid mesh: --mesh.data 1 --mesh.pipe 1 --mesh.tensor 3"),
     (
         ["demo", "--mesh.data", "8", "--mesh.pipe", "2", "--devices", "3"],
         "--devices 3 for a mesh of 8 x 2 x 1; valid: 4",

@@ -136,6 +136,18 @@ OUTSIDE = [  # beside the train step, which alone is verified; arguments of pyte
 PUT = "        entries[dim] = _with_axis(entries[dim], DATA)"
 EQUIVALENT = [
     Apart(
+        "the microbatch before is taken, before the first the last",
+        "x, microbatch, keepdims=False), self.microbatches)",
+        "x, microbatch - 1, keepdims=False), self.microbatches)",
+        "every microbatch is still taken once, with its row numbers; only the order of the sum changes",
+    ),
+    Apart(
+        "what is sent comes from the stage that receives, of two virtual stages",
+        "sent = np.roll(by_virtual, -upstream, axis=1)",
+        "sent = np.roll(by_virtual, upstream, axis=1)",
+        "of two, one before and one after are the same; of three it is a mutant",
+    ),
+    Apart(
         "f declares nothing",
         'return lax.pcast(x, axes, to="varying")',
         "return x",

@@ -17,6 +17,7 @@ from mutant import (
 DEFERRED_RING = ON_RING | {"weight_gradients": "deferred"}
 WITH_INBOX = ON_RING | {"global_batch": 3}  # 2 stages, 3 microbatches: something waits for more than a tick
 WITH_STAGE = ON_PIPE | {"remat": "stage"}
+THREE_STAGES = {"mesh": (1, 3, 1), "num_layers": 3}
 WITH_GPIPE = ON_PIPE | {"schedule": "gpipe"}
 LONG_RING = ON_RING | {"num_layers": 8}
 
@@ -29,9 +30,9 @@ ENDS = [
         "types",
     ),
     Mutant(
-        "the microbatch before is taken",
+        "the first microbatch is taken twice, and the last never",
         "x, microbatch, keepdims=False), self.microbatches)",
-        "x, microbatch - 1, keepdims=False), self.microbatches)",
+        "x, jnp.maximum(microbatch - 1, 0), keepdims=False), self.microbatches)",
         ON_DATA,
         "numbers",
         forward(0, "input", "data"),
@@ -304,7 +305,7 @@ ROWS = [
         "something is sent before it was computed",
         "sent = np.roll(by_virtual, -upstream, axis=1)",
         "sent = np.roll(by_virtual, upstream, axis=1)",
-        ON_PIPE,
+        THREE_STAGES,
         "types",
     ),
     Mutant(
