@@ -45,6 +45,8 @@ def check(
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     mesh = shown(sizes_of(config.mesh))
+    found: list[Finding] = []
+    limits: list[Limits] = []
 
     def findings() -> Iterator[Finding]:
         on_start("one device, fp64")
@@ -56,14 +58,13 @@ def check(
             on_start(f"{mesh}, {config.precision}")
             own = run(config, devices, **options)
             held = list(held_against(reference, own))
-            if config.precision in ("bf16", "fp16") and not all(finding.passed for finding in held):
+            right = all(finding.passed for finding in found)  # in fp64
+            if config.precision in ("bf16", "fp16") and right and not all(finding.passed for finding in held):
                 on_start(f"one device, {config.precision}")
                 limits.append(widened(reference, run(with_axes(config, ()), devices, **options)))
                 held = list(held_against(reference, own, limits[0]))
             yield from held
 
-    limits: list[Limits] = []
-    found = []
     for finding in findings():
         found.append(finding)
         on_finding(finding)
