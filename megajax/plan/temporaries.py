@@ -104,21 +104,24 @@ class Temporaries:
         return self._logits() * (pair if self._on_cpu else self._wide) + table
 
     def _backward(self) -> int:
-        """What is kept of the chunk, out of its slot; what is converted; and one layer's."""
+        """What is kept of the chunk, out of its slot; what is converted; and one layer's, or before the first layer, if
+        that is more, the last array that is converted."""
         config, remat = self.step.config, self.step.config.train.remat
         again = "none" if remat == "stage" else remat
         chunk, piped = self._chunk(again), config.mesh.pipe > 1
-        own = chunk if piped else 0
-        if self._converts:
-            # A stage's residuals that are made here do not come out of a slot: XLA writes them in fp32, all but one.
-            own = chunk * self._ratio + (chunk if piped and remat != "stage" else self._largest(again))
-            own -= 0 if piped else chunk  # it is counted as kept
-            own += 2 * self.factors
-            if not self._gathers:
-                own += _FP32 * chunk_layers(config) * self._layer_weights
-            if not piped and self.step.microbatches > 1:
-                own += 2 * _FP32 * sum(placed.size for placed in self.held.weights if not placed.weight.stacked)
-        return own + self._one_layer(again)
+        layer = self._one_layer(again)
+        if not self._converts:
+            return (chunk if piped else 0) + layer
+        # A stage's residuals that are made here do not come out of a slot: XLA writes them in fp32.
+        native = chunk if piped and remat != "stage" else 0
+        last = 0 if native else self._largest(again)
+        own = chunk * self._ratio + native + 2 * self.factors
+        own -= 0 if piped else chunk  # it is counted as kept
+        if not self._gathers:
+            own += _FP32 * chunk_layers(config) * self._layer_weights
+        if not piped and self.step.microbatches > 1:
+            own += 2 * _FP32 * sum(placed.size for placed in self.held.weights if not placed.weight.stacked)
+        return own + max(layer, last)
 
     def _optimizer(self) -> int:
         """The reduced gradients beside their sums, where activations were."""

@@ -367,14 +367,6 @@ STAGES = [
         update("pipe"),
     ),
     Mutant(
-        "weight gradients of padded layers",
-        "found = when(index < 0 if self.padded else False, none, gradients)",
-        "found = gradients()",
-        ON_DEFERRED | {"num_layers": 3},
-        "numbers",
-        update("pipe"),
-    ),
-    Mutant(
         "of the layers' gradients the last microbatch's stays",
         "flat[path].at[place].add(grad)",
         "flat[path].at[place].set(grad)",

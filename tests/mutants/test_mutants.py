@@ -18,12 +18,12 @@ from trial import Outcome
 TEN = [
     "f does not sum the gradient",
     "g does not sum",
+    "the norm is that of a device's gradients",
     "nothing is declared varying",
     "every device of a tensor group has masks of its own",
     "there is a slot too few for factors",
     "gradients of shared heads of keys are summed in every layer",
     "what is between split tokens is summed in every layer",
-    "a product by rows leaves its region twice",
     "attention's dropout knows the head's number on the device only",
     "ids are not made local",
 ]
