@@ -33,6 +33,7 @@ class Seen:
         value: [B · parts, …], `parts` sequences a sample; of a dim that devices share their part.
         split: that dim; None where there is none.
         first: where this device's part begins there.
+        shared: other devices have the same part, and its gradient here is one of several that add up to it.
         device: its coordinates on the mesh axes (data, pipe, tensor).
     """
 
@@ -43,6 +44,7 @@ class Seen:
     value: np.ndarray
     split: int | None
     first: int
+    shared: bool
     device: tuple[int, ...]
 
 
@@ -84,17 +86,18 @@ def site(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, fir
         name: of the site.
         split: the dim of which this device has a part only.
         axes: mesh axes that share it.
-        first: where this device's part begins; by default equal parts follow each other.
+        first: where this device's part begins, which others may have, too; by default equal parts follow each other.
     """
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x
+    shared = first is not None
     if first is None:
         first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
     devices = jnp.stack([axis_index(axis) for axis in AXES])
 
     def tell(backward: bool, value: Array, *where: Array) -> None:
-        jax.debug.callback(partial(_tell, record, name, split, backward), value, *where)
+        jax.debug.callback(partial(_tell, record, name, split, shared, backward), value, *where)
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
@@ -116,6 +119,7 @@ def _tell(
     record: Record,
     name: str,
     split: int | None,
+    shared: bool,
     backward: bool,
     value: Any,
     layer: Any,
@@ -126,4 +130,4 @@ def _tell(
     arrays = (np.array(array) for array in (value, samples))
     coordinates = tuple(int(index) for index in np.asarray(device))
     own, rows = arrays
-    record(Seen(name, backward, int(layer), rows, own, split, int(first), coordinates))
+    record(Seen(name, backward, int(layer), rows, own, split, int(first), shared, coordinates))

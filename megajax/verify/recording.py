@@ -78,6 +78,11 @@ class Recording:
             yield sample, _put_together(sample, seen)
 
 
+def _by_device(part: list[tuple[Seen, np.ndarray]]) -> list[list[tuple[Seen, np.ndarray]]]:
+    devices = sorted({seen.device for seen, _ in part})
+    return [[each for each in part if each[0].device == device] for device in devices]
+
+
 def _put_together(sample: int, seen: list[Seen]) -> Activation:
     parts: dict[int, list[tuple[Seen, np.ndarray]]] = defaultdict(list)
     for each in seen:
@@ -85,9 +90,14 @@ def _put_together(sample: int, seen: list[Seen]) -> Activation:
         (index,) = np.flatnonzero(each.samples == sample)[:1]
         parts[each.first].append((each, rows[index]))
     own = [parts[first] for first in sorted(parts)]
-    agree = all(np.array_equal(value, part[0][1], equal_nan=True) for part in own for _, value in part)
-    split = own[0][0][0].split
-    values = [part[0][1] for part in own]
+    one = own[0][0][0]
+    # What the devices of such a part have each adds up; what one of them has several times is the same.
+    groups = [_by_device(part) for part in own] if one.shared and one.backward else [[part] for part in own]
+    same = [
+        np.array_equal(value, group[0][1], equal_nan=True) for part in groups for group in part for _, value in group
+    ]
+    agree, split = all(same), one.split
+    values = [np.sum([group[0][1] for group in part], axis=0) for part in groups]
     value = values[0] if split is None else np.concatenate(values, axis=split)  # rows stand in the samples' dim
     devices = tuple(tuple(sorted({each.device for each, _ in part})) for part in own)
     return Activation(value, devices, agree)

@@ -83,6 +83,8 @@ def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> 
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
     if "gradients" in of and "step 1" in of["gradients"].where:
         return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
+    if "losses" in of and "step 1" in of["losses"].where:
+        return f"no activation or gradient of step 1: the sum of the losses: {of['losses'].where}"
     for name in ("weights after the last step", "gradients", "losses"):
         if name in of:
             return f"no activation or gradient of step 1: the update of the weights: {of[name].where}"

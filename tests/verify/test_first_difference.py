@@ -28,7 +28,7 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
                     own = change(Place(layer, site, backward), sample, device, own)
                     if own is not None:
                         first = device * size if split else 0
-                        at = np.array([sample]), own[None], split, first, (0, 0, device)
+                        at = np.array([sample]), own[None], split, first, False, (0, 0, device)
                         recording.take(Seen(site, backward, layer, *at))
     return recording
 
@@ -68,3 +68,15 @@ def test_what_is_said_of_it() -> None:
     apart = said(lambda place, sample, device, x: x + device if place.site == "output" else x)
     assert "different numbers of the same" in apart and "output of layer 0, forward" in apart
     assert "error inf" in said(lambda place, sample, device, x: x * np.nan)
+
+
+def test_gradients_of_what_devices_share_add_up() -> None:
+    """Each has a part of the gradient of the same head; told twice by a device it counts once."""
+    whole = np.random.default_rng(0).normal(size=(1, TOKENS, 1, WIDTH))
+    alone, shared = Recording(), Recording()
+    for recording, devices in ((alone, [0]), (shared, [0, 1, 1])):
+        for device in devices:
+            part = whole if recording is alone else whole * (0.25, 0.75)[device]
+            at = np.array([0]), part, 2, 0, recording is shared, (0, 0, device)
+            recording.take(Seen("key", True, 0, *at))
+    assert first_difference(alone, shared, 1e-12) is None
