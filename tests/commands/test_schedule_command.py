@@ -1,8 +1,6 @@
 """`megajax schedule`: what it prints, draws and refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -166,11 +164,3 @@ def test_bad_input(arguments: str, words: str) -> None:
     code, out, err = call("-m", "megajax", "schedule", *arguments.split())
     assert code == 2 and not out
     assert words in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("arguments", "words"), [((), "COMMAND missing"), (("frobnicate",), "unknown command 'frob")])
-def test_unknown_commands(arguments: tuple[str, ...], words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "megajax", *arguments], capture_output=True, text=True, timeout=100)
-    assert (
-        done.returncode == 2 and words in done.stderr and "; valid: convert, generate, prepare, schedule" in done.stderr
-    )
