@@ -7,7 +7,7 @@ line of JSON per schedule: seconds, and `ratio` = measured / predicted.
 
 With `--deferred`: is a step with deferred weight gradients as much faster than one without as the tables say? Both are
 compiled beforehand and run in turn in the same processes, first one, then the other first, and between them all passes.
-Prints the median of the rounds' ratios beside that of the predictions from the same rounds' passes.
+Prints the median of the rounds' ratios beside the ratio that the tables give for the passes' medians.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def compare(program: Any, rounds: int) -> dict:
     import jax
     import numpy as np
 
-    from megajax.pipeline.timing import wall_time
+    from megajax.pipeline.timing import StageTimes, wall_time
     from megajax.program.train_step import loss_and_gradients
     from megajax.training.profile import Passes, synthetic_batch, with_weight_gradients
 
@@ -101,42 +101,41 @@ def compare(program: Any, rounds: int) -> dict:
         return time.perf_counter() - began
 
     def one_round(number: int) -> dict[str, Any]:
-        """The steps' times and those that the passes, measured between them, predict."""
+        """The steps' times, and those of the passes, measured between them."""
         first, second = sorted(steps, reverse=number % 2 == 0)
         measured = {first: seconds(first)}
         together, apart = passes.measure(1)
         measured[second] = seconds(second)
         assert apart is not None
         times = {"together": together, "deferred": apart}
-        predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
-        ratios = measured["deferred"] / measured["together"], predicted["deferred"] / predicted["together"]
-        return {"measured": measured, "predicted": predicted, "times": times, "ratios": ratios}
+        return {"measured": measured, "times": times, "ratio": measured["deferred"] / measured["together"]}
 
     for when in steps:
         seconds(when)
     passes = Passes(program, params, batch)
     found = [one_round(number) for number in range(rounds)]
 
-    def medians(name: str) -> dict[str, float]:
-        return {when: statistics.median(each[name][when] for each in found) for when in programs}
+    def median(when: str) -> StageTimes:
+        """Of every pass over the rounds: a table of single rounds' passes takes longer, since it waits for those that
+        something disturbed."""
+        rows = [vars(each["times"][when]) for each in found]
+        return StageTimes(**{name: np.median([row[name] for row in rows], axis=0) for name in rows[0]})
 
-    measured, expected = (statistics.median(each["ratios"][i] for each in found) for i in range(2))
-    times = {
-        when: {
-            name: np.median([value[name] for value in (named(each["times"][when]) for each in found)], axis=0).tolist()
-            for name in ("forward", "backward", "weight_gradient", "hand_over")
-        }
-        for when in programs
-    }
+    times = {when: median(when) for when in programs}
+    predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
+    measured, expected = (
+        statistics.median(each["ratio"] for each in found),
+        predicted["deferred"] / predicted["together"],
+    )
     return {
-        "measured_seconds": medians("measured"),
-        "predicted_seconds": medians("predicted"),
+        "measured_seconds": {when: statistics.median(each["measured"][when] for each in found) for when in programs},
+        "predicted_seconds": predicted,
         "ratio": measured,
         "predicted_ratio": expected,
         "ratio_over_predicted": measured / expected,
-        "ratios": [each["ratios"] for each in found],
+        "ratios": [each["ratio"] for each in found],
         "load": os.getloadavg()[0],
-        "times": times,
+        "times": {when: named(times[when]) for when in programs},
     }
 
 
