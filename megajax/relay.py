@@ -3,6 +3,9 @@
 Where process 0 is gone, that connection breaks, and JAX aborts the process from C++ (SIGABRT) before anything of ours
 hears of it. Through the relay JAX sees a service that is silent, which it bears for its heartbeat timeout; the relay
 sees the end, and says it.
+
+JAX's own shutdown holds the interpreter's lock, so that nothing is passed on meanwhile: who has a relay leaves by
+`megajax.ending.run`, which does without it.
 """
 
 import contextlib
