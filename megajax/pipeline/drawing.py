@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megajax.pictures import is_marked, save
 from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import StageTimes, timeline
 
@@ -134,15 +135,9 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=8)
-    kind = path.suffix.lower().removeprefix(".")
-    name = {"png": "Software", "svg": "Creator"}[kind]
-    figure.savefig(path, format=kind, metadata={name: MARK.decode()})
+    save(figure, path, MARK)
 
 
 def is_own(file: Path) -> bool:
     """Whether a file is a picture that `draw_timeline` drew."""
-    if file.is_symlink() or not file.is_file():
-        return False
-    with file.open("rb") as content:
-        head = content.read(4096)
-    return b"tEXtSoftware\0" + MARK in head or b"<dc:title>" + MARK + b"</dc:title>" in head
+    return is_marked(file, MARK)

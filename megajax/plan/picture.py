@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megajax.pictures import is_marked, save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found
 
@@ -53,18 +54,12 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1)
-    kind = path.suffix.lower().removeprefix(".")
-    name = {"png": "Software", "svg": "Creator"}[kind]
-    figure.savefig(path, format=kind, metadata={name: MARK.decode()})
+    save(figure, path, MARK)
 
 
 def is_own(file: Path) -> bool:
     """Whether a file is a picture that `draw_search` drew."""
-    if file.is_symlink() or not file.is_file():
-        return False
-    with file.open("rb") as content:
-        head = content.read(4096)
-    return b"tEXtSoftware\0" + MARK in head or b"<dc:title>" + MARK + b"</dc:title>" in head
+    return is_marked(file, MARK)
 
 
 def _named(frontier: list[Candidate]) -> list[Candidate]:
