@@ -21,6 +21,7 @@ COMMANDS = {  # name -> what it does; its arguments are those of `megajax.comman
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
 }
+_FLAGS = "--help", "--version"
 _MODULES = {"eval": "evaluate"}  # of commands that have another name
 
 
@@ -43,7 +44,9 @@ def main(argv: Sequence[str]) -> None:
     else:
         valid = f"valid: {', '.join(COMMANDS)}"
         raise UserError(
-            f"unknown command {argv[0]!r}; {suggest(argv[0], COMMANDS, valid)}" if argv else f"COMMAND missing; {valid}"
+            f"unknown command {argv[0]!r}; {suggest(argv[0], [*COMMANDS, *_FLAGS], valid)}"
+            if argv
+            else f"COMMAND missing; {valid}"
         )
 
 

@@ -6,7 +6,6 @@ environment. A command makes its parser as always, which answers with what fits 
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,4 +50,4 @@ def answer(parser: argparse.ArgumentParser) -> None:
     """Complete the words by a parser's flags and arguments, and end the process."""
     import argcomplete
 
-    argcomplete.autocomplete(parser, always_complete_options=False, exit_method=sys.exit)
+    argcomplete.autocomplete(parser, always_complete_options=False)

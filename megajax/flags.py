@@ -203,7 +203,8 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
     overrides = parser.overrides(args)
     if not overrides.get("run_dir", "."):
         del overrides["run_dir"]  # empty: the preset's
-    return Given(read_preset(args.preset), overrides, args.print_config, args.dry_run)
+    preset = read_preset(args.preset, overrides.get("run_dir", ""))
+    return Given(preset, overrides, args.print_config, args.dry_run)
 
 
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
@@ -216,7 +217,7 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
 
 
 def tell_left_out(given: Given, config: Config) -> None:
-    """Say what of a run's configuration its copy does not follow."""
+    """Say what of the configuration of a run another one does not follow."""
     preset, left_out = given.preset, given.preset.left_out
     told = []
     if left_out.get("run_dir") and "run_dir" not in given.overrides:
@@ -224,4 +225,4 @@ def tell_left_out(given: Given, config: Config) -> None:
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
         told.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
     if told and config.distributed.process_id <= 0:
-        print(f"{preset.path} is a copy of a run's configuration: {'; '.join(told)}")
+        print(f"{preset.path} is the configuration of another run: {'; '.join(told)}")

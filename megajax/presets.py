@@ -100,14 +100,15 @@ class Preset:
     left_out: dict[str, Any] = field(default_factory=dict)
 
 
-def read_preset(name_or_file: str | Path) -> Preset:
+def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
     """A preset. What it does not say is said by its `base`, a name or a file beside it, and so on. Its `run_dir` is
 
     - for the config.toml of a run directory: that directory, wherever it lies now;
     - for a copy of one, which would name the directory of a run that goes on elsewhere: runs/ and its name;
     - for any other preset: what it says itself, else runs/ and its name.
 
-    A run's simulated devices are those of its own config.toml only, too: neither a copy nor what is based on it has them.
+    A run's simulated devices are those of its own config.toml only, too: neither a copy nor what is based on it has
+    them. Where `run_dir` is given, the run directory that is used, the config.toml of another one counts as a copy.
 
     Raises:
         UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type;
@@ -120,7 +121,7 @@ def read_preset(name_or_file: str | Path) -> Preset:
         inherited = {key: value for key, value in file.values.items() if key not in file.of_start}
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
-    here = _lies_in_run(own.path)
+    here = _lies_in_run(own.path) and (not run_dir or identity(run_dir) == identity(own.path.parent))
     left_out = {} if here or not own.of_run else {key: own.values[key] for key in _OF_START if key in own.values}
     kept = {key: value for key, value in own.values.items() if key not in left_out}
     values = _replaced(values, kept)

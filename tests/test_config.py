@@ -120,6 +120,9 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
         preset = load_preset(tmp_path / copy)
         assert preset["run_dir"] == f"runs/{Path(copy).stem}" and "simulate_devices" not in preset
         assert read_preset(tmp_path / copy).left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    elsewhere = read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "new"))
+    assert elsewhere.left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    assert not read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "marked" / ".." / "marked")).left_out
     based = read_preset(write(tmp_path, 'base = "marked/config.toml"'))
     assert based.values["run_dir"] == "runs/mine" and "simulate_devices" not in based.values and not based.left_out
     assert based.values["model.dropout"] == 0.25

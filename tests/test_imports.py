@@ -32,7 +32,19 @@ def test_configuration_and_data_need_no_jax() -> None:
     assert json.loads(found.stdout) == len(names)
 
 
-HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "matplotlib", "grain", "tokenizers", "pyarrow", "tensorstore", "rich")
+HEAVY = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax",
+    "matplotlib",
+    "grain",
+    "tokenizers",
+    "pyarrow",
+    "tensorstore",
+    "rich",
+)
 HELPS = ["", *COMMANDS, "train demo", "plan demo", "verify demo", *(f"convert {action}" for action in ACTIONS)]
 
 

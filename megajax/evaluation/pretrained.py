@@ -1,5 +1,5 @@
-"""The tasks of `megajax eval` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and returns
-figures by name."""
+"""The tasks of `megajax eval` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and
+returns figures by name."""
 
 import math
 import time

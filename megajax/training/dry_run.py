@@ -14,6 +14,7 @@ import jax
 
 from megajax.config import Config
 from megajax.data.corpus import has_only_tokenizer
+from megajax.errors import UserError
 from megajax.launch import start
 from megajax.plan.compiled import traced_step
 from megajax.processes import numbers_of_first_process, on_first_process, say
@@ -71,6 +72,7 @@ def _read_data(config: Config, program: Program, folder: Path, told: list[str]) 
     """The configuration in steps, by the data that a run of it would have; the lines that it would say are added."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
+    _check_apart(config, run_dir)
     there, is_new = run_dir / "data", not has_checkpoints(run_dir)
     made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
     if not made:
@@ -85,6 +87,18 @@ def _read_data(config: Config, program: Program, folder: Path, told: list[str]) 
     if warning := past_decay(config):
         told.append(warning)
     return config
+
+
+def _check_apart(config: Config, run_dir: Path) -> None:
+    """Raises `UserError` where a run would write in a folder that it reads."""
+    named = [("--data.path", config.data.path)]
+    named += [("--data.sources", source.path) for source in config.data.sources]
+    named += [("--data.validation", entry.path) for entry in config.data.validation]
+    for flag, path in named:
+        if path and Path(path).is_dir() and Path(path).resolve() in (run_dir / "data").resolve().parents:
+            raise UserError(
+                f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
+            )
 
 
 def _summary(config: Config) -> str:
