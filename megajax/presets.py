@@ -59,7 +59,9 @@ def find_preset(name_or_file: str | Path) -> Path:
     if not there:
         valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
         known = [*preset_names(), *names_in_folders()]
-        raise UserError(f"no preset {name!r}; {_nearest(name.removesuffix('.toml'), known) or valid}")
+        beside = difflib.get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.toml")], n=1)
+        near = f"did you mean {path.with_name(beside[0])}.toml?" if beside else ""
+        raise UserError(f"no preset {name!r}; {near or _nearest(name.removesuffix('.toml'), known) or valid}")
     return path
 
 

@@ -52,6 +52,7 @@ def test_every_preset_is_in_the_package() -> None:
 def test_names_of_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of any working directory, whatever folders lie there; those of a folder with the folder."""
     (tmp_path / "demo").mkdir()
+    (tmp_path / "mine.toml").touch()
     monkeypatch.chdir(tmp_path)
     assert find_preset("demo").samefile(ROOT / "configs" / "demo.toml")
     assert find_preset("finetune/mnli-demo").samefile(ROOT / "configs" / "finetune" / "mnli-demo.toml")
@@ -60,6 +61,7 @@ def test_names_of_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("gpt2-1.2", "gpt2-1.2b"),
         ("../demo", "no preset"),
         ("zzz", "one of bert-1.3b"),
+        ("mien.toml", "did you mean mine.toml?"),
     ):
         with pytest.raises(UserError, match="no preset") as error:
             find_preset(wrong)
