@@ -27,7 +27,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
     """
     name = _comment(f"{preset.path}")
     lines = [f"# The configuration of {name}, with where every value is from.", 'base = ""  # none: all is here']
-    of_task_only = of_task(preset.values | overrides)
+    of_task_only = of_task({**preset.values, **overrides})
     section = ""
     for key, option in options(Config).items():
         table, _, field = key.rpartition(".")

@@ -243,7 +243,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
         if others.get(key) and other not in others:
             left.pop(other, None)
-    return left | others
+    return left | dict(others)
 
 
 def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
