@@ -119,16 +119,11 @@ def _check_task(config: Config) -> None:
 
 
 def _check_length(config: Config) -> None:
-    """That it is known when training ends, and the decay of its learning rate."""
+    """That it is known when training ends, and its warm-up."""
     train, optimizer = config.train, config.optimizer
     epochs = ", or of a task --train.epochs" if config.pretrains else " or --train.epochs"
     if not train.steps and not train.epochs:
         raise UserError(f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}{epochs}")
-    if optimizer.schedule != "constant" and not optimizer.decay_steps and not train.epochs:
-        raise UserError(
-            f"--optimizer.decay-steps 0, so that nothing says how the learning rate falls; valid: 1 to {MOST}, "
-            f"--optimizer.schedule constant{epochs}"
-        )
     if optimizer.warmup_steps and optimizer.warmup_fraction:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 

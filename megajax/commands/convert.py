@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax import completion
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
 from megajax.launch import start
+from megajax.options import suggest
 from megajax.paths import check_path
 from megajax.tasks.registry import TASKS
 
@@ -102,14 +104,22 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: there is none of that name, or it cannot do what its arguments say.
     """
+    if completion.asked():
+        parser = Parser("Import a model from Hugging Face's format, or export a run to it.", "megajax convert ACTION")
+        parser.add_argument("action", choices=ACTIONS)
+        ACTIONS[completion.command(ACTIONS, parser)]([])
     helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
     if argv and argv[0] in ACTIONS:
         ACTIONS[argv[0]](argv[1:])
     elif argv and argv[0] in ("-h", "--help"):
         print(f"usage: megajax convert ACTION [--flag value ...]\n\n{helps}\n\nACTION --help lists an action's flags")
     else:
-        given = f"convert {argv[0]}: no such action" if argv else "convert: ACTION missing"
-        raise UserError(f"{given}; valid: {', '.join(ACTIONS)}")
+        valid = f"valid: {', '.join(ACTIONS)}"
+        raise UserError(
+            f"convert {argv[0]}: no such action; {suggest(argv[0], ACTIONS, valid)}"
+            if argv
+            else f"convert: ACTION missing; {valid}"
+        )
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -127,7 +137,7 @@ def _start(config: Config) -> None:
 
 def _training_further(config: Config, run_dir: Path) -> str:
     """The command that trains an imported run on: a pretrained one in its folder, on a task one that begins with it."""
-    model, command = config.model, f"; train on with: python train.py {run_dir / 'config.toml'}"
+    model, command = config.model, f"; train on with: megajax train {run_dir / 'config.toml'}"
     if model.head == "pretraining":
         return f"{command} --data.path TEXT"
     tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]
