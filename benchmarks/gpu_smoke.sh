@@ -68,7 +68,6 @@ train() { # train NAME PRESET FLAGS...: a new run in $folder/NAME
     step "train-$name" "$python" -m megajax train "$preset" --run-dir "$folder/$name" "${small[@]}" "$@"
 }
 
-# shellcheck disable=SC2016
 step devices "$python" -c '
 import sys, jax
 print(jax.__version__, jax.devices())
@@ -112,6 +111,7 @@ step eval-instructions "$python" -m megajax eval instructions --checkpoint "$fol
 
 # A signal: the run stops with a checkpoint and exit code 143.
 expect=143
+# shellcheck disable=SC2016  # for the inner shell
 step sigterm bash -c '
 "$python" -m megajax train demo --run-dir "$1" --train.steps 100000 --precision bf16 &
 for _ in {1..120}; do
