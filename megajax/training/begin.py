@@ -76,6 +76,11 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
             is_new = not has_checkpoints(run_dir)
             if config.init and is_new:
                 check_init(config)
+            elif config.lora.rank and is_new:
+                raise UserError(
+                    f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with "
+                    "the run whose weights get adapters, or --lora.rank 0"
+                )
             if not config.pretrains:
                 make_task_data(config, run_dir / "data", again=is_new)
                 return
