@@ -5,12 +5,14 @@
 the rows of its product, zeros elsewhere. Letters: I what goes into a module, O what comes out, R rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from megajax.backend import CPU
 from megajax.config import Config
@@ -20,7 +22,7 @@ from megajax.convert.origin import Origin
 from megajax.convert.tensor_files import WEIGHTS
 from megajax.convert.tensor_writing import write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import Place, Places, Tensor
+from megajax.convert.weights import Place, Tensor
 from megajax.data.files import folder_atomically
 from megajax.errors import UserError
 from megajax.mesh import make_mesh
@@ -82,30 +84,37 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     """
     check_new(folder, "PATH")
     model = CutModel(config.model, F_AND_G, CPU)
-    adapters = Adapters(config.lora, config.model, model)
-    places = exchange_of_run(run_dir, config, Origin.read(run_dir)).places(config.model)
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), model)
     read, number = weights_in_parts(layout, run_dir, step)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path({LORA: adapters.shapes})]
-    stored = {tuple(key.key for key in path): array for path, array in zip(paths, read(paths), strict=True)}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if path[0].key == LORA]
+    stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
+    tensors = joined_tensors(run_dir, config, stored)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    with folder_atomically(folder.absolute()) as new:
+        write_tensors(new, shapes, tensors.items(), dtype or "fp32", sum(8 * t.size for t in tensors.values()))
+        (new / WEIGHTS).rename(new / FILE)
+        write_objects(new, {"adapter_config.json": _settings(config, _modules(run_dir, config))})
+    return number
+
+
+def joined_tensors(
+    run_dir: Path, config: Config, adapters: Mapping[tuple[str, ...], npt.NDArray[Any]]
+) -> dict[str, Tensor]:
+    """Adapters in natural form, or what has their shapes, by path as `peft`'s tensors by name."""
     tensors: dict[str, Tensor] = {}
-    modules = _modules(adapters, places)
-    for module in modules:
-        pairs = [tuple(stored[LORA, "blocks", *product, part] for part in "ab") for product in module.products]
+    for module in _modules(run_dir, config):
+        pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in module.products]
         for layer in range(config.model.num_layers):
             name = f"base_model.model.{module.name.format(layer=layer)}"
             of_layer = [(a[layer], b[layer]) for a, b in pairs]
             a_RI, b_OR = _joined(list(module.products.values()), of_layer, config.lora.rank)
             tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": b_OR}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    with folder_atomically(folder.absolute()) as new:
-        write_tensors(new, shapes, tensors.items(), dtype or "fp32", sum(8 * t.size for t in tensors.values()))
-        (new / WEIGHTS).rename(new / FILE)
-        write_objects(new, {"adapter_config.json": _settings(config, modules)})
-    return number
+    return tensors
 
 
-def _modules(adapters: Adapters, places: Places) -> list[_Module]:
+def _modules(run_dir: Path, config: Config) -> list[_Module]:
+    places = exchange_of_run(run_dir, config, Origin.read(run_dir)).places(config.model)
+    adapters = Adapters(config.lora, config.model, CutModel(config.model, F_AND_G, CPU))
     found: dict[str, dict[tuple[str, ...], Place]] = {}
     for product in adapters.products:
         place = places.blocks["/".join((*product, "weight"))]
