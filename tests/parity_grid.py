@@ -184,6 +184,17 @@ LORAS = {
 }
 OF_LORAS = pairwise([(*row, model) for row in GPTS for model in LORAS])
 FEW_LORAS = [
-    ((2, 2, 2), "interleaved-2", "split", "selective", "deferred", "not a multiple", "not divisible", 3, True, "llama-lora"),
+    (
+        (2, 2, 2),
+        "interleaved-2",
+        "split",
+        "selective",
+        "deferred",
+        "not a multiple",
+        "not divisible",
+        3,
+        True,
+        "llama-lora",
+    ),
     ((2, 1, 4), "1f1b-1", "replicated", "none", "together", "a multiple", "divisible", 1, True, "qwen3-lora"),
 ]

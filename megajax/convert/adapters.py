@@ -86,7 +86,9 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     model = CutModel(config.model, F_AND_G, CPU)
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), model)
     read, number = weights_in_parts(layout, run_dir, step)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if path[0].key == LORA]
+    paths = [
+        path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if path[0].key == LORA
+    ]
     stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
     tensors = joined_tensors(run_dir, config, stored)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

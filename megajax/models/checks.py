@@ -102,9 +102,8 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
         return
     if not FAMILIES[model.family].continues_text:
         able = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
-        raise UserError(
-            f"--lora.rank {lora.rank} with --model.family {model.family}; valid: --lora.rank 0, or --model.family {able}"
-        )
+        given = f"--lora.rank {lora.rank} with --model.family {model.family}"
+        raise UserError(f"{given}; valid: --lora.rank 0, or --model.family {able}")
     if "gate" in lora.targets and model.activation != "swiglu":
         raise UserError(
             f"--lora.targets gate with --model.activation {model.activation}, which has none; valid: without it, or "

@@ -41,9 +41,7 @@ class Adapters:
         shapes, specs = (self.part(tree) for tree in (model.shapes, model.logical_specs))
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         # Every product of a layer takes what is between regions, or gives it.
-        self.num_inner = jax.tree.map(
-            lambda spec: 1 if spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec
-        )
+        self.num_inner = jax.tree.map(lambda spec: 1 if spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec)
 
         def shapes_of(leaf: jax.ShapeDtypeStruct, inner: int) -> dict[str, jax.ShapeDtypeStruct]:
             (layers, *dims), rank = leaf.shape, lora.rank

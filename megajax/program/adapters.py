@@ -1,5 +1,5 @@
-"""LoRA in a step, inside the `shard_map` region: layers compute with merged weights, so that the pipeline is that of any
-training, and what it finds of their gradients is pulled back to the adapters at the step's end.
+"""LoRA in a step, inside the `shard_map` region: layers compute with merged weights, so that the pipeline is that of
+any training, and what it finds of their gradients is pulled back to the adapters at the step's end.
 
 The adapters have the dims of their products: of one by columns A is whole on every device of a tensor group and B is
 sharded, of one by rows the other way round. So each device merges and pulls back its own shards, and only the gradients
@@ -67,7 +67,10 @@ class PlacedAdapters:
         for shards in sharded:
             dims = self.adapters.part(shards.dims)
             adapters = jax.tree.map(
-                lambda inner, dim, adapter: self._for_shard(adapter, inner, dim), self.adapters.num_inner, dims, adapters
+                lambda inner, dim, adapter: self._for_shard(adapter, inner, dim),
+                self.adapters.num_inner,
+                dims,
+                adapters,
             )
         return adapters
 

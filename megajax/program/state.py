@@ -2,7 +2,9 @@
 form.
 
 With LoRA the main weights are the frozen ones, with the adapters beside them, which alone are trained
-(`program/adapters.py`). On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be sharded over `data`
+(`program/adapters.py`).
+
+On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be sharded over `data`
 (`parallel/shards.py`). Checkpoints and comparisons use the natural form, which depends on neither mesh nor precision:
 layers `[L, …]`, and main weights only.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megajax import reading
@@ -72,7 +73,8 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """A function from paths in the tree of natural main weights to these, with what their adapters add, of a run's
-    checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`; the function raises `RunError` where the checkpoint is damaged.
+    checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`;
+    the function raises `RunError` where the checkpoint is damaged.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -88,7 +90,9 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
             found = checkpoints.read_some_weights(number, [*paths, *beside])
         for path, pair in pairs.items():
             assert adapters is not None
-            added = adapters.added({name: found[each] for name, each in pair.items()}, adapters.inner_of(path))
+            added = adapters.added(
+                {name: jnp.asarray(found[each]) for name, each in pair.items()}, adapters.inner_of(path)
+            )
             found[path] = found[path] + np.asarray(added)
         return [found[path] for path in paths]
 

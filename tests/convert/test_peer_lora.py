@@ -23,12 +23,16 @@ from megajax.runs.init import first_state
 from megajax.runs.parts import IMPORTED
 from megajax.verify import named_leaves
 
-pytestmark = pytest.mark.peer
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+]
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 peft = pytest.importorskip("peft", reason="the extra `peer` is not installed")
 
 LENGTH, VOCABULARY, RATE = 21, 211, 1e-2
+EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothing but rounding (`verify/check.steady`)
 SIZES = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": LENGTH,
@@ -75,7 +79,7 @@ class Tuning:
             mesh=MeshConfig(data=mesh[0], pipe=mesh[1], tensor=mesh[2]),
             train=dataclasses.replace(source.config.train, steps=9, global_batch=4, microbatch=2),
             optimizer=OptimizerConfig(
-                learning_rate=RATE, schedule="constant", weight_decay=0.1, clip_norm=1e9, zero=1, epsilon=1e-6
+                learning_rate=RATE, schedule="constant", weight_decay=0.1, clip_norm=1e9, zero=1, epsilon=EPSILON
             ),
         )
         self.program = tiny_program(self.config)
@@ -128,7 +132,7 @@ def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[st
     assert "fresh none; frozen, with fresh adapters of rank 4" in tuning.told
     peer = peft.PeftModel.from_pretrained(tuning.peer, tuning.export(0), is_trainable=True).double()
     trained = {name.replace(".default", ""): each for name, each in peer.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.1)
     for number in range(3):
         loss, gradients = tuning.step(number)
         batch = tuning.batch(number)

@@ -103,18 +103,26 @@ def test_a_tensor_group_that_neither_divides_heads_of_keys_nor_is_a_multiple() -
             {"lora.rank": 129},
             "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128",
         ),
-        ("llama-demo", {"lora.rank": 65}, "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64"),
+        (
+            "llama-demo",
+            {"lora.rank": 65},
+            "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64",
+        ),
         ("demo", {"lora.targets": ["atention"]}, "did you mean attention?"),
         ("demo", {"lora.targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, query, key, value, "),
         ("demo", {"lora.rank": 4, "lora.targets": []}, "--lora.targets is empty; valid: attention, "),
         (
             "demo",
             {"lora.rank": 4, "lora.targets": ["gate"]},
-            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or --model.activ",
+            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or",
         ),
         ("demo", {"lora.rank": 4, "lora.alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
         ("demo", {"lora.rank": -1}, "--lora.rank -1; valid: 0 to"),
-        ("bert-demo", {"lora.rank": 4}, "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d"),
+        (
+            "bert-demo",
+            {"lora.rank": 4},
+            "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d",
+        ),
     ],
 )
 def test_adapters_that_a_model_cannot_have(preset: str, values: dict[str, Any], line: str) -> None:

@@ -76,7 +76,9 @@ def test_equals_the_jaxpr(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name)
+@pytest.mark.parametrize(
+    "row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name
+)
 def test_equals_the_jaxpr_on_the_grid(row):
     check(config_of(row))
 

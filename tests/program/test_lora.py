@@ -60,7 +60,9 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
     merged = dict(weights)
     for name in products:
         a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
-        merged[f"{name}/weight"] = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(weights[f"{name}/weight"].shape)
+        merged[f"{name}/weight"] = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(
+            weights[f"{name}/weight"].shape
+        )
     plain = dataclasses.replace(config, lora=LoraConfig())
     whole = drawn_state(tiny_program(plain))
     whole = dataclasses.replace(
@@ -141,7 +143,10 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
 
 def test_only_the_adapters_have_moments() -> None:
     layout = tiny_program(config_of(precision="bf16")).layout
-    names = {"/".join(str(key.key) for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.optimizer[0].mu)}
+    names = {
+        "/".join(str(key.key) for key in path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.optimizer[0].mu)
+    }
     assert len(names) == 14 and all(name.endswith(("/a", "/b")) for name in names)
     assert layout.shapes.main.keys() == {"shared", "blocks", LORA}
 
