@@ -30,8 +30,8 @@ def train_step(program: Program) -> Wrapped:
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
-    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients of what is trained, before
-    clipping."""
+    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping: of the
+    weights, or of LoRA's adapters."""
     specs, trained = program.layout.specs, program.layout.trained_specs
     return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, trained), donate_argnums=0)
 
