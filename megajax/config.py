@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 from megajax.data.config import DataConfig, TokenizerConfig
-from megajax.models.config import ModelConfig
+from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 from megajax.pipeline.config import PipelineConfig
@@ -118,6 +118,7 @@ class Config:
     ] = False
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig

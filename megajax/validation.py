@@ -9,7 +9,7 @@ from itertools import product
 from megajax.config import Config, MeshConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
-from megajax.models.checks import check_model
+from megajax.models.checks import check_lora, check_model
 from megajax.models.registry import FAMILIES, Entry
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
@@ -35,6 +35,7 @@ def check_values(config: Config) -> None:
             f"{' or '.join(able)}"
         )
     check_model(model)
+    check_lora(config.lora, model)
     _check_task(config)
     _check_length(config)
     if config.data.reset_attention and not family.continues_text:

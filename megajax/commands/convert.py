@@ -67,7 +67,7 @@ def export_hf(argv: Sequence[str]) -> None:
     """
     parser = Parser(
         "Write a checkpoint of a run as a folder that transformers loads.",
-        "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16]",
+        "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
     )
     parser.add_argument("run", metavar="RUN", help="run directory of the training")
     parser.add_argument("path", metavar="PATH", help="folder to make")
@@ -77,7 +77,11 @@ def export_hf(argv: Sequence[str]) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="of the weights [what they were imported in, fp32 if they were not]",
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="LoRA's adapters alone, as peft loads them [all weights, adapters added]"
+    )
     args = _parse(parser, argv)
+    from megajax.convert.adapters import check_has_adapters, export_adapter
     from megajax.convert.exporting import export_config, export_hf
     from megajax.convert.importing import check_new
     from megajax.runs.parts import check_outside_runs
@@ -86,7 +90,14 @@ def export_hf(argv: Sequence[str]) -> None:
     check_new(folder, "PATH")
     check_outside_runs(folder, "PATH")
     config = export_config(run_dir)
+    if args.adapter:
+        check_has_adapters(run_dir, config)
     _start(config)
+    if args.adapter:
+        step = export_adapter(run_dir, config, folder, args.step, dtype=args.dtype)
+        figures = {"path": str(folder), "step": step, "rank": config.lora.rank}
+        _finish(args, figures, f"exported the adapters of step {step} of {run_dir} to {folder}")
+        return
     step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
     _finish(
         args,

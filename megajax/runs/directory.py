@@ -150,11 +150,15 @@ _SAMPLES = [  # and, once it has trained, which samples it has seen and holds ou
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    for key in _WEIGHTS + (_SAMPLES if trained else []):
+    of_adapters = ["lora.rank", *(["lora.alpha", "lora.targets"] if config.lora.rank else [])]
+    for key in _WEIGHTS + of_adapters + (_SAMPLES if trained else []):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
+            before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
+            with_init = f" with --init {run_dir}" if key in of_adapters else ""
             raise UserError(
                 f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: the same, or another --run-dir"
+                f"{with_init}"
             )
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
     if trained and weights[0] != weights[1]:

@@ -111,6 +111,11 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
     """
     if config.init and is_new:
         check_init(config)
+    elif config.lora.rank and is_new:
+        raise UserError(
+            f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with the run "
+            "whose weights get adapters, or --lora.rank 0"
+        )
     if not config.pretrains:
         make_task_data(config, folder, again=is_new)
         return
