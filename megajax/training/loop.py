@@ -2,6 +2,7 @@
 checkpoint."""
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
+from jax.stages import Compiled
 
 from megajax.config import Config
-from megajax.data.loader import train_batches
+from megajax.data.loader import growing_batches
 from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
 from megajax.processes import Poll, is_first_process, say
-from megajax.program.program import Program
+from megajax.program.program import Batch, Program
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -45,6 +47,7 @@ class _Pending:
     metrics: dict[str, jax.Array]
     dispatched: float
     data_seconds: float
+    tokens: int
     asked: Callable[[], tuple[int, ...]]  # what processes asked of all after it
 
 
@@ -114,10 +117,9 @@ class Run:
 
     def _steps(self) -> None:
         config = self.config
-        rows = self.program.local_rows
-        batches = train_batches(
-            self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
-        )
+        sizes, program = config.train.batch_sizes, self.program
+        rows_of = functools.cache(program.rows_of)
+        batches = growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)
         pending: _Pending | None = None
         at_once = runs_at_once(config)
         step_function = None
@@ -127,23 +129,26 @@ class Run:
             asked = time.perf_counter()
             loaded = next(batches)
             data_seconds = time.perf_counter() - asked
-            batch = self.program.put_batch(loaded, rows)
+            size = sizes.at(step - 1).size
+            if step_function is not None and size != program.config.train.global_batch:
+                step_function = None
+                if pending:
+                    self._read(pending)
+                    pending = None
+                    if self._saves(step - 1):  # who stops doesn't wait for a compiler
+                        self._validate_and_save(step - 1)
             if step_function is None:
-                self.watchdog.at(step, COMPILING)
-                began = time.perf_counter()
-                step_function = train_step(self.program).lower(self.state, batch).compile()
-                self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
-                give_back_freed_memory()
-                if stop_signals.number and jax.process_count() == 1:
-                    raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
-                self.ready = time.perf_counter()
+                program = self.program.with_batch(size)
+            batch = program.put_batch(loaded, rows_of(size))
+            if step_function is None:
+                step_function = self._compile(step, program, batch)
             dispatched = time.perf_counter()
             self.watchdog.at(step, COMPUTING)
             self.state, metrics = step_function(self.state, batch)
             asked_after = self.poll.ask(self._asks)
             if pending:
                 self._read(pending)
-            pending = _Pending(step, metrics, dispatched, data_seconds, asked_after)
+            pending = _Pending(step, metrics, dispatched, data_seconds, math.prod(batch["tokens"].shape), asked_after)
             if at_once:
                 self._read(pending)
                 pending = None
@@ -157,6 +162,20 @@ class Run:
         self.checkpoints.wait()
         if isinstance(self.data, TaskData):
             self._score_dev(self.data)
+
+    def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
+        """The step of a program; a signal before the first step of this start ends the run."""
+        self.watchdog.at(step, COMPILING)
+        began = time.perf_counter()
+        compiled = train_step(program).lower(self.state, batch).compile()
+        ramps = len(self.config.train.batch_sizes.stages) > 1
+        of = f" of {program.config.train.global_batch} sequences" if ramps else ""
+        self.log.print(f"compiled the step{of} in {time.perf_counter() - began:.1f} s")
+        give_back_freed_memory()
+        if step == self.first + 1 and stop_signals.number and jax.process_count() == 1:
+            raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
+        self.ready = time.perf_counter()
+        return compiled
 
     def _asks(self) -> tuple[int, int]:
         """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
@@ -189,7 +208,6 @@ class Run:
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
-        tokens = math.prod(self.program.batch_types["tokens"].shape)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         if pending.step == self.first + 1 and (told := memory_in_use(jax.local_devices())):
@@ -198,7 +216,7 @@ class Run:
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
         self.log.record_step(
-            pending.step, **metrics, parts=parts, skipped_steps=self.skipped.total, tokens=tokens, **times
+            pending.step, **metrics, parts=parts, skipped_steps=self.skipped.total, tokens=pending.tokens, **times
         )
         if self.skipped.too_many:
             self._stop(reason)
