@@ -45,7 +45,9 @@ class TrainConfig:
     ] = 0
     global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
     ramp_start: Annotated[
-        int, "sequences of the first steps, where the batch grows to global_batch; 0: it does not", between(0, 1_000_000)
+        int,
+        "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
+        between(0, 1_000_000),
     ] = 0
     ramp_increment: Annotated[int, "sequences by which it grows at a time", between(0, 1_000_000)] = 0
     ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO] = 0

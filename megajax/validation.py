@@ -172,7 +172,9 @@ def _check_ramp(train: TrainConfig) -> None:
     full, start = train.global_batch, train.ramp_start
     if start >= full:
         valid = f"1 to {full - 1}" if full > 1 else "0"
-        raise UserError(f"--train.ramp-start {start} with --train.global-batch {full}, to which it grows; valid: {valid}")
+        raise UserError(
+            f"--train.ramp-start {start} with --train.global-batch {full}, to which it grows; valid: {valid}"
+        )
     if (full - start) % train.ramp_increment:
         raise UserError(
             f"--train.ramp-increment {train.ramp_increment} does not lead from --train.ramp-start {start} to "

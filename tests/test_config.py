@@ -195,9 +195,18 @@ RAMP = {"train.ramp_start": 2, "train.ramp_increment": 2, "train.ramp_samples": 
         ),
         (WSD, "--optimizer.cooldown-steps 0 with --optimizer.schedule wsd, which ends at --optimizer.decay-steps 100"),
         (WSD | {"optimizer.cooldown_steps": 61}, "after 40 steps of warm-up; valid: 1 to 60"),
-        ({"train.ramp_start": 2}, "--train.ramp-increment and --train.ramp-samples missing; valid: --train.ramp-start,"),
-        (RAMP | {"train.ramp_start": 8}, "--train.ramp-start 8 with --train.global-batch 8, to which it grows; valid: 1"),
-        (RAMP | {"train.ramp_increment": 4}, "does not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),
+        (
+            {"train.ramp_start": 2},
+            "--train.ramp-increment and --train.ramp-samples missing; valid: --train.ramp-start,",
+        ),
+        (
+            RAMP | {"train.ramp_start": 8},
+            "--train.ramp-start 8 with --train.global-batch 8, to which it grows; valid: 1",
+        ),
+        (
+            RAMP | {"train.ramp_increment": 4},
+            "does not lead from --train.ramp-start 2 to --train.global-batch 8; valid",
+        ),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
         ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 to 1000000000"),
@@ -266,8 +275,8 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
         ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
         (
             RAMP | {"mesh.data": 2, "train.microbatch": 2},
-            "--train.ramp-start 2 with --train.ramp-increment 2 has steps of 2 sequences, not divisible by --mesh.data 2 "
-            "x --train.microbatch 2; valid: multiples of 4",
+            "--train.ramp-start 2 with --train.ramp-increment 2 has steps of 2 sequences, not divisible by --mesh.data "
+            "2 x --train.microbatch 2; valid: multiples of 4",
         ),
         (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
     ],

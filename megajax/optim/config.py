@@ -13,8 +13,8 @@ class OptimizerConfig:
     learning_rate: Annotated[float, "peak, reached at the end of the warm-up", above(0, 1e30)]
     decay_steps: Annotated[
         int,
-        "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; 0: the end "
-        "of train.epochs",
+        "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; "
+        "0: the end of train.epochs",
         AT_LEAST_ZERO,
     ] = 0
     schedule: Annotated[
@@ -22,7 +22,9 @@ class OptimizerConfig:
         "way of the learning rate from the peak down to the floor; wsd (warm-up, stable, decay): it stays at the peak "
         "until the last cooldown_steps",
     ] = "cosine"
-    cooldown_steps: Annotated[int, "of wsd: how many steps the decay takes, which ends at decay_steps", AT_LEAST_ZERO] = 0
+    cooldown_steps: Annotated[
+        int, "of wsd: how many steps the decay takes, which ends at decay_steps", AT_LEAST_ZERO
+    ] = 0
     cooldown_shape: Annotated[
         Literal["1-sqrt", "linear", "cosine", "exponential"], "of wsd: how the learning rate falls in these steps"
     ] = "1-sqrt"

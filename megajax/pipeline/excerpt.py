@@ -70,29 +70,35 @@ def excerpt(schedule: Schedule) -> Excerpt:
 
 def _parts(schedule: Schedule) -> list[Part]:
     forward, backward = schedule.forward.active, schedule.backward.active
-    ticks = schedule.num_ticks
-    filled, drains = int(backward[:, 0].argmax()), ticks - 1 - int(forward[::-1, 0].argmax())
-    begins, ends = min(filled + 1, _MOST_TICKS, (ticks + 1) // 2), min(ticks - drains, _MOST_TICKS, ticks // 2)
-    first, past = _middle(schedule, begins, ticks - ends)
-    parts = [Part("warm-up", 0, begins), Part("cool-down", ticks - ends, ticks)]
-    if first < past:
-        steady = bool((forward & backward)[first:past].all())
-        parts.insert(1, Part("steady" if steady else "middle", first, past))
+    ticks, group = schedule.num_ticks, max(schedule.num_virtual, 8)
+    turn = int(backward[:, -1].argmax())
+    turns = turn > _last(forward[:, -1])  # all forwards, then all backwards
+    filled = 2 * schedule.num_stages if turns else int(backward[:, 0].argmax()) + 1
+    drained = 2 * schedule.num_stages if turns else ticks - _last(forward[:, 0])
+    begins, ends = min(filled, _MOST_TICKS, (ticks + 1) // 2), min(drained, _MOST_TICKS, ticks // 2)
+    parts = [
+        Part("warm-up" + " (its first ticks)" * (begins < filled), 0, begins),
+        Part("cool-down" + " (its last ticks)" * (ends < drained), ticks - ends, ticks),
+    ]
+    length = min(2 * schedule.num_stages if turns else group, _MOST_TICKS, ticks - ends - begins)
+    if length > 0:
+        wanted = turn - length // 2 if turns else _group(schedule, (begins + ticks - ends - length) // 2)
+        first = min(max(wanted, begins), ticks - ends - length)
+        steady = bool((forward & backward)[first : first + length].all())
+        name = "the turn" if turns else "steady" if steady else "middle"
+        parts.insert(1, Part(name, first, first + length))
     return parts
 
 
-def _middle(schedule: Schedule, first: int, past: int) -> tuple[int, int]:
-    """Of the ticks from `first` to before `past` those in which the first stage begins a group of as many microbatches
-    as there are stages, in the middle of them; of a schedule that runs all forwards first, those where it turns."""
-    forward, backward = schedule.forward, schedule.backward
-    length = min(max(schedule.num_virtual, 8), _MOST_TICKS, past - first)
-    last_forward = schedule.num_ticks - 1 - int(forward.active[::-1, -1].argmax())
-    wanted = (first + past - length) // 2
-    if (turn := int(backward.active[:, -1].argmax())) > last_forward:
-        wanted = turn - length // 2
-    else:
-        begins = (forward.chunk[:, 0] == 0) & (forward.microbatch[:, 0] % schedule.num_stages == 0)
-        if (groups := np.flatnonzero(begins)).size:
-            wanted = int(groups[np.abs(groups - wanted).argmin()])
-    wanted = min(max(wanted, first), past - length)
-    return wanted, wanted + length
+def _last(active: np.ndarray) -> int:
+    """The last tick in which something runs."""
+    return len(active) - 1 - int(active[::-1].argmax())
+
+
+def _group(schedule: Schedule, tick: int) -> int:
+    """The tick nearest to another in which the first stage begins a group of as many microbatches as there are
+    stages."""
+    forward = schedule.forward
+    begins = (forward.chunk[:, 0] == 0) & (forward.microbatch[:, 0] % schedule.num_stages == 0)
+    groups = np.flatnonzero(begins)
+    return int(groups[np.abs(groups - tick).argmin()]) if groups.size else tick

@@ -1,6 +1,7 @@
 """The timeline of a schedule as a picture: every pass of every stage, or of a large schedule an overview of the whole
 step and, cell by cell, the parts that `excerpt.py` chooses."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     longest = max(end - begin for begin, end in ranges)
     shortest = min(span.end - span.start for span in spans)
     inches = min(_INCHES[1], max(_INCHES[0], _SHORTEST * longest / shortest))
-    rows = 0.5 * len(shown.stages)
-    heights = [0.8 + rows] * len(ranges)
+    height = 0.5 if shown.is_whole else 0.34
+    heights = [0.8 + height * len(shown.stages)] * len(ranges)
     if not shown.is_whole:
         heights.insert(0, 1.4 + min(5.0, 0.2 * schedule.num_stages))
     figure = Figure(figsize=(inches, 0.8 + sum(heights)), dpi=110, layout="constrained")
@@ -48,22 +49,27 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     if shown.is_whole:
         panels[0].set_title(title, loc="left")
     else:
-        _overview(panels.pop(0), title, spans, shown, ranges)
+        _overview(panels.pop(0), title, spans, shown, ranges, inches)
     for axes, part, (begin, end) in zip(panels, shown.parts, ranges, strict=True):
         within = [span for span in spans if span.start < end and span.end > begin]
         _cells(axes, within, shown, (begin, begin + longest), inches / longest, schedule.num_chunks)
         if not shown.is_whole:
-            axes.set_title(part.words(), loc="left", fontsize=10)
+            axes.set_title(part.words(), loc="left", fontsize=_size(inches))
             axes.axvspan(end, begin + longest, color="white", zorder=3)  # what is beyond the part
-    panels[-1].set_xlabel(f"time ({unit})")
-    legend = _legend(schedule)
-    figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=8)
+    panels[-1].set_xlabel(f"time ({unit})", fontsize=_size(inches))
+    legend, size = _legend(schedule), 8 if shown.is_whole else _size(inches)
+    figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=size)
     save(figure, path, MARK)
 
 
 def is_own(file: Path) -> bool:
     """Whether a file is a picture that `draw_timeline` drew."""
     return is_marked(file, MARK)
+
+
+def _size(inches: float) -> float:
+    """Of letters, in points, which stay legible where a wide picture is made small."""
+    return min(20.0, max(10.0, 0.6 * inches))
 
 
 def _range(spans: Sequence[Span], part: Part) -> tuple[float, float]:
@@ -95,7 +101,7 @@ def _cells(
     row = _rows(shown)
     spans = [span for span in spans if span.stage in row]
     corners = np.array([[span.start, span.end, row[span.stage] - 0.42, row[span.stage] + 0.42] for span in spans])
-    bars = corners[:, [[0, 2], [0, 3], [1, 3], [1, 2]]]
+    bars = list(corners[:, [[0, 2], [0, 3], [1, 3], [1, 2]]])
     colours = [COLOURS[span.part][span.chunk % 4] for span in spans]
     axes.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.8))
     for span in spans:
@@ -103,7 +109,9 @@ def _cells(
         if scale * (span.end - span.start) > max(0.16, 0.05 + _LETTER * len(name)):
             colour = "white" if span.chunk % 4 == 0 else "black"
             middle = (span.start + span.end) / 2
-            axes.text(middle, row[span.stage], name, ha="center", va="center", fontsize=7, color=colour, clip_on=True)
+            text = axes.text(middle, row[span.stage], name, ha="center", va="center", fontsize=7, color=colour)
+            text.set_clip_on(True)
+            text.set_in_layout(False)  # whose extent would be computed
     _ticks(axes, row)
     axes.set_ylim(max(row.values()) + 0.6, -0.6)
     axes.set_xlim(*limits)
@@ -122,7 +130,7 @@ def _ticks(axes: Any, row: dict[int, int]) -> None:
 
 
 def _overview(
-    axes: Any, title: str, spans: Sequence[Span], shown: Excerpt, ranges: Sequence[tuple[float, float]]
+    axes: Any, title: str, spans: Sequence[Span], shown: Excerpt, ranges: Sequence[tuple[float, float]], inches: float
 ) -> None:
     """The whole step, the colours of what runs in a column mixed, and where its parts are."""
     num_stages, end = shown.of[1], max(span.end for span in spans)
@@ -134,15 +142,16 @@ def _overview(
     )
     for part, (begin, past) in zip(shown.parts, ranges, strict=True):
         axes.axvspan(begin, past, fill=False, edgecolor="black", lw=1.2)
-        axes.annotate(
-            part.name, ((begin + past) / 2, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="center", fontsize=9,
-        )  # fmt: skip
+        place, name = ((begin + past) / 2, 1), part.name.partition(" (")[0]
+        above = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(name, place, (0, 3), fontsize=_size(inches) - 1, **above)
     note = (
         f"Whole step, {shown.cells:,} passes: colours are mixed where several run in a column. Below, the framed parts "
         f"pass by pass; {shown.left_out()} left out there."
     )
-    axes.set_title(f"{title}\n{note}", loc="left", fontsize=10, pad=18)
+    letters = int(105 * inches / _size(inches))  # in a line
+    lines = "\n".join(line for text in (title, note) for line in textwrap.wrap(text, letters))
+    axes.set_title(lines, loc="left", fontsize=_size(inches), pad=1.8 * _size(inches))
     some = {stage: stage for stage in range(0, num_stages, -(-num_stages // 16))}
     _ticks(axes, some)
     axes.spines["bottom"].set_visible(False)

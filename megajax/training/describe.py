@@ -119,7 +119,9 @@ def _optimizer(program: Program) -> str:
     config = program.config.optimizer
     cools = config.schedule == "wsd"
     first = config.decay_steps - config.cooldown_steps
-    falling = f" until step {first:,} and down ({config.cooldown_shape}) to step {config.decay_steps:,}" if cools else ""
+    falling = (
+        f" until step {first:,} and down ({config.cooldown_shape}) to step {config.decay_steps:,}" if cools else ""
+    )
     decayed, others = parameter_groups(program.layout.natural_shapes.params)
     return (
         f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}{falling}, weight decay "

@@ -17,13 +17,19 @@ def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
     return "--train.ramp-start", start, "--train.ramp-increment", increment, "--train.ramp-samples", samples
 
 
+MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+
+
 @pytest.mark.parametrize(
     ("flags", "mesh", "sizes", "first"),
     [
-        (ramp(4, 4, 12), ("--mesh.data", 2, "--simulate-devices", 2), [4, 4, 4, 8, 8], 2),
+        (ramp(4, 4, 8), (), [4, 4, 8], 1),
+        pytest.param(
+            ramp(4, 4, 12), ("--mesh.data", 2, "--simulate-devices", 2), [4, 4, 4, 8, 8], 2, marks=pytest.mark.full
+        ),
         pytest.param(
             (*ramp(4, 4, 24), "--train.global-batch", 12),
-            (*("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8), "--train.microbatch", 2),
+            (*MESH_222, "--train.microbatch", 2),
             [4, 4, 4, 8, 8, 12, 12],
             4,
             marks=pytest.mark.full,
