@@ -14,7 +14,7 @@ class OptimizerConfig:
     decay_steps: Annotated[
         int,
         "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; "
-        "0: the end of train.epochs",
+        "0: train.steps, or the end of train.epochs",
         AT_LEAST_ZERO,
     ] = 0
     schedule: Annotated[
