@@ -4,18 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
-from megajax.paths import check_path, check_place
+from megajax.paths import check_place
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.plan import Task
-from megajax.preparation.prepare import prepare_dataset
-from megajax.preparation.progress import Show
-from megajax.preparation.report import print_table, printable
-from megajax.preparation.workers import num_cores
 from megajax.runs.parts import check_outside_runs
 
 
@@ -51,10 +45,19 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
     check_place(args.output, "--output")
     for path in args.inputs:
-        check_path(path, "INPUT")
+        check_input(path, "INPUT")
     for path in args.decontaminate:
-        check_path(path, "--decontaminate")
+        check_input(path, "--decontaminate")
     check_outside_runs(Path(args.output), "--output")
+
+    from rich.console import Console
+
+    from megajax.preparation.plan import Task
+    from megajax.preparation.prepare import prepare_dataset
+    from megajax.preparation.progress import Show
+    from megajax.preparation.report import print_table, printable
+    from megajax.preparation.workers import num_cores
+
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:

@@ -30,13 +30,16 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (
     TOKENIZER_FILES,
     Kind,
+    is_on_hub,
     is_tokenizer_folder,
     load_tokenizer,
+    named_tokenizer,
     train_tokenizer,
     training_part,
 )
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
+from megajax.paths import scheme
 from megajax.phases import phase
 
 
@@ -72,8 +75,9 @@ def make_corpus(
     is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
 
     Args:
-        path: text file, `.jsonl` file, folder, a word for the standard library or PREFIX.
-        tokenizer_path: folder of a tokenizer; empty: that in `output_dir`, else train one with up to `vocab_size` ids.
+        path: text file, `.jsonl` file, folder, URL, a word for the standard library or PREFIX.
+        tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
+            train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the corpus is not what the caller needs; it is then not kept.
@@ -192,7 +196,7 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
     there = _load_tokenizer(own, vocab_size) if reading.names(own) else None
-    given = _load_tokenizer(tokenizer_path, vocab_size) if tokenizer_path else None
+    given = _fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
         raise UserError(
             f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
@@ -222,7 +226,7 @@ def _adopt(
     tokens.check_vocabulary(vocab_size)
     report = CorpusReport(
         source=_absolute(str(prefix)),
-        tokenizer_source=_absolute(tokenizer_path),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
         dataset=_absolute(str(prefix)),
         vocab_size=vocab_size,
         documents=tokens.num_documents,
@@ -256,7 +260,7 @@ def _tokenize(
     write_blocks(folder, writer.digests)
     report = CorpusReport(
         source=_absolute(documents.path),
-        tokenizer_source=_absolute(tokenizer_path),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
         dataset="",
         vocab_size=tokenizer.size,
         documents=writer.num_documents,
@@ -280,7 +284,10 @@ def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
 
 
 def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    tokenizer = load_tokenizer(folder)
+    return _fitting(load_tokenizer(folder), folder, vocab_size)
+
+
+def _fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "
@@ -290,7 +297,12 @@ def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
 
 def _absolute(path: str) -> str:
-    return path if path in ("", *WORDS) else str(Path(path).resolve())
+    """A path, whatever folder is the current one; words and URLs stay."""
+    return path if path in ("", *WORDS) or scheme(path) else str(Path(path).resolve())
+
+
+def _tokenizer_source(path: str) -> str:
+    return path if is_on_hub(path) else _absolute(path)
 
 
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
@@ -300,7 +312,7 @@ def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: 
         source = str(prepared_prefix(source) or source)
     for flag, made_from, given in (
         (path_flag, report.source, source),
-        ("--tokenizer.path", report.tokenizer_source, _absolute(tokenizer_path)),
+        ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
     ):
         if made_from != given:
             raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that, or a new --run-dir")

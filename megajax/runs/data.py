@@ -13,7 +13,7 @@ from megajax.data.masking import WordPieces
 from megajax.data.prepared import prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
@@ -120,6 +120,13 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
 def has_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` was here."""
     return has_corpus(folder / "source-0" if config.data.sources else folder)
+
+
+def has_whole_run_data(config: Config, folder: Path) -> bool:
+    """Whether `make_run_data` has nothing more to make there."""
+    sources = [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
+    others = [f"{_VALIDATION}{entry.name}" for entry in config.data.validation]
+    return all(has_corpus(folder / name) for name in [*sources, *others])
 
 
 def given_samples(
@@ -231,7 +238,7 @@ def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: 
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
     found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}
     if config.tokenizer.path:
-        found[Path(config.tokenizer.path)] = load_tokenizer(config.tokenizer.path)
+        found[Path(config.tokenizer.path)] = named_tokenizer(config.tokenizer.path)
     for place, tokenizer in found.items():
         first = next(iter(found))
         if tokenizer != found[first]:

@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.data.files import write_atomically
 from megajax.data.masking import WordPieces
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import load_tokenizer, named_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 from megajax.runs.init import init_tokenizer
@@ -75,13 +75,18 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     Raises:
         UserError: the files or the tokenizer cannot be used.
     """
-    if not again and reading.kind(folder / _REPORT):
+    if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)
     _check_samples(config, train, dev, tokenizer)
     tokenizer.save(folder / "tokenizer")
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
+
+
+def has_task_data(folder: Path) -> bool:
+    """Whether `make_task_data` was here."""
+    return bool(reading.kind(folder / _REPORT))
 
 
 def open_task_data(config: Config, folder: Path) -> TaskData:
@@ -142,7 +147,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
     """That of the run that `--init` names, or the one that is given, or one trained on the records."""
-    given = load_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
     theirs = init_tokenizer(config) if config.init else None
     if given and theirs and given != theirs:
         raise UserError(
