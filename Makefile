@@ -5,18 +5,20 @@ PYTHON ?= python3
 version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 run := .venv/.run-$(version)
 dev := .venv/.dev-$(version)
+docs := .venv/.docs-$(version)
 python := .venv/bin/python
 
 # Packages are compiled as they are first imported, not all when they are installed: that takes 16 s instead of 25 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-full lint venv
+.PHONY: help train test test-full lint docs venv
 
 help:
 	@echo "make train      train the demo: a small GPT on Python's own source code, 2 to 3 minutes on two cores"
 	@echo "make test       the default tests"
 	@echo "make test-full  every test that needs no GPU"
 	@echo "make lint       ruff, mypy, and the order of the rooms"
+	@echo "make docs       the documentation as a site, in build/docs; a dead link is an error"
 	@echo "make venv       only install, with the development tools"
 
 train: $(run)
@@ -34,10 +36,14 @@ lint: $(dev)
 	$(python) -m mypy
 	.venv/bin/lint-imports
 
+docs: $(docs)
+	$(python) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
+
 venv: $(dev)
 
 $(dev): extra := [dev]
-$(run) $(dev): pyproject.toml constraints.txt
+$(docs): extra := [docs]
+$(run) $(dev) $(docs): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is not a Python >= 3.11; name another: make PYTHON=python3.13" >&2; exit 1; }
 	@$(python) -c 'import pip, sys; assert "%d.%d" % sys.version_info[:2] == "$(version)"' 2>/dev/null \

@@ -40,6 +40,7 @@ from megajax.data.tokenizers import (
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 from megajax.paths import scheme
+from megajax.phases import phase
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def make_corpus(
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
-            _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
+            with phase(f"reading {prefix}"):
+                _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
         else:
             _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new, sentences, kind)
         check(open_corpus(new, vocab_size))
@@ -246,11 +248,12 @@ def _tokenize(
 ) -> None:
     started = time.perf_counter()
     if tokenizer is None:
-        tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
+        with phase(f"training a tokenizer on {documents.path}"):
+            tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
     trained = time.perf_counter()
     if sentences:
         WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
-    with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
+    with phase(f"tokenizing {documents.path}"), IndexedWriter(folder / "tokens", tokenizer.size) as writer:
         for sequences in encode_documents(documents, tokenizer, sentences=sentences):
             writer.add_document(*sequences)
     tokenizer.save(folder / "tokenizer")

@@ -1,0 +1,108 @@
+"""deploy/: what the batch scripts do at the time limit, with programs in the place of SLURM's; what the container file
+installs."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "deploy").glob("*.sbatch"))
+SHELL = [*SCRIPTS, *sorted((ROOT / "benchmarks").glob("*.sh"))]
+
+PROGRAMS = {
+    # A run that says that it runs, and on SIGTERM writes its checkpoint, for a moment, before it ends.
+    "srun": """
+while [[ $1 == -* ]]; do shift; done
+echo "$@" >ran
+if [[ -f code ]]; then exit "$(<code)"; fi
+trap 'sleep 0.2; echo saved >saved; exit 143' TERM
+echo $$ >pid
+for _ in {1..200}; do sleep 0.05; done
+exit 9
+""",
+    "scancel": """
+echo "$@" >cancelled
+kill -TERM "$(<pid)"
+""",
+    "scontrol": """
+echo "$@" >requeued
+""",
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder to run a batch script in; what SLURM's programs were told stands in its files."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{text.strip()}\n")
+        (programs / name).chmod(0o755)
+    return tmp_path
+
+
+def _start(script: Path, job: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PATH": f"{job / 'programs'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    words = ["bash", str(script), "demo", "--data.path", "a corpus"]
+    return subprocess.Popen(words, cwd=job, env=environment, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_time_limit(script: Path, job: Path) -> None:
+    """SIGUSR1 stops the run with a checkpoint, the script waits for it, and the job goes back in the queue."""
+    process = _start(script, job)
+    for _ in range(200):
+        if (job / "pid").exists() and (job / "pid").read_text():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == 143
+    assert (job / "ran").read_text() == "megajax train demo --data.path a corpus\n"
+    assert (job / "cancelled").read_text() == "--signal=TERM 7\n"
+    assert (job / "saved").exists() and (job / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 143])
+def test_other_ends(code: int, job: Path) -> None:
+    """What ends by itself, by an error or because it was cancelled is not put back."""
+    (job / "code").write_text(f"{code}\n")
+    assert _start(SCRIPTS[0], job).wait(20) == code
+    assert not (job / "requeued").exists()
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
+def test_the_shell_reads_it(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert script.suffix == ".sbatch" or os.access(script, os.X_OK)
+
+
+def test_smoke_script_refuses_words_that_it_does_not_know() -> None:
+    script = ROOT / "benchmarks" / "gpu_smoke.sh"
+    for words, said in (
+        (["--device", "tpu"], "valid: gpu, cpu"),
+        (["--minutes", "0"], "1 or more"),
+        (["-x"], "unknown"),
+    ):
+        done = subprocess.run([script, *words], capture_output=True, text=True)
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_container_file() -> None:
+    """It copies what there is, and all that an installation needs; its extra is one of ours."""
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {"pyproject.toml", "constraints.txt", "megajax", "configs", project["readme"], *project["license-files"]}
+    assert needed <= set(copied)
+    assert set(re.findall(r"'\.\[(\w+)\]'", text)) == {"cuda13"} <= project["optional-dependencies"].keys()
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "megajax" / "py.typed").exists()

@@ -1,0 +1,56 @@
+"""Which commands of the pages run in a test, and why the others do not. A command that stands in none of these tables
+fails `test_commands.py`, and so does an entry that no page has any more."""
+
+QUICK = [  # by default, as they are written, in an empty folder
+    "megajax schedule --mesh.pipe 4 --pipeline.schedule interleaved --pipeline.chunks 2 --microbatches 8 "
+    "--plot timeline.png",
+]
+
+FULL = [  # marker `full`: in this order, one after the other, in a folder with README.md and made-up instructions
+    "megajax plan gpt2-8.3b --mesh.data 64 --mesh.tensor 8 --gpu h100",
+    "megajax verify gpt2-8.3b --mesh.data 64 --mesh.tensor 8",
+    "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
+    "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
+    "megajax train demo",
+    "megajax eval perplexity --checkpoint runs/demo",
+    "megajax eval perplexity --checkpoint runs/demo --data README.md --mesh.tensor 2 --simulate-devices 2",
+    'megajax generate --checkpoint runs/demo --prompt "def read("',
+    'megajax generate --checkpoint runs/demo --prompt "def read(" --prompt "class " --max-tokens 64 --temperature 0.8',
+    'megajax generate --checkpoint runs/demo --prompt "import " --top-k 40 --top-p 0.95 --seed 1 --json',
+    "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
+    "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
+]
+
+NOT_RUN = {  # reason -> patterns of whole commands
+    "a corpus, records or a tokenizer of the user": [
+        r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
+        r"megajax prepare .*",
+        r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
+        r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
+    ],
+    "a model of the Hugging Face hub": [
+        r"megajax convert import-hf (openai-community/gpt2|Qwen/.*)",
+        r"megajax train runs/qwen/.*",
+        r".*convert import-hf .* runs/(gpt2|qwen)",
+    ],
+    "minutes of eight simulated devices on two cores; the parity tests compare such meshes": [
+        r"megajax train (demo|llama-demo) --mesh\.data 2 --mesh\.pipe 2 --mesh\.tensor 2 --simulate-devices 8 .*",
+    ],
+    "three minutes each; the tests of commands train the same families smaller": [
+        r"megajax train (bert-demo|llama-demo)",
+    ],
+    "a GPU": [
+        r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
+        r"benchmarks/gpu(_smoke)?\.sh",
+        r"CUDA_VISIBLE_DEVICES=1 .*",
+    ],
+    "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
+    "installs packages into an environment": [
+        r"python3 -m venv .*",
+        r"pip install .*",
+        r"source \.venv/bin/activate",
+        r"make (train|test|lint|docs).*",
+    ],
+    "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
+    "minutes for each planted fault; test_mutants.py runs ten of them": [r"python tests/mutants/.*"],
+}

@@ -1,0 +1,157 @@
+"""The commands of README.md and docs: every one is read by the parser of its command, and runs as it is written or
+stands in a table with the reason why not (`classes.py`)."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from blocks import PAGES, ROOT, Command, blocks, commands
+from classes import FULL, NOT_RUN, QUICK
+from parsing import read
+
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.options import options
+
+COMMANDS = commands()
+PATTERNS = [pattern for patterns in NOT_RUN.values() for pattern in patterns]
+
+
+def test_every_command_is_classified() -> None:
+    """A new command of a page: enter it in `classes.py`."""
+    runs = [*QUICK, *FULL]
+    new = [
+        str(command)
+        for command in COMMANDS
+        if command.text not in runs and not any(re.fullmatch(pattern, command.text) for pattern in PATTERNS)
+    ]
+    assert not new, "in no table of tests/docs/classes.py:\n" + "\n".join(new)
+    texts = {command.text for command in COMMANDS}
+    stale = [entry for entry in runs if entry not in texts]
+    stale += [pattern for pattern in PATTERNS if not any(re.fullmatch(pattern, text) for text in texts)]
+    assert not stale, "on no page any more:\n" + "\n".join(stale)
+
+
+def _of_megajax(command: Command) -> list[str]:
+    """The words after `megajax`; none if it is another program's. A batch script's are those of `megajax train`."""
+    words = command.words
+    if words[0] == "sbatch":
+        script = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+        return ["train", *words[script + 1 :]]
+    if words[:2] == ["podman", "run"]:
+        return words[words.index("megajax") + 1 :]
+    return words[1:] if words[0] == "megajax" else []
+
+
+def _wrong(words: list[str]) -> str:
+    try:
+        read(words)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_flags_and_presets_are_known() -> None:
+    """Of every command of megajax, by its own parser: a flag that was renamed or removed, a preset that is not there, a
+    value or a mesh that is not valid."""
+    problems = {command: _wrong(words) for command in COMMANDS if (words := _of_megajax(command))}
+    wrong = [f"{command}\n    {problem}" for command, problem in problems.items() if problem]
+    assert len(problems) > 40 and not wrong, "\n".join(wrong)
+
+
+def test_commands_in_the_text_are_known() -> None:
+    """Those between backquotes, but for the ones with gaps (`megajax plan PRESET …`) and what recipes make new. Where
+    only some of a command's words are told, they are known."""
+    found, wrong = 0, []
+    names = "train|eval|plan|verify|schedule|generate|convert|prepare"
+    for page in PAGES:
+        for span in re.findall(rf"`megajax ((?:{names}) [^`]*)`", page.read_text()):
+            text = " ".join(span.split())
+            if re.search(r"…|\.\.\.|[\[{|]|\b([A-Z]|PRESET|TASK|COMMAND|STEPS)\b|relu-squared|gpipe-fifo", text):
+                continue
+            found += 1
+            problem = _wrong(Command(page.name, 0, text).words)
+            if problem and not re.match(r"[^;]*( needs a value| missing)[;( ]", problem):
+                wrong.append(f"{page.name}: {text}\n    {problem}")
+    assert found >= 10 and not wrong, "\n".join(wrong)
+
+
+def test_a_wrong_command_is_found() -> None:
+    assert _wrong(["train", "demo", "--mesh.dta", "2"]).startswith("--mesh.dta: unknown flag")
+    assert _wrong(["train", "dmo"]).startswith("no preset")
+    assert "not divisible" in _wrong(["plan", "demo", "--train.global-batch", "7", "--train.microbatch", "2"])
+
+
+def test_other_programs_know_their_words() -> None:
+    """Targets of make, extras of pip, files of scripts; flags of benchmarks stand in their source."""
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    config_flags = {option.flag for option in options(Config).values()}
+    for command in COMMANDS:
+        for target in re.findall(r"\bmake ([a-z-]+)", command.text):
+            assert f"\n{target}:" in makefile, command
+        for extra in re.findall(r"'\.\[([a-z0-9,]+)\]'", command.text):
+            assert set(extra.split(",")) <= extras.keys(), command
+        for file in re.findall(r"\b(?:benchmarks|tests|deploy)/[\w/.-]+", command.text):
+            assert (ROOT / file).is_file(), command
+        if script := re.match(r"python (benchmarks/\w+\.py|tests/mutants/\w+\.py) ", command.text):
+            folder = (ROOT / script[1]).parent
+            source = "".join(path.read_text() for path in folder.glob("*.py"))
+            flags = {word.partition("=")[0] for word in command.words if word.startswith("--")}
+            assert all(flag in config_flags or f'"{flag}"' in source for flag in flags), command
+
+
+def _run(text: str, folder: Path, minutes: float) -> subprocess.CompletedProcess[str]:
+    """A command as it is written, by bash; `megajax` and `python` are those of the tests."""
+    programs = folder / ".programs"
+    programs.mkdir(exist_ok=True)
+    for name, line in (
+        ("megajax", f'exec {sys.executable} -m megajax "$@"'),
+        ("python", f'exec {sys.executable} "$@"'),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    as_users = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=as_users | paths, capture_output=True, text=True, timeout=60 * minutes
+    )
+
+
+@pytest.mark.parametrize("text", QUICK)
+def test_quick_commands(text: str, tmp_path: Path) -> None:
+    done = _run(text, tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_longer_commands(tmp_path: Path) -> None:
+    """As a reader would, from the top: each goes on with what those before it left."""
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    for name, first in (("train", 0), ("dev", 1000)):
+        records = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(first, first + 100)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    for text in FULL:
+        done = _run(text, tmp_path, 60)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "runs" / "demo" / "loss.png").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_other_blocks(page: Path) -> None:
+    """Python compiles, TOML is read, and what a diff changes stands in the code."""
+    for language, line, lines in blocks(page):
+        text = "\n".join(lines)
+        if language == "python":
+            compile(text, f"{page}:{line}", "exec")
+        elif language == "toml":
+            tomllib.loads(text)
+        elif language == "diff":
+            code = "\n".join(file.read_text() for file in (ROOT / "megajax").rglob("*.py"))
+            assert "\n".join(each[1:] for each in lines if each[:1] in (" ", "-")) in code, f"{page}:{line}"

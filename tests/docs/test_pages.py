@@ -1,0 +1,103 @@
+"""Links, quoted errors and examples of the pages."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from blocks import PAGES, ROOT, blocks
+
+from megajax.pipeline import schedule
+from megajax.pipeline.deferral import Deferring
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    inside = {number for _, first, lines in blocks(page) for number in range(first, first + len(lines))}
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if number not in inside and (heading := re.match(r"#+ (.*)", line)):
+            words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower())
+            found.add(words.strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    """On GitHub, where README and the source stand beside the pages; on the site `make docs` checks them again."""
+    text = re.sub(r"`[^`\n]*`", "", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in _anchors(linked), f"{page.name}: {target}"
+
+
+def _texts() -> list[str]:
+    """Every text of the code; what is filled in is "…"."""
+    found = []
+    for file in (ROOT / "megajax").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_errors_are_quoted_as_they_are() -> None:
+    """The first column of the tables of troubleshooting, each in one text of the code, "…" standing for anything."""
+    texts = _texts()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
+    assert len(quotes) > 50
+    missing = []
+    for quote in quotes:
+        parts = [part.strip() for part in quote.removeprefix("error: ").split("…")]
+        assert max(map(len, parts)) > 6, quote
+        missing += [] if any(_holds(text, parts) for text in texts) else [quote]
+    assert not missing, "\n".join(missing)
+
+
+def _holds(text: str, parts: list[str]) -> bool:
+    """Whether the parts stand in the text, one behind the other."""
+    place = 0
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/extending.md's new schedule is one, checked as any other, deferred weight gradients included."""
+    monkeypatch.setattr(schedule, "SCHEDULES", dict(schedule.SCHEDULES))
+    codes = [lines for language, _, lines in blocks(ROOT / "docs" / "extending.md") if language == "python"]
+    module = ModuleType("recipe")
+    exec("\n".join(codes[0]), module.__dict__)
+    for stages, microbatches in ((1, 3), (2, 2), (4, 8), (3, 7)):
+        made = schedule.make_schedule("gpipe-fifo", stages, microbatches)
+        assert made.num_ticks == 2 * (microbatches + stages - 1)
+        schedule.make_schedule("gpipe-fifo", stages, microbatches, 1, Deferring())
+    backward = module.gpipe_fifo(4, 8, 1).backward
+    assert (np.diff(backward, axis=0) == 1).all()
+
+
+@pytest.mark.full
+def test_the_site(tmp_path: Path) -> None:
+    """`make docs`: no warning, so no dead link and no missing anchor."""
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "api.html").stat().st_size > 20_000
