@@ -1,7 +1,6 @@
 """LoRA: what is trained, against a plain computation; what is kept, on any mesh."""
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step_with_gradients
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.trained import restore_params
-from megajax.verify import Trace, compare, named_leaves
+from megajax.verify import named_leaves
 from megajax.verify.initial import drawn_state
 
 RANK, ALPHA, RATE, DECAY = 3, 5.0, 1e-3, 0.1
@@ -45,21 +44,16 @@ def step(config: Config, natural: TrainState) -> tuple[Program, TrainState, dict
     return program, state, figures, named_leaves(program.layout.natural_weights(jax.device_get(grads)))
 
 
-@functools.cache
-def on_one_device() -> tuple[Program, TrainState, dict[str, float], dict[str, np.ndarray]]:
-    """The step that others are held against."""
-    return step(config_of(), drawn_state(tiny_program(config_of())))
-
-
 def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[L, I, R] and [L, R, O], dims of heads joined."""
     return a.reshape(len(a), -1, RANK).astype(float), b.reshape(len(b), RANK, -1).astype(float)
 
 
 def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
-    """The merged weights trained whole by the same step give the loss and every weight's gradient, numpy the rest: of
-    A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen weights stay as they are."""
-    config = config_of()
+    """On a mesh. Merged weights trained whole on one device give the loss and every weight's gradient, numpy
+    the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen weights stay as they
+    are."""
+    config = config_of((2, 1, 2), microbatch=2)
     natural = drawn_state(tiny_program(config))
     weights = named_leaves(natural.params)
     adapters = {name.removeprefix("lora/"): leaf for name, leaf in weights.items() if name.startswith("lora/")}
@@ -71,7 +65,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         merged[f"{name}/weight"] = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(
             weights[f"{name}/weight"].shape
         )
-    plain = dataclasses.replace(config, lora=LoraConfig())
+    plain = dataclasses.replace(config_of(), lora=LoraConfig())
     whole = drawn_state(tiny_program(plain))
     whole = dataclasses.replace(
         whole,
@@ -80,7 +74,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         ),
     )
     _, _, figures, of_weights = step(plain, whole)
-    program, state, ours, gradients = on_one_device()
+    program, state, ours, gradients = step(config, natural)
     assert ours["loss"] == pytest.approx(figures["loss"], rel=1e-6)
     expected = {}
     for name in products:
@@ -106,18 +100,6 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         a, b = flat(after[f"lora/{name}/a"], after[f"lora/{name}/b"])
         new = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(weights[f"{name}/weight"].shape)
         np.testing.assert_allclose(params[f"{name}/weight"], new, rtol=0, atol=1e-6, err_msg=name)
-
-
-def test_a_mesh_changes_nothing() -> None:
-    """The default's row of the parity grid, whose others are long ones: loss, gradients, and the adapters after a
-    step."""
-    split = {"microbatch": 2, "sequence_parallel": True, "weight_gradients": "deferred", "remat": "selective"}
-    program, state, metrics, gradients = step(config_of((2, 2, 2), **split), drawn_state(tiny_program(config_of())))
-    one, before, figures, expected = on_one_device()
-    result = compare(Trace([figures["loss"]], [expected]), Trace([metrics["loss"]], [gradients]))
-    assert result.within(), result
-    after = [jax.device_get(each.layout.to_natural(own)).params for each, own in ((program, state), (one, before))]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *after)
 
 
 def test_a_fresh_adapter_is_as_peft_draws_it() -> None:
@@ -150,7 +132,15 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None
 def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: Path) -> None:
     """What training restores is what it had, to the bit, on the same mesh also the weights that layers compute with; on
     another mesh near it, and so is what evaluation reads, of no other run's weights."""
-    config = config_of((2, 1, 2), precision="bf16", zero=zero)
+    few = {
+        "positions": "learned",
+        "rope_scaling": "none",
+        "rope_factor": 1.0,
+        "activation": "gelu",
+        "tied_embedding": True,
+    }
+    few |= {"rope_original_length": 8192, "lora": LoraConfig(rank=RANK, targets=("output",))}  # weights
+    config = config_of((2, 1, 2), precision="bf16", zero=zero, **few)
     layout = tiny_program(config).layout
     state = layout.from_natural(drawn_state(tiny_program(config)))
     writer = Checkpoints(tmp_path, layout, keep=1)
@@ -158,7 +148,7 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
     writer.wait()
     (tmp_path / "config.toml").write_text(to_toml(config))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(writer.restore(4)), jax.device_get(state))
-    other = tiny_program(config_of((1, 2, 1), zero=0))
+    other = tiny_program(config_of((1, 2, 1), zero=0, **few))
     again = Checkpoints(tmp_path, other.layout).restore(4)
     same = [jax.device_get(program.to_natural(each)) for program, each in ((layout, state), (other.layout, again))]
     jax.tree.map(np.testing.assert_array_equal, *(dataclasses.replace(each, loss_scale=None) for each in same))
