@@ -10,7 +10,7 @@ def main() -> None:
     """Run the command line."""
     from megajax.commands import evaluate
 
-    evaluate.main(sys.argv[1:])
+    evaluate.main(sys.argv[1:], "eval.py")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ def main() -> None:
     """Run the command line."""
     from megajax.commands import train
 
-    train.main(sys.argv[1:])
+    train.main(sys.argv[1:], "train.py")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command `megajax COMMAND [--flag value ...]`, also `python -m megajax COMMAND`."""
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import megajax
+from megajax import completion
 from megajax.ending import run
 from megajax.errors import UserError
 from megajax.options import suggest
@@ -19,6 +21,7 @@ COMMANDS = {  # name -> what it does; its arguments are those of `megajax.comman
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
 }
+_FLAGS = "--help", "--version"
 _MODULES = {"eval": "evaluate"}  # of commands that have another name
 
 
@@ -30,9 +33,10 @@ def main(argv: Sequence[str]) -> None:
     """
     helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
-    if argv and argv[0] in COMMANDS:
-        name = argv[0]
-        importlib.import_module(f"megajax.commands.{_MODULES.get(name, name)}").main(argv[1:])
+    if completion.asked():
+        _complete()
+    elif argv and argv[0] in COMMANDS:
+        _command(argv[0])(argv[1:])
     elif argv and argv[0] in ("-h", "--help"):
         print(f"usage: {usage}")
     elif argv and argv[0] == "--version":
@@ -40,8 +44,24 @@ def main(argv: Sequence[str]) -> None:
     else:
         valid = f"valid: {', '.join(COMMANDS)}"
         raise UserError(
-            f"unknown command {argv[0]!r}; {suggest(argv[0], COMMANDS, valid)}" if argv else f"COMMAND missing; {valid}"
+            f"unknown command {argv[0]!r}; {suggest(argv[0], [*COMMANDS, *_FLAGS], valid)}"
+            if argv
+            else f"COMMAND missing; {valid}"
         )
+
+
+def _command(name: str) -> Callable[[Sequence[str]], None]:
+    return importlib.import_module(f"megajax.commands.{_MODULES.get(name, name)}").main
+
+
+def _complete() -> None:
+    """Answer a shell that completes a command line."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("command", choices=COMMANDS)
+    _command(completion.command(COMMANDS, parser))([])
 
 
 def entry() -> None:

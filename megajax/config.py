@@ -4,11 +4,11 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 (`megajax.presets`) and are checked by `megajax.validation`.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 from megajax.data.config import DataConfig, TokenizerConfig
-from megajax.models.config import ModelConfig
+from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 from megajax.pipeline.config import PipelineConfig
@@ -118,6 +118,7 @@ class Config:
     ] = False
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig
@@ -139,6 +140,13 @@ class Config:
     def splits_vocabulary(self) -> bool:
         """Whether every stage holds a part of the vocabulary, all of them running embedding and head."""
         return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1
+
+    def with_decay(self, decay_steps: int = 0) -> "Config":
+        """With an `optimizer.decay_steps`, where it has none: the one given, else `train.steps`, if that says when
+        training ends; a run that ends in its warm-up does not decay."""
+        train, optimizer = self.train, self.optimizer
+        end = 0 if train.epochs or not train.steps else max(train.steps, optimizer.warmup_steps)
+        return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
 def to_toml(config: Config) -> str:

@@ -3,13 +3,14 @@
 import argparse
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from typing import Any, NoReturn
 
+from megajax import completion
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import Option, options, sections, shown, suggest
-from megajax.presets import load_preset, preset_names, resolve, run_dir_left_out
+from megajax.presets import Preset, load_preset, names_in_folders, preset_names, read_preset, resolve
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -32,6 +33,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str, usage: str) -> None:
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
+
+    def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Add the argument PRESET. Returns the values of the preset that a command line begins with, for `--help`.
+
+        Raises:
+            UserError: that preset cannot be read.
+        """
+        preset = self.add_argument(
+            "preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}"
+        )
+        completion.offer(preset, lambda: [*preset_names(), *names_in_folders()], files=("toml",))
+        return load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
         """Add flags of the configuration.
@@ -58,6 +71,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
         """
+        if completion.asked():
+            completion.answer(self)
         for word in argv or ():
             if "\0" in word:
                 raise UserError(f"{shown(word)}; valid: arguments without NUL")
@@ -143,27 +158,71 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
             )
             return
         metavar = metavar or ("TOML" if option.record else {int: "N", float: "X", str: "TEXT"}[option.kind])
-        group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
+        flag = group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
+        if metavar != "TEXT":  # which may be a path
+            completion.offer(flag, lambda: map(str, option.choices))
 
 
-def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
-    """The configuration of a command line `PRESET [--flag value ...]`.
+@dataclass(frozen=True)
+class Given:
+    """A command line `PRESET [--flag value ...]`, read.
 
-    With `--help` this prints all flags, with the values of the preset if one is named, and exits with code 0.
+    Attributes:
+        preset: that it names.
+        overrides: the values of its flags, by key.
+        print_config: print the configuration instead of training.
+        dry_run: do all that comes before the first step instead of training.
+    """
+
+    preset: Preset
+    overrides: dict[str, Any]
+    print_config: bool
+    dry_run: bool
+
+    def config(self, *, decay_follows: bool = True) -> Config:
+        """The configuration; see `resolve`."""
+        return resolve(self.preset.values, self.overrides, decay_follows=decay_follows)
+
+
+def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
+    """What a command line `PRESET [--flag value ...]` says.
+
+    With `--help` this prints all flags, with the values of the preset if one is named first, and exits with code 0.
 
     Raises:
         UserError: a flag or the preset is not valid.
     """
-    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")
-    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    values = parser.add_preset(argv)
+    printing = "print the configuration as a preset, every value with where it is from, and end"
+    parser.add_argument("--print-config", action="store_true", help=printing)
+    trying = "check, read the data, plan the memory and compile, but train and keep nothing"
+    parser.add_argument("--dry-run", action="store_true", help=trying)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
     overrides = parser.overrides(args)
     if not overrides.get("run_dir", "."):
         del overrides["run_dir"]  # empty: the preset's
-    config = resolve(load_preset(args.preset), overrides)
-    left_out = run_dir_left_out(args.preset)
-    if left_out and "run_dir" not in overrides and config.distributed.process_id <= 0:
-        print(f"{args.preset} is a copy of a run's configuration: {config.run_dir} is used, not its run_dir {left_out}")
-    return config
+    preset = read_preset(args.preset, overrides.get("run_dir", ""))
+    return Given(preset, overrides, args.print_config, args.dry_run)
+
+
+def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
+    """The configuration of a command line `PRESET [--flag value ...]`; see `read_command`.
+
+    Raises:
+        UserError: a flag, the preset or a value is not valid.
+    """
+    return read_command(argv, description, prog).config()
+
+
+def tell_left_out(given: Given, config: Config) -> None:
+    """Say what of the configuration of a run another one does not follow."""
+    preset, left_out = given.preset, given.preset.left_out
+    told = []
+    if left_out.get("run_dir") and "run_dir" not in given.overrides:
+        told.append(f"{config.run_dir} is used, not its run_dir {left_out['run_dir']}")
+    if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
+        told.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
+    if told and config.distributed.process_id <= 0:
+        print(f"{preset.path} is the configuration of another run: {'; '.join(told)}")

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from megajax import reading
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options, sections, shown, suggest
-from megajax.paths import check_path
+from megajax.paths import check_path, identity
 from megajax.tasks.registry import PRETRAINING, TASKS
 from megajax.validation import check_values
 
@@ -25,7 +25,7 @@ def preset_names() -> list[str]:
     return sorted({file.stem for folder in preset_folders() for file in folder.glob("*.toml")})
 
 
-def _names_in_folders() -> list[str]:
+def names_in_folders() -> list[str]:
     """Names of the presets in folders of the preset folders, sorted."""
     files = (file for folder in preset_folders() for file in folder.glob("*/*.toml"))
     return sorted({f"{file.parent.name}/{file.stem}" for file in files})
@@ -34,6 +34,7 @@ def _names_in_folders() -> list[str]:
 def _nearest(name: str, known: list[str]) -> str:
     near = [each for each in known if each.rpartition("/")[2] == name]
     near = near or difflib.get_close_matches(name, known, n=2)
+    near = near or difflib.get_close_matches("/".join(name.split("/")[-2:]), known, n=2)  # of a path, its end
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -57,8 +58,10 @@ def find_preset(name_or_file: str | Path) -> Path:
         raise UserError(f"{path} is {there}; valid: a preset's name, or a TOML file")
     if not there:
         valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
-        known = [*preset_names(), *_names_in_folders()]
-        raise UserError(f"no preset {name!r}; {_nearest(name.removesuffix('.toml'), known) or valid}")
+        known = [*preset_names(), *names_in_folders()]
+        beside = difflib.get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.toml")], n=1)
+        near = f"did you mean {path.with_name(beside[0])}.toml?" if beside else ""
+        raise UserError(f"no preset {name!r}; {near or _nearest(name.removesuffix('.toml'), known) or valid}")
     return path
 
 
@@ -80,31 +83,130 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
 
 
-def load_preset(name_or_file: str | Path) -> dict[str, Any]:
-    """The values of a preset by key. Its `run_dir` is
+@dataclass(frozen=True)
+class Preset:
+    """What a preset says, and what it takes from the presets that it is based on.
+
+    Attributes:
+        path: its file.
+        values: by key, in the types of the configuration; `run_dir` always has one.
+        origins: by key, the file that says the value, in words; not there for what no file says.
+        of_run: whether it is a run's own configuration, in its directory.
+        left_out: by key, values of a run that its copy does not follow.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    origins: dict[str, str]
+    of_run: bool = False
+    left_out: dict[str, Any] = field(default_factory=dict)
+
+
+def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
+    """A preset. What it does not say is said by its `base`, a name or a file beside it, and so on. Its `run_dir` is
 
     - for the config.toml of a run directory: that directory, wherever it lies now;
     - for a copy of one, which would name the directory of a run that goes on elsewhere: runs/ and its name;
-    - for any other preset: what it says, else runs/ and its name.
+    - for any other preset: what it says itself, else runs/ and its name.
+
+    A run's simulated devices are those of its own config.toml only, too: neither a copy nor what is based on it has
+    them. Where `run_dir` is given, the run directory that is used, the config.toml of another one counts as a copy.
 
     Raises:
-        UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type.
+        UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type;
+            a base is missing, or based on this preset.
     """
-    path = find_preset(name_or_file)
+    own, *bases = _with_bases(find_preset(name_or_file))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for file in reversed(bases):
+        inherited = {key: value for key, value in file.values.items() if key not in file.of_start}
+        values = _replaced(values, inherited)
+        origins |= dict.fromkeys(inherited, file.words)
+    here = _lies_in_run(own.path) and (not run_dir or identity(run_dir) == identity(own.path.parent))
+    left_out = {} if here or not own.of_run else {key: own.values[key] for key in _OF_START if key in own.values}
+    kept = {key: value for key, value in own.values.items() if key not in left_out}
+    values = _replaced(values, kept)
+    origins |= dict.fromkeys(kept, own.words)
+    run_dir = str(own.path.parent) if here else kept.get("run_dir") or f"runs/{own.path.stem}"
+    return Preset(own.path, values | {"run_dir": run_dir}, origins, here, left_out)
+
+
+def load_preset(name_or_file: str | Path) -> dict[str, Any]:
+    """The values of a preset by key; see `read_preset`.
+
+    Raises:
+        UserError: as there.
+    """
+    return read_preset(name_or_file).values
+
+
+@dataclass(frozen=True)
+class _File:
+    """What one file of a preset says itself.
+
+    Attributes:
+        base: the preset that it is based on, as it is named there; empty: none.
+        of_run: whether training wrote it.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    base: str
+    of_run: bool
+
+    @property
+    def words(self) -> str:
+        """What it is called in words."""
+        inside = next((folder for folder in preset_folders()[1:] if folder in self.path.parents), None)
+        name = f"preset {self.path.relative_to(inside).with_suffix('')}" if inside else str(self.path)
+        return f"{name}, of a run" if self.of_run else name
+
+    @property
+    def of_start(self) -> tuple[str, ...]:
+        """Keys that nothing takes from it that is based on it: a directory is of one run."""
+        return _OF_START if self.of_run else ("run_dir",)
+
+
+_OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
+
+
+def _with_bases(path: Path) -> list[_File]:
+    """The files of a preset: its own, that of its base, and so on."""
+    files, seen = [_read(path)], [identity(path)]
+    while (last := files[-1]).base:
+        told = f"{last.path}: base = {shown(last.base)}"
+        try:  # a file is looked for beside this one, a name where all names are
+            base = find_preset(last.path.parent / last.base if last.base.endswith(".toml") else last.base)
+        except UserError as error:
+            raise UserError(f"{told}: {error}") from None
+        seen.append(identity(base))
+        if seen[-1] in seen[:-1]:
+            circle = [str(file.path) for file in files[seen.index(seen[-1]) :]]
+            raise UserError(
+                f"{told} goes in a circle: {' -> '.join([*circle, str(base)])}; valid: a preset that is not based on "
+                "this one"
+            )
+        files.append(_read(base))
+    return files
+
+
+def _read(path: Path) -> _File:
     tables = read_toml(path)
+    of_run, base = is_of_run(tables), tables.pop("base", "")
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
     values = {}
     for name, entry in tables.items():
         if isinstance(entry, dict) and name in sections(Config):
             values.update({f"{name}.{key}": value for key, value in entry.items()})
         elif isinstance(entry, dict) or name in sections(Config):
             known = ", ".join(f"[{section}]" for section in sections(Config))
-            raise UserError(f"{path}: {name} = {shown(entry)}; valid tables: {known}")
+            near = suggest(name, sections(Config), "") if isinstance(entry, dict) else ""
+            raise UserError(f"{path}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
-    values = {key: _convert(key, value, f"{path}: {key}") for key, value in values.items()}
-    if _lies_in_run(path):
-        return values | {"run_dir": str(path.parent)}
-    return values | {"run_dir": (not is_of_run(tables) and values.get("run_dir")) or f"runs/{path.stem}"}
+    return _File(path, {key: _convert(key, value, f"{path}: {key}") for key, value in values.items()}, base, of_run)
 
 
 _TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}
@@ -112,23 +214,14 @@ _VALUES = {"seed", "precision", "run_dir", "resume", "simulate_devices"}
 
 
 def is_of_run(tables: Mapping[str, Any]) -> bool:
-    """Whether a preset has every value, as training writes one, which nobody does by hand."""
-    return tables.keys() >= _TABLES | _VALUES and all(isinstance(tables[name], dict) for name in _TABLES)
+    """Whether a preset has every value, as training writes one, which nobody does by hand, and no base, not even an
+    empty one, as `--print-config` writes it."""
+    whole = tables.keys() >= _TABLES | _VALUES and "base" not in tables
+    return whole and all(isinstance(tables[name], dict) for name in _TABLES)
 
 
 def _lies_in_run(path: Path) -> bool:
     return path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "checkpoints"))
-
-
-def run_dir_left_out(name_or_file: str | Path) -> str:
-    """The `run_dir` that `load_preset` does not follow, the preset being a copy of a run's; empty if there is none.
-
-    Raises:
-        UserError: the preset cannot be read.
-    """
-    path = find_preset(name_or_file)
-    tables = read_toml(path)
-    return str(tables["run_dir"]) if is_of_run(tables) and not _lies_in_run(path) else ""
 
 
 def _convert(key: str, value: object, name: str) -> Any:
@@ -144,28 +237,65 @@ def _convert(key: str, value: object, name: str) -> Any:
         raise UserError(f"{name} = {shown(value)}; valid: {table[key].valid}") from None
 
 
-def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
+def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others in their place; one corpus takes the place of several, and several that of one."""
+    left = dict(values)
+    for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
+        if others.get(key) and other not in others:
+            left.pop(other, None)
+    return left | dict(others)
+
+
+def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that follow from a task, where nothing else is said, by key."""
+    task = TASKS.get(values.get("task.name", PRETRAINING))
+    if task is None:
+        return {}
+    resets = {"data.reset_attention": True} if task.continues_text else {}
+    return {"model.head": task.head, "model.num_classes": task.classes} | resets
+
+
+def resolve(
+    preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, decay_follows: bool = True
+) -> Config:
     """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace those of the preset.
 
+    Args:
+        preset: the values of a preset.
+        overrides: those of flags.
+        decay_follows: an `optimizer.decay_steps` that is given nowhere is `train.steps`; else it stays 0, so that a run
+            that goes on can keep the value that it began with.
+
     Raises:
-        UserError: an unknown key, a value that is not valid, or a value that is given nowhere.
+        UserError: an unknown key, a value that is not valid, or values that are given nowhere, all of them in one line.
     """
     overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
-    values = {key: _convert(key, value, key) for key, value in preset.items()}
-    for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
-        if overrides.get(key) and other not in overrides:
-            values.pop(other, None)  # one corpus takes the place of several, and several that of one
-    values |= overrides
-    if (task := TASKS.get(values.get("task.name", PRETRAINING))) is not None:
-        resets = {"data.reset_attention": True} if task.continues_text else {}
-        values = {"model.head": task.head, "model.num_classes": task.classes} | resets | values
-    for option in options(Config).values():
-        if option.default is MISSING and option.key not in values:
-            raise UserError(f"{option.flag} missing ({option.help}); valid: that flag, or {option.key} in the preset")
+    values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
+    values = of_task(values) | values
+    _check_complete(values)
     parts: dict[str, Any] = {"": {}} | {name: {} for name in sections(Config)}
     for key, value in values.items():
-        section, _, field = key.rpartition(".")
-        parts[section][field] = value
+        section, _, name = key.rpartition(".")
+        parts[section][name] = value
     config = Config(**parts[""], **{name: kind(**parts[name]) for name, kind in sections(Config).items()})
     check_values(config)
-    return config
+    return config.with_decay() if decay_follows else config
+
+
+def _check_complete(values: Mapping[str, Any]) -> None:
+    """Raises `UserError` where a value is missing that has no default, with all that are."""
+    table = options(Config)
+    missing = [option for key, option in table.items() if option.default is MISSING and key not in values]
+    if not missing:
+        return
+    if not values.get("train.steps") and not values.get("train.epochs"):
+        missing.append(table["train.steps"])
+    if len(missing) == 1:
+        (option,) = missing
+        raise UserError(f"{option.flag} missing ({option.help}); valid: that flag, or {option.key} in the preset")
+    flags = [option.flag for option in missing]
+    keys = ", ".join(option.key for option in missing)
+    raise UserError(
+        f"{', '.join(flags[:-1])} and {flags[-1]} missing; valid: these flags, in the preset {keys}, or there a base "
+        "that has them"
+    )

@@ -9,7 +9,7 @@ from itertools import product
 from megajax.config import Config, MeshConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
-from megajax.models.checks import check_model
+from megajax.models.checks import check_lora, check_model
 from megajax.models.registry import FAMILIES, Entry
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
@@ -35,6 +35,7 @@ def check_values(config: Config) -> None:
             f"{' or '.join(able)}"
         )
     check_model(model)
+    check_lora(config.lora, model)
     _check_task(config)
     _check_length(config)
     if config.data.reset_attention and not family.continues_text:
@@ -119,16 +120,11 @@ def _check_task(config: Config) -> None:
 
 
 def _check_length(config: Config) -> None:
-    """That it is known when training ends, and the decay of its learning rate."""
+    """That it is known when training ends, and its warm-up."""
     train, optimizer = config.train, config.optimizer
     epochs = ", or of a task --train.epochs" if config.pretrains else " or --train.epochs"
     if not train.steps and not train.epochs:
         raise UserError(f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}{epochs}")
-    if optimizer.schedule != "constant" and not optimizer.decay_steps and not train.epochs:
-        raise UserError(
-            f"--optimizer.decay-steps 0, so that nothing says how the learning rate falls; valid: 1 to {MOST}, "
-            f"--optimizer.schedule constant{epochs}"
-        )
     if optimizer.warmup_steps and optimizer.warmup_fraction:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 from tiny import LLAMA, QWEN3
 
+from megajax.models.config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES
 
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
@@ -174,4 +175,26 @@ FEW_DECODERS = [
         "llama",
     ),
     ((1, 2, 4), "1f1b-1", "replicated", "none", "deferred", "not a multiple", "not divisible", 1, True, "qwen3"),
+]
+# Adapters in place of the weights: the same, whatever the products.
+LORAS = {
+    "gpt2-lora": {"lora": LoraConfig(rank=3, alpha=5.0)},
+    "llama-lora": LLAMA | {"lora": LoraConfig(rank=2)},
+    "qwen3-lora": QWEN3 | {"lora": LoraConfig(rank=4, targets=("query", "key", "output", "mlp"))},
+}
+OF_LORAS = pairwise([(*row, model) for row in GPTS for model in LORAS])
+FEW_LORAS = [
+    (
+        (2, 2, 2),
+        "interleaved-2",
+        "split",
+        "selective",
+        "deferred",
+        "not a multiple",
+        "not divisible",
+        3,
+        True,
+        "llama-lora",
+    ),
+    ((2, 1, 4), "1f1b-1", "replicated", "none", "together", "a multiple", "divisible", 1, True, "qwen3-lora"),
 ]

@@ -8,7 +8,7 @@ import pytest
 from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.presets import load_preset, preset_names, resolve, run_dir_left_out
+from megajax.presets import load_preset, preset_names, read_preset, resolve
 from megajax.validation import validate, validate_imagined, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
@@ -107,19 +107,27 @@ def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path
 
 def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_path: Path) -> None:
     """Wherever the run directory lies now; what the copy names is somebody else's."""
-    config = demo(run_dir="theirs", model__dropout=0.25)
+    config = demo(run_dir="theirs", model__dropout=0.25, simulate_devices=8)
     for name, beside in (("marked", "run.json"), ("before the mark", "checkpoints")):
         (tmp_path / name / beside).mkdir(parents=True)
         (tmp_path / name / "config.toml").write_text(to_toml(config))
         preset = load_preset(tmp_path / name / "config.toml")
         assert (preset["run_dir"], preset["model.dropout"]) == (str(tmp_path / name), 0.25)
-        assert run_dir_left_out(tmp_path / name / "config.toml") == ""
+        assert preset["simulate_devices"] == 8
+        assert read_preset(tmp_path / name / "config.toml").left_out == {}
     for copy in ("config.toml", "mine.toml"):
         (tmp_path / copy).write_text(to_toml(config))
-        assert load_preset(tmp_path / copy)["run_dir"] == f"runs/{Path(copy).stem}"
-        assert run_dir_left_out(tmp_path / copy) == "theirs"
-    write(tmp_path, 'run_dir = "there"')
-    assert run_dir_left_out(tmp_path / "mine.toml") == ""
+        preset = load_preset(tmp_path / copy)
+        assert preset["run_dir"] == f"runs/{Path(copy).stem}" and "simulate_devices" not in preset
+        assert read_preset(tmp_path / copy).left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    elsewhere = read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "new"))
+    assert elsewhere.left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    assert not read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "marked" / ".." / "marked")).left_out
+    based = read_preset(write(tmp_path, 'base = "marked/config.toml"'))
+    assert based.values["run_dir"] == "runs/mine" and "simulate_devices" not in based.values and not based.left_out
+    assert based.values["model.dropout"] == 0.25
+    own = read_preset(write(tmp_path, 'run_dir = "there"'))
+    assert own.values["run_dir"] == "there" and own.left_out == {}
 
 
 @pytest.mark.parametrize(

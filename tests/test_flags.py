@@ -49,7 +49,7 @@ SWITCHES = [key for key, option in options(Config).items() if option.kind is boo
 OF_TASKS = ["task.name", "model.head", "seeds", "train.epochs", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
 OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
-OTHERS = ["optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction"]
+OTHERS = ["optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction", "lora.targets"]
 NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OTHERS]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import megajax
+from megajax.cli import COMMANDS
+from megajax.commands.convert import ACTIONS
 
 CONFIGURATION = ["config", "presets", "flags", "validation", "options", "errors", "cli", "commands"]
 DATA = ["data.corpus", "data.loader"]
@@ -28,3 +30,37 @@ def test_configuration_and_data_need_no_jax() -> None:
     found = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == len(names)
+
+
+HEAVY = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax",
+    "matplotlib",
+    "grain",
+    "tokenizers",
+    "pyarrow",
+    "tensorstore",
+    "rich",
+)
+HELPS = ["", *COMMANDS, "train demo", "plan demo", "verify demo", *(f"convert {action}" for action in ACTIONS)]
+
+
+def test_no_help_needs_more_than_the_configuration() -> None:
+    """Of all commands in one process, where nothing that takes long to import may be imported afterwards."""
+    script = (
+        "import contextlib, io, json, sys\n"
+        "from megajax.cli import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        "        main([*line.split(), '--help'])\n"
+        "    assert 'usage: megajax' in out.getvalue(), line\n"
+        f"    heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+        "    assert not heavy, (line, heavy)\n"
+        "    light = 'numpy' not in sys.modules\n"
+        "    assert light or line, 'megajax --help'\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script, *HELPS], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

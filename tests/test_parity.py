@@ -9,7 +9,19 @@ import jax
 import numpy as np
 import pytest
 from drawn import drawn_state
-from parity_grid import DECODERS, DEFAULT, FEW_DECODERS, FEW_TASKS, OF_DECODERS, OTHERS, TASKS, name
+from parity_grid import (
+    DECODERS,
+    DEFAULT,
+    FEW_DECODERS,
+    FEW_LORAS,
+    FEW_TASKS,
+    LORAS,
+    OF_DECODERS,
+    OF_LORAS,
+    OTHERS,
+    TASKS,
+    name,
+)
 from tiny import tiny_config, tiny_program
 
 from megajax import verify
@@ -34,8 +46,8 @@ def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
 
 def of(model: str) -> dict[str, Any]:
     """The words of its configuration."""
-    if model in DECODERS:
-        return DECODERS[model]
+    if model in DECODERS | LORAS:
+        return (DECODERS | LORAS)[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
     return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
 
@@ -108,8 +120,13 @@ def test_decoders(row):
     check_row(*row)
 
 
+@pytest.mark.parametrize("row", FEW_LORAS, ids=name)
+def test_adapters(row):
+    check_row(*row)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS], ids=name)
+@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS, *OF_LORAS], ids=name)
 def test_rest_of_the_grid(row):
     check_row(*row)
 

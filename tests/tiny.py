@@ -5,7 +5,7 @@ import numpy as np
 
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
-from megajax.models.config import ModelConfig
+from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.program import Program, batch_form
@@ -37,6 +37,7 @@ def tiny_config(
     zero: int = 1,
     sequence_parallel: bool = False,
     reset_attention: bool = False,
+    lora: LoraConfig | None = None,
     **model,
 ) -> Config:
     """A configuration on `mesh` (data, pipe, tensor); `model` overrides fields of `ModelConfig`."""
@@ -45,6 +46,7 @@ def tiny_config(
     return Config(
         precision=precision,
         sequence_parallel=sequence_parallel,
+        lora=lora or LoraConfig(),
         model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
         mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
         pipeline=PipelineConfig(

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax import completion
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
 from megajax.launch import start
+from megajax.options import suggest
 from megajax.paths import check_path
 from megajax.tasks.registry import TASKS
 
@@ -65,7 +67,7 @@ def export_hf(argv: Sequence[str]) -> None:
     """
     parser = Parser(
         "Write a checkpoint of a run as a folder that transformers loads.",
-        "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16]",
+        "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
     )
     parser.add_argument("run", metavar="RUN", help="run directory of the training")
     parser.add_argument("path", metavar="PATH", help="folder to make")
@@ -75,7 +77,11 @@ def export_hf(argv: Sequence[str]) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="of the weights [what they were imported in, fp32 if they were not]",
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="LoRA's adapters alone, as peft loads them [all weights, adapters added]"
+    )
     args = _parse(parser, argv)
+    from megajax.convert.adapters import check_has_adapters, export_adapter
     from megajax.convert.exporting import export_config, export_hf
     from megajax.convert.importing import check_new
     from megajax.runs.parts import check_outside_runs
@@ -84,7 +90,14 @@ def export_hf(argv: Sequence[str]) -> None:
     check_new(folder, "PATH")
     check_outside_runs(folder, "PATH")
     config = export_config(run_dir)
+    if args.adapter:
+        check_has_adapters(run_dir, config)
     _start(config)
+    if args.adapter:
+        step = export_adapter(run_dir, config, folder, args.step, dtype=args.dtype)
+        figures = {"path": str(folder), "step": step, "rank": config.lora.rank}
+        _finish(args, figures, f"exported the adapters of step {step} of {run_dir} to {folder}")
+        return
     step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
     _finish(
         args,
@@ -102,14 +115,22 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: there is none of that name, or it cannot do what its arguments say.
     """
+    if completion.asked():
+        parser = Parser("Import a model from Hugging Face's format, or export a run to it.", "megajax convert ACTION")
+        parser.add_argument("action", choices=ACTIONS)
+        ACTIONS[completion.command(ACTIONS, parser)]([])
     helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
     if argv and argv[0] in ACTIONS:
         ACTIONS[argv[0]](argv[1:])
     elif argv and argv[0] in ("-h", "--help"):
         print(f"usage: megajax convert ACTION [--flag value ...]\n\n{helps}\n\nACTION --help lists an action's flags")
     else:
-        given = f"convert {argv[0]}: no such action" if argv else "convert: ACTION missing"
-        raise UserError(f"{given}; valid: {', '.join(ACTIONS)}")
+        valid = f"valid: {', '.join(ACTIONS)}"
+        raise UserError(
+            f"convert {argv[0]}: no such action; {suggest(argv[0], ACTIONS, valid)}"
+            if argv
+            else f"convert: ACTION missing; {valid}"
+        )
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -127,7 +148,7 @@ def _start(config: Config) -> None:
 
 def _training_further(config: Config, run_dir: Path) -> str:
     """The command that trains an imported run on: a pretrained one in its folder, on a task one that begins with it."""
-    model, command = config.model, f"; train on with: python train.py {run_dir / 'config.toml'}"
+    model, command = config.model, f"; train on with: megajax train {run_dir / 'config.toml'}"
     if model.head == "pretraining":
         return f"{command} --data.path TEXT"
     tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]

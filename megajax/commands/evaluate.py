@@ -1,4 +1,4 @@
-"""`eval.py`: evaluate a run's checkpoint on a task."""
+"""`megajax eval`, also `eval.py`: evaluate a run's checkpoint on a task."""
 
 import json
 import math
@@ -8,30 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from megajax.errors import UserError
-from megajax.evaluation.finetuned import evaluate_task
-from megajax.evaluation.pretrained import EVALUATIONS, OVERLAPPING, PAPER_OVERLAP
+from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_path
-from megajax.processes import is_first_process
 from megajax.runs.parts import check_outside_runs
 from megajax.tasks.registry import TASKS
 
-USAGE = "eval.py TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
+USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
 TASK_FLAGS = ("doc_stride", "question_tokens", "answer_tokens", "n_best", "null_threshold", "option_tokens", "strict")
-NAMES = sorted([*EVALUATIONS, *TASKS])
+NAMES = sorted([*PRETRAINED, *TASKS])
 _ANSWERED = ", ".join(name for name, task in TASKS.items() if not task.continues_text)
 _ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the run
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     """Restore the checkpoints that the command line names, run the task and print its figures as JSON.
 
     Raises:
         UserError: a flag, a run or the data cannot be used.
     """
-    parser = Parser("Evaluate a trained model.", USAGE)
+    parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     runs = f"run directory of the training; of {_ANSWERED} also several: their answers' probabilities are averaged"
     parser.add_argument("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
@@ -52,6 +50,8 @@ def main(argv: Sequence[str]) -> None:
         check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)
     result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
+    from megajax.processes import is_first_process
+
     if is_first_process():
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in result.items()}
         print(json.dumps(finite, allow_nan=False))
@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
 def _finetuned(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
     if "overlap" in args:
         raise UserError(f"--overlap: {args.task} does not take it; valid: {' or '.join(OVERLAPPING)}")
+    from megajax.evaluation.finetuned import evaluate_task
+
     return evaluate_task(
         args.task,
         [Path(path) for path in args.checkpoint],
@@ -80,5 +82,7 @@ def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
     of_tasks = ["--predictions"] if args.predictions else [f"--{key}" for key in overrides if key.startswith("task.")]
     if of_tasks:
         raise UserError(f"{of_tasks[0].replace('_', '-')} is not for {args.task}; valid: {', '.join(TASKS)}")
+    from megajax.evaluation.pretrained import EVALUATIONS
+
     data = args.data[0] if args.data else ""
     return EVALUATIONS[args.task](Path(args.checkpoint[0]), step=args.step, data=data, overrides=overrides, **own)

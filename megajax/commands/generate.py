@@ -11,14 +11,9 @@ from typing import Any
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
-from megajax.generation.choice import Sampling
-from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
-from megajax.generation.text import Screen, continuation_text, read_prompts
 from megajax.options import Option
 from megajax.paths import check_path
-from megajax.processes import is_first_process
-from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
@@ -46,6 +41,10 @@ def main(argv: Sequence[str]) -> None:
     overrides = parser.overrides(args, Config)
     if overrides.get("mesh.pipe", 1) != 1:
         raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
+
+    from megajax.generation.text import read_prompts
+    from megajax.processes import is_first_process
+
     prompts = read_prompts(args.prompt, args.prompt_file)
     report = continue_texts(Path(args.checkpoint), args.step, prompts, options, overrides, show=not args.json)
     if is_first_process():
@@ -77,6 +76,12 @@ def continue_texts(
     Raises:
         UserError: the run, the step, the prompts or the mesh cannot be used.
     """
+    from megajax.generation.choice import Sampling
+    from megajax.generation.decoder import Decoder
+    from megajax.generation.text import Screen, continuation_text
+    from megajax.processes import is_first_process
+    from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+
     of_training = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
     config = evaluation_config(run_dir, overrides | of_training)
     tokenizer = run_tokenizer(run_dir, config)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from megajax.commands import plan_search
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
-from megajax.options import Option
+from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
-from megajax.plan.machines import machine_of, peak_of
-from megajax.presets import load_preset, preset_names, resolve
+from megajax.plan.machines import MACHINES, machine_of, peak_of
+from megajax.presets import load_preset, resolve
 from megajax.validation import validate_imagined
 
-_GPU = Option("gpu", str, "h100", "GPU of all devices: h100, h200, a100, v100, b200")
+_GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,14 +24,13 @@ def main(argv: Sequence[str]) -> None:
         UserError: a flag, the preset or the mesh is not valid.
     """
     began = time.perf_counter()
-    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(
         "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "
         "communication, arithmetic, the pipeline's bubble, a predicted time. The real step is compiled for H200s where "
         "JAX's CUDA packages are installed and they or H100s are asked for, for simulated CPU devices otherwise.",
         "megajax plan PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--gpu NAME] [--flag value ...]",
     )
-    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    values = parser.add_preset(argv)
     add_flag(parser, _GPU, _GPU.default)
     parser.add_argument("--no-compile", action="store_true", help="figures of the model alone, at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -4,18 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_path, check_place
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.plan import Task
-from megajax.preparation.prepare import prepare_dataset
-from megajax.preparation.progress import Show
-from megajax.preparation.report import print_table, printable
-from megajax.preparation.workers import num_cores
 from megajax.runs.parts import check_outside_runs
 
 
@@ -55,6 +48,15 @@ def main(argv: Sequence[str]) -> None:
     for path in args.decontaminate:
         check_path(path, "--decontaminate")
     check_outside_runs(Path(args.output), "--output")
+
+    from rich.console import Console
+
+    from megajax.preparation.plan import Task
+    from megajax.preparation.prepare import prepare_dataset
+    from megajax.preparation.progress import Show
+    from megajax.preparation.report import print_table, printable
+    from megajax.preparation.workers import num_cores
+
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:

@@ -1,23 +1,38 @@
-"""`train.py`: pretrain or fine-tune a model from a preset and flags."""
+"""`megajax train`, also `train.py`: pretrain or fine-tune a model from a preset and flags."""
 
 from collections.abc import Sequence
 
 from megajax.config import Config
 from megajax.data.library import WORDS
-from megajax.flags import parse
+from megajax.errors import UserError
+from megajax.flags import read_command, tell_left_out
 from megajax.paths import check_path, check_place
 
 
-def main(argv: Sequence[str]) -> None:
-    """Train, or with `--profile-pipeline` measure the stages of a pipeline.
+def main(argv: Sequence[str], prog: str = "megajax train") -> None:
+    """Train; with `--print-config` print the configuration, with `--dry-run` do what comes before training, with
+    `--profile-pipeline` measure the stages of a pipeline.
 
     Raises:
         UserError: a flag, the preset or the data cannot be used.
         RunError: the training cannot go on.
     """
-    config = parse(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.")
+    given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.", prog)
+    if given.print_config:
+        from megajax.origins import printed
+
+        print(printed(given.config(), given.preset, given.overrides))
+        return
+    config = given.config(decay_follows=False)
+    if given.dry_run and config.profile_pipeline:
+        raise UserError("--dry-run with --profile-pipeline, which trains nothing anyway; valid: one of them")
+    tell_left_out(given, config)
     _check_paths(config)
-    if config.profile_pipeline:
+    if given.dry_run:
+        from megajax.training.dry_run import dry_run
+
+        dry_run(config)
+    elif config.profile_pipeline:
         from megajax.training.profile import profile_pipeline
 
         profile_pipeline(config)

@@ -12,7 +12,7 @@ from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.launch import in_cluster, start
 from megajax.options import Option, between
-from megajax.presets import load_preset, preset_names, resolve
+from megajax.presets import load_preset, resolve
 from megajax.validation import validate_imagined
 
 _OPTIONS = (
@@ -27,13 +27,12 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a flag, the preset or the mesh is not valid, or the configuration cannot be shrunk.
     """
-    values = load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
     parser = Parser(
         "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
         "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
         "megajax verify PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--flag value ...]",
     )
-    parser.add_argument("preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}")
+    values = parser.add_preset(argv)
     for option in _OPTIONS:
         add_flag(parser, option, option.default)
     parser.add_argument("--optimize", action="store_true", help="compile as training does, which takes longer")

@@ -39,7 +39,7 @@ def export_config(run_dir: Path) -> Config:
     """
     check_run(run_dir, "RUN")
     config = kept_config(run_dir, {})
-    _exchange(run_dir, config, Origin.read(run_dir))
+    exchange_of_run(run_dir, config, Origin.read(run_dir))
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
 
@@ -74,7 +74,7 @@ def export_hf(
     model, origin = config.model, Origin.read(run_dir)
     own = run_dir / "data" / "tokenizer"
     tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
-    exchange, dtype = _exchange(run_dir, config, origin), dtype or origin.dtype
+    exchange, dtype = exchange_of_run(run_dir, config, origin), dtype or origin.dtype
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model.sequence_length, rotary=model.rotary)
@@ -94,5 +94,10 @@ def export_hf(
     return number, tokenizer
 
 
-def _exchange(run_dir: Path, config: Config, origin: Origin) -> Exchange:
+def exchange_of_run(run_dir: Path, config: Config, origin: Origin) -> Exchange:
+    """Of the class of transformers that holds a run's model.
+
+    Raises:
+        UserError: none can.
+    """
     return exchange_for(config.model, origin.architecture, f"RUN {run_dir}")

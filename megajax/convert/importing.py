@@ -59,7 +59,7 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     fields, overrides = Fields(folder), overrides or {}
     exchange = exchange_of(fields)
     settings = exchange.read_settings(fields, overrides)
-    config = resolve(RECIPE | settings, overrides)
+    config = resolve(RECIPE | settings, overrides, decay_follows=False)
     length = settings["model.sequence_length"]
     if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
         valid = f"{length} or less, the positions in config.json" if config.model.rotary else "without it"

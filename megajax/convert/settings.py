@@ -19,7 +19,6 @@ RECIPE = {  # for training further: a low learning rate does not undo what the m
     "train.remat": "selective",
     "optimizer.learning_rate": 5e-5,
     "optimizer.warmup_steps": 100,
-    "optimizer.decay_steps": 1000,
     "checkpoint.every": 100,
 }
 

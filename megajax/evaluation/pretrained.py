@@ -1,5 +1,5 @@
-"""The tasks of `eval.py` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and returns
-figures by name."""
+"""The tasks of `megajax eval` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and
+returns figures by name."""
 
 import math
 import time
@@ -13,14 +13,13 @@ from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.lambada import LastWords, read_lambada
+from megajax.evaluation.options import PAPER_OVERLAP
 from megajax.evaluation.perplexity import Perplexity, perplexities, perplexity, total_loss
 from megajax.evaluation.scoring import compile_scores, score_continuations
 from megajax.evaluation.wikitext import read_wikitext
 from megajax.models.registry import FAMILIES
 from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-
-PAPER_OVERLAP = 32  # targets that a window advances by (paper §5.3)
 
 
 def evaluate_perplexity(
@@ -38,7 +37,7 @@ def evaluate_perplexity(
     config = evaluation_config(run_dir, overrides, any_model=True)
     if config.model.head != "pretraining":
         name = config.task.name if not config.pretrains else "its task"
-        raise UserError(f"--checkpoint {run_dir}: a run of {name} has no perplexity; valid: eval.py {name}")
+        raise UserError(f"--checkpoint {run_dir}: a run of {name} has no perplexity; valid: megajax eval {name}")
     length = config.model.sequence_length
     language_model = FAMILIES[config.model.family].continues_text
     if overlap is not None and not language_model:
@@ -160,4 +159,4 @@ EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "perplexity": evaluate_perplexity,
     "wikitext103": evaluate_wikitext103,
 }
-OVERLAPPING = ("perplexity", "wikitext103")  # the tasks that take `overlap`
+"""By the names in `options.PRETRAINED`."""

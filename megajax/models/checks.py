@@ -3,9 +3,9 @@
 from dataclasses import fields
 
 from megajax.errors import UserError
-from megajax.models.config import ModelConfig
+from megajax.models.config import LORA_TARGETS, LoraConfig, ModelConfig, product_sizes
 from megajax.models.registry import FAMILIES
-from megajax.options import as_flag
+from megajax.options import as_flag, suggest
 
 
 def check_model(model: ModelConfig) -> None:
@@ -85,4 +85,36 @@ def _check_rotary(model: ModelConfig) -> None:
         raise UserError(
             f"--model.rope-low-frequency {model.rope_low_frequency:g} is not below --model.rope-high-frequency "
             f"{model.rope_high_frequency:g}; valid: less"
+        )
+
+
+def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
+    """Check that a model can have adapters.
+
+    Raises:
+        UserError: it cannot, with the flags.
+    """
+    for word in lora.targets:
+        if word not in LORA_TARGETS:
+            near = suggest(word, LORA_TARGETS, otherwise="")
+            raise UserError(f"--lora.targets {word!r}; valid: {', '.join(LORA_TARGETS)}{near and f' ({near})'}")
+    if not lora.rank:
+        return
+    if not FAMILIES[model.family].continues_text:
+        able = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
+        given = f"--lora.rank {lora.rank} with --model.family {model.family}"
+        raise UserError(f"{given}; valid: --lora.rank 0, or --model.family {able}")
+    if "gate" in lora.targets and model.activation != "swiglu":
+        raise UserError(
+            f"--lora.targets gate with --model.activation {model.activation}, which has none; valid: without it, or "
+            "--model.activation swiglu"
+        )
+    if not lora.targets:
+        raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")
+    sizes = product_sizes(model)
+    name, most = min(((name, min(sizes[name])) for name in lora.products(model)), key=lambda pair: pair[1])
+    if lora.rank > most:
+        raise UserError(
+            f"--lora.rank {lora.rank} is more than the product {name} has, of {sizes[name][0]} x {sizes[name][1]}; "
+            f"valid: at most {most}"
         )

@@ -13,7 +13,8 @@ class OptimizerConfig:
     learning_rate: Annotated[float, "peak, reached at the end of the warm-up", above(0, 1e30)]
     decay_steps: Annotated[
         int,
-        "step at which the decay reaches the floor, warm-up included; constant: not used; 0: the end of train.epochs",
+        "step at which the decay reaches the floor, warm-up included; constant: not used; 0: train.steps, or the "
+        "end of train.epochs",
         AT_LEAST_ZERO,
     ] = 0
     schedule: Annotated[

@@ -73,10 +73,12 @@ def repeat_part(
             x = y + grad
         return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
 
-    def fill(x: Array, slot: Array, buffer: Tree) -> Tree:
-        work = work_of(slot, slot)
+    def fill(x: Array, buffer: Tree) -> Tree:
+        """The residuals of one forward in every slot."""
+        work = work_of(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
         nowhere = End(here=False, anywhere=False, microbatch=work.microbatch)
-        return pipeline.forward_chunk(Row(work, work, nowhere, nowhere, nowhere, nowhere), x, buffer)[1]
+        filled = pipeline.forward_chunk(Row(work, work, nowhere, nowhere, nowhere, nowhere), x, buffer)[1]
+        return jax.tree.map(lambda slots: jnp.broadcast_to(slots[:1], slots.shape), filled)
 
     def run(x: Array) -> Array:
         deferred = pipeline.layers.products is not None
@@ -85,7 +87,7 @@ def repeat_part(
         blocks = dataclasses.replace(blocks, factors=jax.tree.map(_filled, blocks.factors))
         buffer = pipeline.buffer(num_slots, with_output=False)
         if one_stage:
-            buffer = lax.fori_loop(0, num_slots, lambda slot, buffer: fill(x, slot, buffer), buffer)
+            buffer = fill(x, buffer)
             total = total if alone else {}  # the ends' sums are every stage's, which one stage alone cannot change
         carry = x, buffer, total, blocks
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
@@ -99,5 +101,5 @@ def repeat_part(
 
 
 def _filled(slots: Array) -> Array:
-    """Random numbers."""
-    return slots + jax.random.normal(jax.random.key(0), slots.shape, slots.dtype)
+    """The same random numbers in every slot."""
+    return slots + jax.random.normal(jax.random.key(0), slots.shape[1:], slots.dtype)

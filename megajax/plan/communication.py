@@ -266,29 +266,55 @@ class _Step(Sizes):
             yield _one("losses: numbers of targets", REDUCE, (DATA,), (), self._counted, ONCE)
 
     def reduction(self) -> Iterator[Communication]:
-        """Gradients and losses to global sums."""
-        for placed in self._divided if self.zero == 1 else ():
-            yield _one("gradients: over data", SCATTER, (DATA,), _staged(placed, placed.whole, self), self.summed, ONCE)
-        for placed in self.weights:
-            missing = tuple(sorted(self._varying(placed) - self._axes_of(placed)))
+        """Gradients and losses to global sums; with LoRA those of the adapters."""
+        yield from self._gathered_adapters("gradients: adapters")
+        item = self.wide if self.adapters else self.summed
+        for placed in self._divided if self.zero == 1 or self.adapters else ():
+            yield _one("gradients: over data", SCATTER, (DATA,), _staged(placed, placed.whole, self), item, ONCE)
+        for placed in self.trained:
+            missing = tuple(sorted(self._varying(self._product_of(placed)) - self._axes_of(placed)))
             if missing:
                 shape = placed.shard if self._is_divided(placed) else placed.whole
                 purpose = f"gradients: over {' and '.join(missing)}"
-                yield _one(purpose, REDUCE, missing, _staged(placed, shape, self), self.summed, ONCE)
+                yield _one(purpose, REDUCE, missing, _staged(placed, shape, self), item, ONCE)
         axes = (DATA,) if self.splits_vocabulary else (DATA, PIPE)
         for _ in self._losses:
             yield _one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
 
     def norm(self) -> Iterator[Communication]:
         """The gradients' global norm: a number for all weights that are divided over the same axes."""
-        for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.weights):
+        for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.trained):
             if axes:
                 yield _one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
 
     def new_weights(self) -> Iterator[Communication]:
-        """ZeRO-1 gathers the updated weights."""
-        for placed in self._divided if self.zero == 1 else ():
+        """ZeRO-1 gathers the updated weights; with LoRA those that have adapters, after these."""
+        yield from self._gathered_adapters("weights: adapters")
+        updated = [placed for placed in self.weights if not self.adapters or self._has_adapter(placed)]
+        for placed in filter(self._is_divided, updated) if self.zero == 1 else ():
             yield _one("weights: over data", GATHER, (DATA,), _staged(placed, placed.shard, self), self.item, ONCE)
+
+    # LoRA (`program/adapters.py`).
+
+    @cached_property
+    def adapters(self) -> tuple[Placed, ...]:
+        return held(self.config).adapters
+
+    @property
+    def trained(self) -> tuple[Placed, ...]:
+        return self.adapters or self.weights
+
+    def _gathered_adapters(self, purpose: str) -> Iterator[Communication]:
+        for placed in filter(self._is_divided, self.adapters):
+            yield _one(purpose, GATHER, (DATA,), _staged(placed, placed.shard, self), self.wide, ONCE)
+
+    def _product_of(self, placed: Placed) -> Placed:
+        """The weight whose gradient that of an adapter is of; of all else itself."""
+        path = (*placed.weight.path[:-1], "weight")
+        return next(each for each in self.weights if each.weight.path == path) if self.adapters else placed
+
+    def _has_adapter(self, placed: Placed) -> bool:
+        return any(self._product_of(adapter) is placed for adapter in self.adapters)
 
     @cached_property
     def _losses(self) -> list[str]:
@@ -300,7 +326,7 @@ class _Step(Sizes):
 
     @property
     def _divided(self) -> Iterator[Placed]:
-        return filter(self._is_divided, self.weights)
+        return filter(self._is_divided, self.trained)
 
     def _axes_of(self, placed: Placed) -> set[str]:
         """Mesh axes that a reduced gradient is divided over."""

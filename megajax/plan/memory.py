@@ -30,7 +30,8 @@ class Memory:
     Attributes:
         weights, main_weights, moments: what lives from step to step.
         batch: a device's rows.
-        gradients: their sums, and where these are in half precision what the optimizer gets.
+        gradients: their sums, and where these are in half precision, or of LoRA's frozen weights, what the optimizer
+            gets.
         kept: of activations, until their backward pass.
         factors: of weight gradients that wait.
         hand_overs: activations and gradients on their way between stages, and those that wait to be used.
@@ -69,17 +70,17 @@ def memory(config: Config, backend: Backend = GPU) -> Memory:
     pipeline, pipe = config.pipeline, config.mesh.pipe
     table = _table(pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
     form = batch_form(config)
-    converted = weights.owned * step.wide if step.summed != step.wide else 0
+    others = weights.trained * step.wide if step.summed != step.wide or config.lora.rank else 0
     losses = len(form.targets | form.measures) * max(4, step.summed)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
     kept = max(1, table.slots) * chunk_bytes(config, layer, backend)
     factors = table.factor_slots * factor_bytes(config, layer)
     return Memory(
         weights=weights.computed * step.item,
-        main_weights=weights.owned * step.wide if step.item != step.wide else 0,
-        moments=2 * weights.owned * step.wide + _COUNTERS,
+        main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
+        moments=2 * weights.trained * step.wide + _COUNTERS,
         batch=batch * _WORD // config.mesh.data,
-        gradients=weights.computed * step.summed + losses + converted,
+        gradients=weights.computed * step.summed + losses + others,
         kept=kept,
         factors=factors,
         hand_overs=table.activations * layer.between,

@@ -124,7 +124,7 @@ def command(preset: str, config: Config, original: Config) -> str:
     """The command line that trains `config`, which is `original`, a preset's, with other options."""
     pairs = {key: (value(config, key), value(original, key)) for key in options(Config)}
     changed = (as_flag(key, new) for key, (new, old) in pairs.items() if new != old)
-    return " ".join(["python train.py", shlex.quote(preset), *changed])
+    return " ".join(["megajax train", shlex.quote(preset), *changed])
 
 
 def value(config: Config, key: str) -> Any:

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig
 from megajax.mesh import dim_over, local_shape, mesh_spec, partly_used, rules_of, shard_over_data
-from megajax.models.config import ModelConfig
+from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.family import CutModel
+from megajax.models.lora import Adapters
 from megajax.parallel.borders import Borders
 from megajax.parallel.collectives import DATA, PIPE, TENSOR
 from megajax.pipeline.placement import Placement
@@ -79,10 +80,12 @@ class Held:
 
     Attributes:
         weights: all of them, in the order of the program's trees.
+        adapters: LoRA's, likewise.
         zero: what is divided over `data` (docs/memory.md).
     """
 
     weights: tuple[Placed, ...]
+    adapters: tuple[Placed, ...]
     zero: int
 
     @cached_property
@@ -92,23 +95,49 @@ class Held:
 
     @cached_property
     def owned(self) -> int:
-        """Numbers of which a device has the main weights, both moments and the reduced gradients."""
-        return sum(placed.shard_size if self.zero else placed.size for placed in self.weights)
+        """Numbers of which a device has the main weights: all weights, and the adapters."""
+        return self._owned(self.weights) + self._owned(self.adapters)
+
+    @cached_property
+    def trained(self) -> int:
+        """Numbers of which a device has both moments and the reduced gradients: all weights, or the adapters."""
+        return self._owned(self.adapters or self.weights)
+
+    def _owned(self, weights: tuple[Placed, ...]) -> int:
+        return sum(placed.shard_size if self.zero else placed.size for placed in weights)
 
 
 @lru_cache(maxsize=64)
 def weights(model: ModelConfig) -> tuple[Weight, ...]:
     """All weights of a model; the same on every mesh."""
-    return _weights(replace(model, dropout=0.0, scan_layers="auto"))  # they do not depend on these
+    return _weights(_same_weights(model))
+
+
+def adapters(lora: LoraConfig, model: ModelConfig) -> tuple[Weight, ...]:
+    """All adapters of a model."""
+    return _adapters(lora, _same_weights(model)) if lora.rank else ()
+
+
+def _same_weights(model: ModelConfig) -> ModelConfig:
+    return replace(model, dropout=0.0, scan_layers="auto")  # they do not depend on these
 
 
 @lru_cache(maxsize=64)
 def _weights(model: ModelConfig) -> tuple[Weight, ...]:
     any_backend = CPU  # the weights are the same on all
-    cut = CutModel(model, Borders(), any_backend)
-    specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return _named(CutModel(model, Borders(), any_backend))
+
+
+@lru_cache(maxsize=64)
+def _adapters(lora: LoraConfig, model: ModelConfig) -> tuple[Weight, ...]:
+    any_backend = CPU
+    return _named(Adapters(lora, model, CutModel(model, Borders(), any_backend)))
+
+
+def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
+    specs = jax.tree.leaves(model.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     found = []
-    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(cut.shapes)[0], specs, strict=True):
+    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(model.shapes)[0], specs, strict=True):
         names = tuple(str(key.key) for key in path)
         stacked = names[0] == "blocks"
         dims = (*spec, *[None] * (leaf.ndim - len(spec)))
@@ -119,19 +148,20 @@ def _weights(model: ModelConfig) -> tuple[Weight, ...]:
 def held(config: Config) -> Held:
     """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
     splits, chunks = config.splits_vocabulary, config.pipeline.chunks
-    return _held(config.model, config.mesh, chunks, splits, config.optimizer.zero)
+    return _held(config.model, config.lora, config.mesh, chunks, splits, config.optimizer.zero)
 
 
 @lru_cache(maxsize=4096)
-def _held(model: ModelConfig, mesh: MeshConfig, chunks: int, splits_vocabulary: bool, zero: int) -> Held:
-    placed = _placed(
-        weights(model),
+def _held(
+    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, splits_vocabulary: bool, zero: int
+) -> Held:
+    where = (
         (mesh.data, mesh.pipe, mesh.tensor),
         Placement(model.num_layers, mesh.pipe, chunks),
         splits_vocabulary,
         model.num_kv_heads % mesh.tensor == 0,
     )
-    return Held(placed, zero)
+    return Held(_placed(weights(model), *where), _placed(adapters(lora, model), *where), zero)
 
 
 @lru_cache(maxsize=1024)

@@ -127,7 +127,7 @@ class Temporaries:
         """The reduced gradients beside their sums, where activations were."""
         if self.step.config.mesh.data == 1 or self.step.zero == 3:
             return 0
-        return max(0, self.held.owned * self.step.wide - self.kept - self.factors)
+        return max(0, self.held.trained * self.step.wide - self.kept - self.factors)
 
     def _chunk(self, remat: str) -> int:
         """What a chunk keeps."""

@@ -160,5 +160,7 @@ class Work:
         return Seconds(products, traffic=self.moved(traffic + passes.accumulated * self.hidden * self.vocabulary))
 
     def update(self) -> Seconds:
-        """The optimizer, of what a device owns."""
-        return Seconds(traffic=self.moved(self.machine.traffic.updated * held(self.config).owned))
+        """The optimizer, of what a device owns; with LoRA the merged weights, too."""
+        own = held(self.config)
+        merged = (self.sizes.wide + self.sizes.item) * own.owned if self.config.lora.rank else 0
+        return Seconds(traffic=self.moved(self.machine.traffic.updated * own.trained + merged))

@@ -1,12 +1,16 @@
 """What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
 form.
 
+With LoRA the main weights are the frozen ones, with the adapters beside them, which alone are trained
+(`program/adapters.py`).
+
 On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be sharded over `data`
 (`parallel/shards.py`). Checkpoints and comparisons use the natural form, which depends on neither mesh nor precision:
 layers `[L, …]`, and main weights only.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,13 +25,15 @@ from megajax.config import Config
 from megajax.mesh import dim_over, mesh_spec, partly_used, rules_of, shard_over_data, shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
+from megajax.models.lora import LORA, Adapters, without_adapters
 from megajax.optim.adam import make_optimizer
 from megajax.optim.guard import initial_norms
 from megajax.optim.loss_scale import LossScale
-from megajax.parallel.collectives import DATA, PIPE
+from megajax.parallel.collectives import DATA, PIPE, Axes
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
+from megajax.program.adapters import PlacedAdapters
 
 Tree = Any
 
@@ -40,8 +46,9 @@ class TrainState:
     Attributes:
         step: updates of the weights, int32 scalar. Steps that were skipped are not counted.
         params: the weights that layers compute with, in the compute dtype, `{"shared": …, "blocks": …}`.
-        main: the same in fp32, which are updated; None where `params` are that already (fp32, fp64).
-        optimizer: optax's state, its moments shaped like the main weights.
+        main: the same in fp32, which are updated; None where `params` are that already (fp32, fp64). With LoRA those
+            without what the adapters add, and the adapters as `lora`.
+        optimizer: optax's state, its moments shaped like what is trained: the main weights, or the adapters.
         loss_scale: fp16's; 1 otherwise.
         recent_norms: gradient norms of the last updates, fp32 (`optim/guard.py`).
     """
@@ -61,6 +68,8 @@ class StateLayout:
         specs: where the state lies.
         layer_specs: where the parts of every layer lie in natural form, were all layers everywhere.
         owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
+        adapters: LoRA's, and where they lie; None where all weights are trained.
+        trained_specs: `owned_specs` of what is trained.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         partly_used: of every weight, whether each device of a tensor group holds it whole and uses a part
             (`mesh.partly_used`).
@@ -74,49 +83,65 @@ class StateLayout:
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
+        adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
 
         def fresh() -> TrainState:
-            return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), model.init(config.seed)))
+            weights = model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
+            return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), weights))
 
         self._fresh = fresh
         self.natural_shapes = jax.eval_shape(fresh)
-        self._place(model, config.optimizer.zero)
+        self._place(model, adapters, config.optimizer.zero)
 
     @property
     def model(self) -> ModelConfig:
         """The configuration of the model whose state it is."""
         return self._config.model
 
-    def _place(self, model: CutModel, zero: int) -> None:
+    def _place(self, model: CutModel, adapters: Adapters | None, zero: int) -> None:
         whole_groups = self._config.model.num_kv_heads % self._config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
         self.partly_used = _map_specs(lambda spec: partly_used(spec, rules), model.logical_specs)
         layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
-        unsharded = {
-            "shared": _map_specs(lambda spec: mesh_spec(spec, rules), model.logical_specs["shared"]),
-            "blocks": _map_specs(lambda spec: mesh_spec(spec[1:], rules), model.logical_specs["blocks"]),
-        }
-        one_layer = {
-            "shared": model.shapes["shared"],
-            "blocks": jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes["blocks"]
-            ),
-        }
-        sharded = _map_specs(
-            lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh.shape), unsharded, one_layer
-        )
+        unsharded, sharded, dims = self._mesh_specs(model, rules)
         owned = sharded if zero else unsharded
         params = sharded if zero == 3 else unsharded
-        dims = _map_specs(_data_dim, sharded, one_layer)
         nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
         self.per_step = Shards(dims if zero == 1 else nothing)
         self.per_use = Shards(dims if zero == 3 else nothing)
-        has_main = self.compute_dtype != self.main_dtype
-        self.natural_specs = self._specs(_stacked(owned if has_main else params, layers), None, _stacked(owned, layers))
-        self.layer_specs = self._specs(_stacked(owned, None), None, _stacked(owned, None))
+        self.has_main = adapters is not None or self.compute_dtype != self.main_dtype
         staged = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
         self.owned_specs = _stacked(owned, *staged)
-        self.specs = self._specs(_stacked(params, *staged), self.owned_specs if has_main else None, self.owned_specs)
+        self.adapters, trained = None, owned
+        if adapters is not None:
+            unsharded, sharded, dims_of_adapters = self._mesh_specs(adapters, rules)
+            trained = sharded if zero else unsharded
+            shards = Shards(dims_of_adapters if zero else jax.tree.map(lambda _: NOT_SHARDED, dims_of_adapters))
+            self.adapters = PlacedAdapters(adapters, shards, self.per_step, self.per_use, _stacked(trained, *staged))
+
+        def main(weights: Tree, *leading) -> Tree:
+            beside = {} if adapters is None else {LORA: _stacked(trained, *leading)}
+            return _stacked(weights, *leading) | beside
+
+        self.trained_specs = _stacked(trained, *staged)
+        of_natural = main(owned if self.has_main else params, layers)
+        self.natural_specs = self._specs(of_natural, None, _stacked(trained, layers))
+        self.layer_specs = self._specs(main(owned, None), None, _stacked(trained, None))
+        self.specs = self._specs(
+            _stacked(params, *staged), main(owned, *staged) if self.has_main else None, self.trained_specs
+        )
+
+    def _mesh_specs(self, model: CutModel | Adapters, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
+        """Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards."""
+
+        def one_layer(function: Callable[[Any], Any], tree: Tree) -> Tree:
+            return tree | {"blocks": _map_specs(function, tree["blocks"])}
+
+        logical = one_layer(lambda spec: PartitionSpec(*spec[1:]), model.logical_specs)
+        shapes = one_layer(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes)
+        unsharded = _map_specs(lambda spec: mesh_spec(spec, rules), logical)
+        sharded = _map_specs(lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
+        return unsharded, sharded, _map_specs(_data_dim, sharded, shapes)
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         optimizer = optax.tree_utils.tree_map_params(
@@ -134,9 +159,15 @@ class StateLayout:
         """The state on this mesh's stages, as types."""
         return jax.eval_shape(self._staged, self.natural_shapes)
 
+    @property
+    def trained_shapes(self) -> Tree:
+        """What is trained, the main weights or the adapters, on this mesh's stages, as types."""
+        main = self.shapes.params if self.shapes.main is None else self.shapes.main
+        return main.get(LORA, main)
+
     def begin(self, weights: Tree) -> TrainState:
         """The natural state before the first step, of natural main weights."""
-        optimizer = make_optimizer(self._config.optimizer).init(weights)
+        optimizer = make_optimizer(self._config.optimizer).init(weights.get(LORA, weights))
         loss_scale = LossScale.start(self.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, initial_norms())
 
@@ -160,7 +191,7 @@ class StateLayout:
         """natural main weights -> the weights that layers compute with, on this mesh's stages."""
 
         def staged(weights: Tree) -> Tree:
-            return self.computed(_map_blocks(self.placement.to_stages, weights))
+            return self.params_of(_map_blocks(self.placement.to_stages, weights))
 
         return jax.jit(staged, out_shardings=shardings(self.mesh, self.specs.params))
 
@@ -190,9 +221,22 @@ class StateLayout:
     def _staged(self, natural: TrainState) -> TrainState:
         scale = natural.loss_scale.resumed(self.loss_scale)
         state = dataclasses.replace(_map_blocks(self.placement.to_stages, natural), loss_scale=scale)
-        if self.compute_dtype == self.main_dtype:
+        if not self.has_main:
             return state
-        return dataclasses.replace(state, params=self.computed(state.params), main=state.params)
+        return dataclasses.replace(state, params=self.params_of(state.params), main=state.params)
+
+    def params_of(self, main: Tree) -> Tree:
+        """The weights that layers compute with, of staged main weights."""
+        if self.adapters is None:
+            return self.computed(main)
+        specs = self.specs.main, self.specs.params
+        return jax.shard_map(self._merged, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=True)(main)
+
+    def _merged(self, main: Tree) -> Tree:
+        """Inside the region: the weights that layers compute with, of main weights and their adapters."""
+        assert self.adapters is not None
+        weights = self.per_step.gather(self.computed(without_adapters(main)), invariant=True)
+        return self.adapters.put(weights, main, self.compute_dtype)
 
     def computed(self, main: Tree) -> Tree:
         """Main weights in the compute dtype."""

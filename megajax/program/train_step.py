@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.mesh import BATCH_SPEC
+from megajax.models.lora import LORA
 from megajax.optim.adam import clip_by_norm, global_norm, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
@@ -29,13 +30,15 @@ def train_step(program: Program) -> Wrapped:
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
-    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping."""
-    specs, owned = program.layout.specs, program.layout.owned_specs
-    return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, owned), donate_argnums=0)
+    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping: of the
+    weights, or of LoRA's adapters."""
+    specs, trained = program.layout.specs, program.layout.trained_specs
+    return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, trained), donate_argnums=0)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
-    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
+    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced, of the weights
+    that layers compute with."""
     layout = program.layout
     in_specs = (layout.specs.params, BATCH_SPEC, SCALAR)
     return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.owned_specs))
@@ -50,17 +53,25 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
-    losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale)
+    adapters = None if layout.adapters is None or state.main is None else state.main[LORA]
+    losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.per_step.take(state.params) if state.main is None else state.main
-    main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    trained = main if adapters is None else adapters
+    trained, optimizer = update(program.optimizer, clipped, state.optimizer, trained, taken)
+    if layout.adapters is None:
+        main = trained
+        params = layout.per_step.gather(layout.computed(main), invariant=True)
+    else:
+        main = main | {LORA: trained}
+        params = layout.adapters.put(state.params, main, layout.compute_dtype)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
-        params=layout.per_step.gather(layout.computed(main), invariant=True),
+        params=params,
         main=None if state.main is None else main,
         optimizer=optimizer,
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
@@ -73,21 +84,29 @@ def _train_step_with_gradients(
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED)
+    losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
     return _total(program, losses), grads
 
 
 def _losses_and_gradients(
-    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32
+    program: Program,
+    params: Tree,
+    batch: Batch,
+    step: Array,
+    loss_scale: Array | np.float32,
+    adapters: Tree | None,
 ) -> tuple[dict[str, Array], Tree]:
-    """The losses by name, and the gradients of their sum where `layout.owned_specs` have them, in the main dtype and
-    without the scale."""
+    """The losses by name, and the gradients of their sum, in the main dtype and without the scale: of all weights where
+    `layout.owned_specs` have them, or of `adapters` where they lie."""
     layout = program.layout
     pipeline = training_pipeline(program, params, batch, step, loss_scale)
     losses, grads = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"])
-    grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.owned_specs)
     dtype = layout.main_dtype
+    if adapters is None or layout.adapters is None:
+        grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.owned_specs)
+    else:
+        grads = layout.adapters.gradients(grads, adapters, dtype)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     return complete(losses, dict.fromkeys(losses, SCALAR)), grads
 

@@ -8,7 +8,7 @@ no dim of a layer, it divides the layers; if it cannot do that either, the layer
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from megajax.mesh import spread
+from megajax.mesh import shardings, spread
+from megajax.models.lora import LORA, without_adapters
 from megajax.parallel.collectives import (
     PIPE,
     axis_index,
@@ -98,10 +99,27 @@ class Transfer:
         )
         main = self._place(natural.params, weights)
         params = main
-        if has_main:
+        if layout.adapters is not None:
+            params = jax.jit(layout.params_of, out_shardings=shardings(layout.mesh, specs.params))(main)
+        elif has_main:
             params = self._place(natural.params, specs.params, layout.compute_dtype)
         scale = layout.resumed_scale(placed.loss_scale)
         return dataclasses.replace(placed, params=params, main=main if has_main else None, loss_scale=scale)
+
+    def merged(self, natural: Tree) -> Tree:
+        """Natural main weights in host memory with what their adapters add, weight by weight."""
+        if self._layout.adapters is None:
+            return natural
+        adapters = self._layout.adapters.adapters
+
+        def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
+            place = weight.sharding.with_memory_kind(weight.addressable_shards[0].device.default_memory().kind)
+            add = jax.jit(lambda weight, adapter: weight + adapters.added(adapter, inner), out_shardings=place)
+            return moved(add(moved(weight), jax.tree.map(moved, adapter)), _HOST)
+
+        weights = without_adapters(natural)
+        part = jax.tree.map(merge, adapters.part(weights), natural[LORA], adapters.num_inner)
+        return adapters.put(weights, part)
 
     def params_to_devices(self, natural: Tree) -> Tree:
         """The weights that layers compute with, on this mesh's stages, of the natural ones in host memory."""

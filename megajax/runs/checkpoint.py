@@ -210,12 +210,13 @@ class Checkpoints:
         return self._transfer.params_to_devices(self.read_weights(step))
 
     def read_weights(self, step: int) -> Any:
-        """The natural main weights after `step` steps in host memory; otherwise as `restore_params`."""
-        return self._reader.read(step, weights_of(self._transfer.targets)).params
+        """The natural main weights after `step` steps in host memory, with what their adapters add; otherwise as
+        `restore_params`."""
+        return self._transfer.merged(self._reader.read(step, weights_of(self._transfer.targets)).params)
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
-        """Natural main weights after `step` steps by their paths in the tree of weights, those of `paths` alone;
-        otherwise as `restore_params`. Of a checkpoint in an older format all are read."""
+        """Natural main weights and adapters after `step` steps by their paths in the tree of weights, those of `paths`
+        alone, as they are stored; otherwise as `restore_params`. Of a checkpoint in an older format all are read."""
         targets = weights_of(self._transfer.targets)
         if self._reader.format(step) == FORMAT:
             wanted: dict[Any, Any] = {}

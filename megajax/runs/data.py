@@ -122,6 +122,13 @@ def has_run_data(config: Config, folder: Path) -> bool:
     return has_corpus(folder / "source-0" if config.data.sources else folder)
 
 
+def has_whole_run_data(config: Config, folder: Path) -> bool:
+    """Whether `make_run_data` has nothing more to make there."""
+    sources = [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
+    others = [f"{_VALIDATION}{entry.name}" for entry in config.data.validation]
+    return all(has_corpus(folder / name) for name in [*sources, *others])
+
+
 def given_samples(
     config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
 ) -> CorpusSamples:

@@ -26,6 +26,19 @@ def claim(run_dir: Path, config: Config) -> None:
     Raises:
         UserError: it may not, and is as it was.
     """
+    if check_claim(run_dir, config) != FORMAT:
+        mark(run_dir)
+
+
+def check_claim(run_dir: Path, config: Config) -> int | None:
+    """Check that the run directory may be used as `--resume` says.
+
+    Returns:
+        The format of the run in it, None where there is none.
+
+    Raises:
+        UserError: it may not.
+    """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
@@ -53,13 +66,19 @@ def claim(run_dir: Path, config: Config) -> None:
                 f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
             )
         _check_same_run(run_dir, config, trained=max(steps) > 0)
-    if number != FORMAT:
-        mark(run_dir)
+    return number
 
 
 def has_checkpoints(run_dir: Path) -> bool:
     """Whether a run has one to go on from."""
     return bool(named(run_dir / "checkpoints"))
+
+
+def kept_decay(run_dir: Path) -> int:
+    """The `optimizer.decay_steps` that a run began with, 0 where none has trained."""
+    if max(named(run_dir / "checkpoints"), default=0) == 0:
+        return 0
+    return load_preset(run_dir / "config.toml").get("optimizer.decay_steps", 0)
 
 
 @contextlib.contextmanager
@@ -131,11 +150,15 @@ _SAMPLES = [  # and, once it has trained, which samples it has seen and holds ou
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    for key in _WEIGHTS + (_SAMPLES if trained else []):
+    of_adapters = ["lora.rank", *(["lora.alpha", "lora.targets"] if config.lora.rank else [])]
+    for key in _WEIGHTS + of_adapters + (_SAMPLES if trained else []):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
+            before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
+            with_init = f" with --init {run_dir}" if key in of_adapters else ""
             raise UserError(
                 f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: the same, or another --run-dir"
+                f"{with_init}"
             )
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
     if trained and weights[0] != weights[1]:

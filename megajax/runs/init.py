@@ -17,6 +17,7 @@ from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
+from megajax.models.lora import LORA
 from megajax.options import as_flag
 from megajax.parallel.borders import F_AND_G
 from megajax.program.program import Program
@@ -39,6 +40,7 @@ _MAY_DIFFER = (  # no weight depends on them, but what is computed with the weig
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_frequency", "rope_high_frequency"),
     *("rope_original_length", "sliding_window"),
 )
+_ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 
 
@@ -102,9 +104,9 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
 def first_state(program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and where its weights are from, in words.
 
-    With `--init` every weight is that of the other run's newest checkpoint that has the same name there: not those of
-    a head that it lacks, nor what answers are made by where those are others, of learned positions the first ones, and
-    of the optimizer nothing.
+    With `--init` every weight is that of the other run's newest checkpoint that has the same name there, with what its
+    adapter adds: not those of a head that it lacks, nor what answers are made by where those are others, of learned
+    positions the first ones, and of the optimizer nothing.
 
     Raises:
         UserError: the run of `--init` has no checkpoint, or is of another model.
@@ -115,8 +117,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
         return state, "weights: fresh"
     check_init(config)
     run_dir = Path(config.init)
-    theirs = kept_config(run_dir, {"precision": config.precision}).model
-    layout = _layout(config, theirs, program)
+    kept = kept_config(run_dir, {"precision": config.precision})
+    theirs, layout = kept.model, _layout(config, kept, program)
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
     try:
@@ -135,6 +137,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     other_answers = _answers(config.model) != _answers(theirs)
 
     def choose(path: Any, ours: Array) -> Array:
+        if path[0] == _ADAPTERS:
+            return ours
         if path not in there or (other_answers and _name(path).startswith(_OUTPUT)):
             fresh.append(_name(path))
             return ours
@@ -142,6 +146,7 @@ def first_state(program: Program) -> tuple[TrainState, str]:
 
     params = jax.tree_util.tree_map_with_path(choose, natural.params)
     told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    told += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _others(config.model, theirs):
@@ -159,10 +164,10 @@ def _answers(model: ModelConfig) -> tuple[str, int]:
     return model.head, model.num_classes if model.head == "classes" else 0
 
 
-def _layout(config: Config, model: ModelConfig, program: Program) -> StateLayout:
-    """Of another model on the same mesh."""
-    model = dataclasses.replace(model, dropout=config.model.dropout)
-    config = dataclasses.replace(config, model=model)
+def _layout(config: Config, theirs: Config, program: Program) -> StateLayout:
+    """Of another run's model, and its adapters, on the same mesh."""
+    model = dataclasses.replace(theirs.model, dropout=config.model.dropout)
+    config = dataclasses.replace(config, model=model, lora=theirs.lora)
     return StateLayout(config, program.mesh, CutModel(model, F_AND_G, program.backend))
 
 

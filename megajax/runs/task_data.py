@@ -75,13 +75,18 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     Raises:
         UserError: the files or the tokenizer cannot be used.
     """
-    if not again and reading.kind(folder / _REPORT):
+    if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, folder, train)
     _check_samples(config, train, dev, tokenizer)
     tokenizer.save(folder / "tokenizer")
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
+
+
+def has_task_data(folder: Path) -> bool:
+    """Whether `make_task_data` was here."""
+    return bool(reading.kind(folder / _REPORT))
 
 
 def open_task_data(config: Config, folder: Path) -> TaskData:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from megajax import reading
 from megajax.config import Config, MeshConfig
@@ -70,18 +72,28 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
-    """A function from paths in the tree of natural main weights to these, of a run's checkpoint, and its step; of the
-    others nothing is read. See `choose_step`; the function raises `RunError` where the checkpoint is damaged.
+    """A function from paths in the tree of natural main weights to these, with what their adapters add, of a run's
+    checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`;
+    the function raises `RunError` where the checkpoint is damaged.
 
     Raises:
         UserError: there is no such checkpoint.
     """
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
+    adapters = None if layout.adapters is None else layout.adapters.adapters
 
     def read(paths: list[Any]) -> list[Any]:
+        pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
+        beside = [path for pair in pairs.values() for path in pair.values()]
         with _damage_told(checkpoints, number, layout.model):
-            found = checkpoints.read_some_weights(number, paths)
+            found = checkpoints.read_some_weights(number, [*paths, *beside])
+        for path, pair in pairs.items():
+            assert adapters is not None
+            added = adapters.added(
+                {name: jnp.asarray(found[each]) for name, each in pair.items()}, adapters.inner_of(path)
+            )
+            found[path] = found[path] + np.asarray(added)
         return [found[path] for path in paths]
 
     return read, number

@@ -13,16 +13,16 @@ from megajax.launch import start
 from megajax.processes import of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.runs.data import make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints
+from megajax.runs.data import RunData, make_run_data, open_run_data
+from megajax.runs.directory import claimed, has_checkpoints, kept_decay
 from megajax.runs.init import check_init, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
-from megajax.runs.task_data import make_task_data, open_task_data
+from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
-from megajax.training.horizon import in_steps
+from megajax.training.horizon import in_steps, past_decay
 from megajax.training.loop import Run
 from megajax.validation import validate
 
@@ -71,32 +71,66 @@ def check_given(config: Config) -> None:
 
 
 def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
+    decay_steps = 0
+
     def begin() -> None:
+        nonlocal decay_steps
         with claimed(run_dir, config, lock):
-            is_new = not has_checkpoints(run_dir)
-            if config.init and is_new:
-                check_init(config)
-            if not config.pretrains:
-                make_task_data(config, run_dir / "data", again=is_new)
-                return
-            if config.init and is_new:
-                keep_init_tokenizer(config, run_dir / "data")
-            make_run_data(config, run_dir / "data")
+            make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
+            decay_steps = kept_decay(run_dir)
 
     on_first_process(begin)
     keep_traces_in(run_dir)
-    data = (open_run_data if config.pretrains else open_task_data)(config, run_dir / "data")
-    program = Program(in_steps(config, data.train), program.mesh)
+    data = open_data(config, run_dir / "data")
+    program = Program(in_steps(config, data.train, of_first_process(decay_steps)), program.mesh)
     if skip_finished and _is_finished(run_dir, program.config.train.steps):
         say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
         return
     say(describe(program, data))
+    if warning := past_decay(program.config):
+        say(warning)
     run = Run(program.config, run_dir, program, data, lock)
     if run.first < program.config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
+        lasting = lasting.with_decay(program.config.optimizer.decay_steps)
         on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
     run.go()
+
+
+def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
+    """Make the data of a run in its folder, or find it made. One process calls this, then all may `open_data`.
+
+    Args:
+        config: of the run.
+        folder: of its data.
+        is_new: whether it has no checkpoint.
+
+    Raises:
+        UserError: what it trains on, the tokenizer or the run of `--init` cannot be used.
+    """
+    if config.init and is_new:
+        check_init(config)
+    elif config.lora.rank and is_new:
+        raise UserError(
+            f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with the run "
+            "whose weights get adapters, or --lora.rank 0"
+        )
+    if not config.pretrains:
+        make_task_data(config, folder, again=is_new)
+        return
+    if config.init and is_new:
+        keep_init_tokenizer(config, folder)
+    make_run_data(config, folder)
+
+
+def open_data(config: Config, folder: Path) -> RunData | TaskData:
+    """What a run trains on; reads only, on any process.
+
+    Raises:
+        UserError: a file is missing or damaged, or is not what it was.
+    """
+    return (open_run_data if config.pretrains else open_task_data)(config, folder)
 
 
 def _is_finished(run_dir: Path, steps: int) -> bool:

@@ -7,6 +7,7 @@ import jax
 from megajax.config import Config
 from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
+from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
 from megajax.pipeline.timing import StageTimes, bubble_overhead, wall_time
 from megajax.plan.memory import memory
@@ -23,6 +24,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
+        *_adapters(program),
         _mesh(config),
         *pipeline_lines(program),
         _state(program),
@@ -105,8 +107,21 @@ def memory_in_use(devices: list[jax.Device]) -> str | None:
 
 def _optimizer(program: Program) -> str:
     config = program.config.optimizer
-    decayed, others = parameter_groups(program.layout.natural_shapes.params)
+    weights = program.layout.natural_shapes.params
+    decayed, others = parameter_groups(weights.get(LORA, weights))
     return (
         f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}, weight decay "
         f"{config.weight_decay:g} on {decayed:,} parameters, none on {others:,} (biases, LayerNorm)"
     )
+
+
+def _adapters(program: Program) -> list[str]:
+    """What LoRA trains."""
+    lora, model = program.config.lora, program.config.model
+    if not lora.rank:
+        return []
+    trained, frozen = sum(parameter_groups(program.layout.natural_shapes.params[LORA])), count_parameters(model)
+    return [
+        f"LoRA: {trained:,} parameters are trained, {trained / frozen:.2%} of the model's, which are frozen; rank "
+        f"{lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.products(model))}"
+    ]

@@ -1,4 +1,4 @@
-"""When training ends, where that is given in epochs."""
+"""When training ends and its learning rate has fallen, where that is not given in steps."""
 
 import dataclasses
 import math
@@ -8,15 +8,34 @@ from typing import Any
 from megajax.config import Config
 
 
-def in_steps(config: Config, samples: Any) -> Config:
-    """The configuration with `train.steps`, and the decay and the warm-up of the learning rate, in steps; `samples` are
-    those that are trained on (`EpochSamples`), of which an epoch has each once."""
-    train, optimizer = config.train, config.optimizer
+def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
+    """The configuration with `train.steps`, and the decay and the warm-up of the learning rate, in steps.
+
+    Args:
+        config: of the run.
+        samples: those that are trained on (`EpochSamples`), of which an epoch has each once.
+        began_with: the `optimizer.decay_steps` of a run that goes on, which it keeps unless another is given; 0: a run
+            that begins.
+    """
+    train, end = config.train, 0
     if train.epochs:
         end = max(1, math.ceil(Fraction(str(train.epochs)) * samples.epoch_size / train.global_batch))
-        optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or end)
-        train = dataclasses.replace(train, steps=min(train.steps or end, end))
+        config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
+    config = config.with_decay(began_with or end)
+    optimizer = config.optimizer
     if optimizer.warmup_fraction:
-        warmup = round(optimizer.warmup_fraction * (optimizer.decay_steps or train.steps))
+        warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
-    return dataclasses.replace(config, train=train, optimizer=optimizer)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def past_decay(config: Config) -> str:
+    """A warning where training goes on after the learning rate has reached its floor; empty where it does not."""
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.schedule == "constant" or steps <= optimizer.decay_steps:
+        return ""
+    nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
+    return (
+        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
+        f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
+    )

@@ -28,7 +28,7 @@ from megajax.validation import validate
 
 Tree = Any
 ROUNDS = 5
-SECONDS_PER_MEASUREMENT = 0.2
+SECONDS_PER_MEASUREMENT = 0.4
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,28 @@ def train_seeds(config: Config) -> None:
         Stopped: a signal asked for it, and a checkpoint was written.
     """
     check_given(config)
+    start(config)
+    runs, folder = seed_runs(config), Path(config.run_dir)
+    for number, own in enumerate(runs, start=1):
+        say(f"seed {own.seed} ({number} of {config.seeds}): {own.run_dir}")
+        train_here(own, skip_finished=True)
+    on_first_process(lambda: _report(config, folder, [own.seed for own in runs]))
+
+
+def seed_runs(config: Config) -> list[Config]:
+    """The configurations of the runs of all seeds.
+
+    Raises:
+        UserError: there is no such seed, or the run directory is something else than a folder of seeds.
+    """
     folder, last = Path(config.run_dir), config.seed + config.seeds - 1
     if last >= 1 << 31:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
-    start(config)
     on_first_process(lambda: _check_folder(folder))
-    seeds = range(config.seed, last + 1)
-    for seed in seeds:
-        run_dir = _run_dir(folder, seed)
-        own = dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(run_dir))
-        say(f"seed {seed} ({seed - config.seed + 1} of {config.seeds}): {run_dir}")
-        train_here(own, skip_finished=True)
-    on_first_process(lambda: _report(config, folder, seeds))
+    return [
+        dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(_run_dir(folder, seed)))
+        for seed in range(config.seed, last + 1)
+    ]
 
 
 def _run_dir(folder: Path, seed: int) -> Path:

@@ -85,7 +85,8 @@ def run(
         layout = program.layout
         fresh: Leaves = {}
         if with_fresh:
-            fresh = _natural(program, layout.init(options).params)
+            drawn = layout.init(options)
+            fresh = _natural(program, drawn.params if layout.adapters is None else drawn.main)
         state = layout.from_natural(drawn_state(program))
         batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
@@ -187,7 +188,13 @@ def _unequal(state: TrainState) -> list[str]:
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:
-    """Leaves of `params` that are not those of `main` in the precision of the computation, to the bit."""
+    """Leaves of `params` that are not those of `main`, with what adapters add, in the precision of the computation, to
+    the bit."""
+    layout = program.layout
     params = named_leaves(jax.device_get(state.params))
-    computed = named_leaves(jax.device_get(program.layout.computed(jax.device_get(state.main))))
+    if layout.adapters is None:
+        main = jax.device_get(layout.computed(jax.device_get(state.main)))
+    else:
+        main = jax.device_get(jax.jit(layout.params_of)(state.main))
+    computed = named_leaves(main)
     return [name for name, leaf in params.items() if leaf.tobytes() != computed[name].tobytes()]

@@ -14,6 +14,7 @@ from megajax.verify.fold import fold
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
+_RANK = 3  # of LoRA
 _CLIP_NORM = 0.1  # so that gradients are clipped
 _LOSS_SCALE = 2.0**12  # under which no gradient of so small a model overflows
 _GROWTH_EVERY = 2  # so that the scale grows within the steps
@@ -65,6 +66,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         init="",
         distributed=type(config.distributed)(),
         model=model,
+        lora=dataclasses.replace(config.lora, rank=min(config.lora.rank, _RANK)),
         mesh=mesh,
         train=train,
         pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),

@@ -29,7 +29,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     tensors = random_tensors(SETTINGS | sizes)
     write_model(model, tensors, **sizes)
     told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64).out
-    assert f"python train.py {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
+    assert f"megajax train {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
 
     flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--train.eval-batches", 0)
     still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0)

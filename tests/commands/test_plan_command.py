@@ -63,7 +63,7 @@ def test_text(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["gpt2-8.3b", "--gpu", "h300"], r"--gpu 'h300'.*; valid: h100, h200, a100, v100, b200$"),
+        (["gpt2-8.3b", "--gpu", "h300"], r"--gpu 'h300'.*; valid: h100, h200, a100, v100, b200"),
         (["gpt2-8.3b", "--gpu", "v100"], "--precision bf16 with --gpu v100.*; valid: .*fp16"),
         (["gpt2-8.3b", "--mesh.tensor", "7"], "valid: 1, 2, 4.*; the nearest valid mesh: .*--mesh.tensor 8$"),
         (["gpt2-8.3b", "--mesh.data", "3"], "valid: a multiple of 24; the nearest valid mesh: --mesh.data 4 "),

@@ -40,7 +40,7 @@ def test_the_best_two_are_compiled(capsys):
     lines = found(capsys, "--devices", "2", "--best", "2").splitlines()
     compiled = [line for line in lines if "simulated CPU devices" in line]
     assert [line.split(" by ")[0] for line in compiled] == ["number 1", "number 2"]
-    assert lines[-1].startswith("python train.py gpt2-355m ")
+    assert lines[-1].startswith("megajax train gpt2-355m ")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_best_two_are_compiled(capsys):
         (["--search", "--devices", "0"], "--devices 0"),
         (["--search", "--devices", "2", "--plot", "a.pdf"], "unknown kind of picture; valid: a name that ends in .png"),
         (["--search", "--devices", "2", "--plot", __file__], "unknown kind of picture"),
-        (["--search", "--devices", "2", "--gpu", "h1"], "--gpu 'h1' is not in the table"),
+        (["--search", "--devices", "2", "--gpu", "h1"], "--gpu 'h1'; valid: h100, h200, a100, v100, b200"),
         (["--search", "--devices", "1009"], "--devices 1009: no mesh of so many"),
         (["--search", "--devices", "2", "--gpu", "v100", "--precision", "bf16"], "which has no such products"),
     ],

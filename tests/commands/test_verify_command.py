@@ -74,6 +74,7 @@ DEFERRED = ("--pipeline.weight-gradients", "deferred")
         ),
         ("bert-336m", "--mesh.data", 2, "--mesh.pipe", 2, "--precision", "fp32", "--optimizer.zero", 3),
         ("configs/finetune/race-336m.toml", "--mesh.data", 2, "--mesh.tensor", 2),
+        ("llama3-8b", "--lora.rank", 16, "--mesh.data", 8, "--mesh.tensor", 2, "--optimizer.zero", 3),
         ("demo", "--precision", "fp64", "--mesh.pipe", 4, "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2),
     ],
     ids=str,

@@ -106,7 +106,8 @@ def _documents(name: str, cut: bool = True) -> Callable[[Path], object]:
 def _write_preset(folder: Path) -> None:
     demo = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text()
     sources = "sources = [{ path = 'corpora/web', weight = 0.7 }, { path = 'b', weight = 0.3 }]\n"
-    (folder / "a.toml").write_text(demo.replace('path = "python-stdlib"\n', sources))
+    (folder / "b.toml").write_text(demo.replace('path = "python-stdlib"\n', sources))
+    (folder / "a.toml").write_text('base = "b.toml"\nseed = 3\n[train]\nsteps = 50\n')
 
 
 def _write_config(folder: Path) -> None:
@@ -314,7 +315,7 @@ READERS = [
     Reader("records: Parquet", _write_parquet, _documents("a.parquet"), ("a.parquet",)),
     Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
     Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
-    Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml",)),
+    Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
     Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
     Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
     Reader("tokenizer: WordPiece", _tokenizer("wordpiece").save, _use_tokenizer, ("vocab.txt",)),

@@ -93,3 +93,39 @@ def test_a_tensor_group_that_neither_divides_heads_of_keys_nor_is_a_multiple() -
     line = "--mesh.tensor 6 does not divide --model.num-kv-heads 4, nor is it a multiple of it; valid: 1, 2, 4, 12"
     with pytest.raises(UserError, match=line):
         on(6, num_heads=12, num_kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("preset", "values", "line"),
+    [
+        (
+            "demo",
+            {"lora.rank": 129},
+            "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128",
+        ),
+        (
+            "llama-demo",
+            {"lora.rank": 65},
+            "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64",
+        ),
+        ("demo", {"lora.targets": ["atention"]}, "did you mean attention?"),
+        ("demo", {"lora.targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, query, key, value, "),
+        ("demo", {"lora.rank": 4, "lora.targets": []}, "--lora.targets is empty; valid: attention, "),
+        (
+            "demo",
+            {"lora.rank": 4, "lora.targets": ["gate"]},
+            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or",
+        ),
+        ("demo", {"lora.rank": 4, "lora.alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
+        ("demo", {"lora.rank": -1}, "--lora.rank -1; valid: 0 to"),
+        (
+            "bert-demo",
+            {"lora.rank": 4},
+            "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d",
+        ),
+    ],
+)
+def test_adapters_that_a_model_cannot_have(preset: str, values: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(load_preset(preset), values)
+    assert line in str(caught.value) and "valid" in str(caught.value) and "\n" not in str(caught.value)

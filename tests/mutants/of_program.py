@@ -146,8 +146,8 @@ STEP = [
     ),
     Mutant(
         "new weights are not gathered",
-        "params=layout.per_step.gather(layout.computed(main), invariant=True)",
-        "params=layout.computed(main)",
+        "params = layout.per_step.gather(layout.computed(main), invariant=True)",
+        "params = layout.computed(main)",
         ON_DATA,
         "types",
     ),

@@ -2,10 +2,23 @@
 
 import pytest
 from counting import collectives_of_a_step
-from parity_grid import DECODERS, DEFAULT, FEW_DECODERS, FEW_TASKS, OF_DECODERS, OTHERS, TASKS, name
+from parity_grid import (
+    DECODERS,
+    DEFAULT,
+    FEW_DECODERS,
+    FEW_LORAS,
+    FEW_TASKS,
+    LORAS,
+    OF_DECODERS,
+    OF_LORAS,
+    OTHERS,
+    TASKS,
+    name,
+)
 from tiny import LLAMA, QWEN3, tiny_config
 
 from megajax.config import Config
+from megajax.models.config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import bytes_by_axis, communication, totals
 from megajax.plan.sizes import num_ticks
@@ -28,7 +41,7 @@ def config_of(row: tuple, **others) -> Config:
     if layers == "divisible":
         size = {"num_layers": virtual * -(-8 // virtual), "vocab_size": 128}
     number = {"fewer": max(1, pipe // 2), "not a multiple": pipe + pipe // 2, "a multiple": max(3, pipe)}[microbatches]
-    words = DECODERS.get(model)
+    words = (DECODERS | LORAS).get(model)
     if words is None:
         family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
         words = {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
@@ -53,6 +66,7 @@ SOME = {
     "bert": dict(
         mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
     ),
+    "adapters": dict(mesh=(2, 1, 4), precision="bf16", sequence_parallel=True, lora=LoraConfig(rank=4), **QWEN3),
 }  # fmt: skip
 
 
@@ -62,7 +76,9 @@ def test_equals_the_jaxpr(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS], ids=name)
+@pytest.mark.parametrize(
+    "row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name
+)
 def test_equals_the_jaxpr_on_the_grid(row):
     check(config_of(row))
 

@@ -7,6 +7,7 @@ import pytest
 from tiny import LLAMA, QWEN3, abstract_batch, tiny_config, tiny_program
 
 from megajax.backend import CPU, GPU
+from megajax.models.config import LoraConfig
 from megajax.plan.compiled import compiled_step
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
@@ -17,6 +18,8 @@ CASES = [
     ((4, 1, 2), {"zero": 0, "precision": "fp16"} | LLAMA),
     ((1, 2, 4), {"num_layers": 5, "vocabulary": "split"} | QWEN3),
     ((2, 2, 2), {"zero": 3, "num_layers": 6, "schedule": "interleaved", "chunks": 2} | BERT),
+    ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
+    ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
 ]
 
 

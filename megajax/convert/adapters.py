@@ -1,0 +1,160 @@
+"""A LoRA run's adapters as a folder that `peft` loads: `adapter_config.json` and `adapter_model.safetensors`.
+
+`peft` has an adapter for every module of transformers' model. Where one module is several of our products, as GPT-2's
+`c_attn` is query, key and value, theirs has the ranks of ours together: the As stand one below the other, and each B in
+the rows of its product, zeros elsewhere. Letters: I what goes into a module, O what comes out, R rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from megajax.backend import CPU
+from megajax.config import Config
+from megajax.convert.exporting import exchange_of_run
+from megajax.convert.importing import check_new
+from megajax.convert.origin import Origin
+from megajax.convert.tensor_files import WEIGHTS
+from megajax.convert.tensor_writing import write_tensors
+from megajax.convert.tokenizer_files import write_objects
+from megajax.convert.weights import Place, Tensor
+from megajax.data.files import folder_atomically
+from megajax.errors import UserError
+from megajax.mesh import make_mesh
+from megajax.models.family import CutModel
+from megajax.models.lora import LORA, Adapters
+from megajax.parallel.borders import F_AND_G
+from megajax.program.state import StateLayout
+from megajax.runs.trained import weights_in_parts
+
+FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of transformers' model.
+
+    Attributes:
+        name: with `{layer}` in it.
+        products: ours that are in it, as in `Adapters.products`, and where each is.
+    """
+
+    name: str
+    products: dict[tuple[str, ...], Place]
+
+    @property
+    def target(self) -> str:
+        """By which `peft` finds it in every layer; GPT-2 has two `c_proj`."""
+        return ".".join(self.name.split(".")[-2:])
+
+
+def check_has_adapters(run_dir: Path, config: Config) -> None:
+    """Check that a run has adapters.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not config.lora.rank:
+        raise UserError(
+            f"--adapter: RUN {run_dir} was trained without; valid: a run of --lora.rank 1 or more, or without --adapter"
+        )
+
+
+def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "latest", *, dtype: str | None) -> int:
+    """Write a run's adapters to `folder`, which appears whole or not at all.
+
+    Args:
+        run_dir: the run, which has some.
+        config: `export_config(run_dir)`.
+        folder: to make.
+        step: of the checkpoint, `latest`, or `best`.
+        dtype: of the adapters, as in `DTYPES`; None: fp32.
+
+    Returns:
+        The step.
+
+    Raises:
+        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written.
+        RunError: the checkpoint is damaged.
+    """
+    check_new(folder, "PATH")
+    model = CutModel(config.model, F_AND_G, CPU)
+    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), model)
+    read, number = weights_in_parts(layout, run_dir, step)
+    paths = [
+        path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if path[0].key == LORA
+    ]
+    stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
+    tensors = joined_tensors(run_dir, config, stored)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    with folder_atomically(folder.absolute()) as new:
+        write_tensors(new, shapes, tensors.items(), dtype or "fp32", sum(8 * t.size for t in tensors.values()))
+        (new / WEIGHTS).rename(new / FILE)
+        write_objects(new, {"adapter_config.json": _settings(config, _modules(run_dir, config))})
+    return number
+
+
+def joined_tensors(
+    run_dir: Path, config: Config, adapters: Mapping[tuple[str, ...], npt.NDArray[Any]]
+) -> dict[str, Tensor]:
+    """Adapters in natural form, or what has their shapes, by path as `peft`'s tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    for module in _modules(run_dir, config):
+        pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in module.products]
+        for layer in range(config.model.num_layers):
+            name = f"base_model.model.{module.name.format(layer=layer)}"
+            of_layer = [(a[layer], b[layer]) for a, b in pairs]
+            a_RI, b_OR = _joined(list(module.products.values()), of_layer, config.lora.rank)
+            tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": b_OR}
+    return tensors
+
+
+def _modules(run_dir: Path, config: Config) -> list[_Module]:
+    places = exchange_of_run(run_dir, config, Origin.read(run_dir)).places(config.model)
+    adapters = Adapters(config.lora, config.model, CutModel(config.model, F_AND_G, CPU))
+    found: dict[str, dict[tuple[str, ...], Place]] = {}
+    for product in adapters.products:
+        place = places.blocks["/".join((*product, "weight"))]
+        found.setdefault(place.name.removesuffix(".weight"), {})[product] = place
+    return [_Module(name, products) for name, products in found.items()]
+
+
+def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
+    """The two matrices of a module's adapter, of those of its products in one layer."""
+    flat = [(a.reshape(-1, rank).T, b.reshape(rank, -1).T) for a, b in pairs]
+    a_RI = np.concatenate([a for a, _ in flat]).astype(np.float32)
+    thirds = 1 if places[0].third is None else 3
+    rows = flat[0][1].shape[0]
+    b_OR = np.zeros((thirds * rows, len(flat) * rank), np.float32)
+    for number, (place, (_, b)) in enumerate(zip(places, flat, strict=True)):
+        first = rows * (place.third or 0)
+        b_OR[first : first + rows, number * rank : (number + 1) * rank] = b
+    return a_RI, b_OR
+
+
+def _settings(config: Config, modules: list[_Module]) -> dict[str, Any]:
+    lora = config.lora
+    several = {module.target: len(module.products) for module in modules if len(module.products) > 1}
+    turned = {place.turned for module in modules for place in module.products.values()}
+    assert len(turned) == 1, "all of a model's products are stored alike"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [module.target for module in modules],
+        "rank_pattern": {target: count * lora.rank for target, count in several.items()},
+        "alpha_pattern": {target: count * lora.alpha for target, count in several.items()},
+        "fan_in_fan_out": not turned.pop(),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+    }

@@ -1,0 +1,148 @@
+"""LoRA (Hu et al., arXiv 2106.09685): a weight W [*I, *O] of a product in a layer is frozen, and what layers compute
+with is `W + alpha / rank · A B`, of which A [*I, R] and B [R, *O] are trained.
+
+Letters: L layers, I what goes into a product, O what comes out of it, both one dim or several, R rank.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.family import CutModel
+from megajax.parallel.random import NamedKey
+
+Tree = Any
+LORA = "lora"  # the key of the adapters beside the weights' `shared` and `blocks`
+_BLOCKS = "blocks"
+
+
+class Adapters:
+    """The adapters of a model: a tree `{"blocks": …}` that has `{"a": A, "b": B}` where the weights' has a product,
+    stacked as these are.
+
+    Attributes:
+        products: of a layer, those that have one, as paths in its weights.
+        shapes: `ShapeDtypeStruct`s, [L, …].
+        logical_specs: a `PartitionSpec` of logical dim names for each.
+        num_inner: how many dims go into each product.
+    """
+
+    def __init__(self, lora: LoraConfig, config: ModelConfig, model: CutModel):
+        self._scale = lora.alpha / lora.rank
+        wanted = lora.products(config)
+        paths = sorted(path for path in model.products if path[-2] in wanted)
+        self.products = tuple(path[:-1] for path in paths)
+        shapes, specs = (self.part(tree) for tree in (model.shapes, model.logical_specs))
+        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+        # Every product of a layer takes what is between regions, or gives it.
+        self.num_inner = jax.tree.map(lambda spec: 1 if spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec)
+
+        def shapes_of(leaf: jax.ShapeDtypeStruct, inner: int) -> dict[str, jax.ShapeDtypeStruct]:
+            (layers, *dims), rank = leaf.shape, lora.rank
+            pair = {"a": (layers, *dims[:inner], rank), "b": (layers, rank, *dims[inner:])}
+            return {name: jax.ShapeDtypeStruct(shape, leaf.dtype) for name, shape in pair.items()}
+
+        def specs_of(spec: PartitionSpec, inner: int) -> dict[str, PartitionSpec]:
+            layers, *dims = spec
+            return {
+                "a": PartitionSpec(layers, *dims[:inner], None),
+                "b": PartitionSpec(layers, None, *dims[inner:]),
+            }
+
+        self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner)
+        self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner, is_leaf=is_spec)
+
+    def init(self, seed: int) -> Tree:
+        """Fresh ones in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming's with a slope of sqrt(5)), B
+        zero. Each layer's from a key of its own name: the same on every mesh."""
+        root = NamedKey.from_seed(seed) / LORA
+
+        def fresh(path: Any, leaf: jax.ShapeDtypeStruct) -> Array:
+            names = [str(key.key) for key in path]
+            if names[-1] == "b":
+                return jnp.zeros(leaf.shape, jnp.float32)
+            key, bound = root, 1 / math.sqrt(math.prod(leaf.shape[1:-1]))
+            for name in names:
+                key = key / name
+
+            def of_layer(number: Array) -> Array:
+                return jax.random.uniform((key / number).key, leaf.shape[1:], jnp.float32, -bound, bound)
+
+            return jax.vmap(of_layer)(jnp.arange(leaf.shape[0], dtype=jnp.int32))
+
+        return jax.tree_util.tree_map_with_path(fresh, self.shapes)
+
+    def part(self, tree: Tree) -> Tree:
+        """Of a tree of the weights' structure, what belongs to the products with adapters."""
+        found: dict[str, Any] = {}
+        for path in self.products:
+            source, node = tree[_BLOCKS], found
+            for name in path[:-1]:
+                source, node = source[name], node.setdefault(name, {})
+            node[path[-1]] = source[path[-1]]["weight"]
+        return {_BLOCKS: found}
+
+    def of(self, path: Any) -> dict[str, Any] | None:
+        """The paths in the tree of weights of the adapter that belongs to the weight at a path there; None where it has
+        none."""
+        names = tuple(str(key.key) for key in path)
+        if names[0] != _BLOCKS or names[-1] != "weight" or names[1:-1] not in self.products:
+            return None
+        return {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
+
+    def inner_of(self, path: Any) -> int:
+        """How many dims go into the product of the weight at such a path."""
+        node = self.num_inner
+        for key in path[:-1]:
+            node = node[key.key]
+        return node
+
+    def put(self, tree: Tree, part: Tree) -> Tree:
+        """A tree of the weights' structure with a `part` replaced."""
+        blocks = tree[_BLOCKS]
+        for path in self.products:
+            leaf = part[_BLOCKS]
+            for name in path:
+                leaf = leaf[name]
+            blocks = _with(blocks, (*path, "weight"), leaf)
+        return {**tree, _BLOCKS: blocks}
+
+    def added(self, adapter: Mapping[str, Array], inner: int) -> Array:
+        """What an adapter of a product with `inner` dims that go into it adds to its weight; of layers that are stacked
+        along any number of dims, and of any shards that belong together."""
+        a, b = adapter["a"], adapter["b"]
+        stacked = a.ndim - inner - 1
+        a_IR = a.reshape(*a.shape[:stacked], -1, a.shape[-1])
+        b_RO = b.reshape(*b.shape[: stacked + 1], -1)
+        added = jnp.matmul(a_IR, b_RO, precision=lax.Precision.HIGHEST)  # of GPUs' fp32 products, too, all bits
+        return (self._scale * added).reshape(*a.shape[:-1], *b.shape[stacked + 1 :])
+
+    def merged(self, part: Tree, adapters: Tree) -> Tree:
+        """A part of the weights with what its adapters add."""
+        return jax.tree.map(
+            lambda weight, adapter, inner: weight + self.added(adapter, inner), part, adapters, self.num_inner
+        )
+
+    def of_shard(self, adapter: Mapping[str, Array], inner: int, dim: int, cut: Any) -> dict[str, Array]:
+        """The adapter of the shard along a `dim`, counted from its last, that `cut(array, dim)` takes of a weight."""
+        a, b = adapter["a"], adapter["b"]
+        outer = b.ndim - (a.ndim - inner - 1) - 1
+        if -dim <= outer:
+            return {"a": a, "b": cut(b, dim)}
+        return {"a": cut(a, dim + outer - 1), "b": b}
+
+
+def without_adapters(weights: Mapping[str, Tree]) -> Tree:
+    """Main weights alone."""
+    return {name: part for name, part in weights.items() if name != LORA}
+
+
+def _with(tree: Mapping[str, Any], path: tuple[str, ...], leaf: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**tree, first: _with(tree[first], tuple(rest), leaf) if rest else leaf}

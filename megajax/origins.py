@@ -1,0 +1,89 @@
+"""A configuration as a preset that says where every value is from (`--print-config`)."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any
+
+import tomli_w
+
+from megajax.config import Config
+from megajax.options import Option, options
+from megajax.presets import Preset, of_task
+
+_WIDTH = 40  # of a line before its comment, where the value is short
+
+
+def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str:
+    """The text of a preset that gives this configuration.
+
+    What belongs to one run and its machine, where no flag and no preset of somebody's own says it, is there as a
+    comment.
+
+    Args:
+        config: the configuration.
+        preset: the preset that it was made of.
+        overrides: the values of the flags, by key.
+    """
+    name = _comment(f"{preset.path}")
+    lines = [f"# The configuration of {name}, with where every value is from.", 'base = ""  # none: all is here']
+    of_task_only = of_task({**preset.values, **overrides})
+    section = ""
+    for key, option in options(Config).items():
+        table, _, field = key.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"]
+            section = table
+        value = attrgetter(key)(config)
+        line = f"{field} = {_toml(value)}"
+        if _is_of_start(key, preset, overrides):
+            line = f"# {line}"
+        origin = _origin(option, value, preset, overrides, of_task_only)
+        lines.append(f"{line:<{_WIDTH}}  # {_comment(origin)}")
+    return "\n".join(lines)
+
+
+def _origin(
+    option: Option, value: Any, preset: Preset, overrides: Mapping[str, Any], of_task_only: Mapping[str, Any]
+) -> str:
+    """Where a value is from, in words."""
+    key = option.key
+    if key in overrides:
+        return f"flag {option.flag}"
+    if key == "run_dir" and value != preset.values.get("run_dir"):
+        return "default"
+    if key in preset.origins:
+        return preset.origins[key]
+    if key in of_task_only:
+        return "task.name"
+    if key == "run_dir":
+        return "the preset's name"
+    if key == "optimizer.decay_steps" and value != option.default:
+        return "train.steps"
+    if value == option.default:
+        return "default"
+    meaning = next((part for part in option.help.split("; ") if part.startswith(f"{option.default}: ")), "")
+    return f"default, {meaning}" if meaning else "default"
+
+
+def _is_of_start(key: str, preset: Preset, overrides: Mapping[str, Any]) -> bool:
+    """Whether a value is of one run or its machine and was not asked for."""
+    if key not in ("run_dir", "simulate_devices") or key in overrides:
+        return False
+    return key not in preset.origins or preset.of_run
+
+
+def _toml(value: Any) -> str:
+    """A value in one line of TOML."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(part)}' for key, part in value.items())} }}"
+    return tomli_w.dumps({"value": value}).partition(" = ")[2].rstrip("\n")
+
+
+def _comment(text: str) -> str:
+    """A text that a comment may have, and any terminal."""
+    return text.encode("unicode_escape", "backslashreplace").decode() if not text.isprintable() else text

@@ -1,0 +1,111 @@
+"""`train.py PRESET --dry-run`: all that comes before the first step, and nothing that stays.
+
+Text is read and tokenized into a temporary folder (`TMPDIR`), as a run would into its own; of a run that goes on, its
+data is opened where it lies.
+"""
+
+import dataclasses
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from megajax.config import Config
+from megajax.data.corpus import has_only_tokenizer
+from megajax.errors import UserError
+from megajax.launch import start
+from megajax.plan.compiled import traced_step
+from megajax.processes import numbers_of_first_process, on_first_process, say
+from megajax.program.memory import check_memory
+from megajax.program.program import Program
+from megajax.runs.data import has_whole_run_data
+from megajax.runs.directory import check_claim, has_checkpoints, kept_decay
+from megajax.runs.step_folders import complete
+from megajax.runs.task_data import has_task_data
+from megajax.training.begin import check_given, make_data, open_data
+from megajax.training.describe import describe
+from megajax.training.horizon import in_steps, past_decay
+from megajax.training.seeds import seed_runs
+from megajax.validation import validate
+
+
+def dry_run(config: Config) -> None:
+    """Check a run, read its data, say its plan of bytes and compile its step; of several seeds, the first one's.
+
+    Raises:
+        UserError: what training would end with before its first step.
+    """
+    check_given(config)
+    start(config)
+    if config.seeds > 1:
+        config = seed_runs(config)[0]
+    validate(config, jax.device_count())
+    program = Program.on(config)
+    check_memory(program, training=True, rows=config.train.microbatch)
+    told: list[str] = []
+    known: list[int] = []  # of the data, so that every process compiles the same step
+
+    def read() -> None:
+        with tempfile.TemporaryDirectory(prefix="megajax-dry-run-") as folder:
+            found = _read_data(config, program, Path(folder), told)
+        known[:] = found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps
+
+    on_first_process(read)
+    steps, decay_steps, warmup_steps = numbers_of_first_process(known)
+    train = dataclasses.replace(config.train, steps=steps)
+    optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps, warmup_steps=warmup_steps)
+    config = dataclasses.replace(config, train=train, optimizer=optimizer)
+    say("\n".join(told))
+    began = time.perf_counter()
+    compiled = traced_step(config, jax.devices()).lower().compile()
+    seconds, needed = time.perf_counter() - began, compiled.memory_analysis()
+    say(
+        f"compiled the step in {seconds:.1f} s: {needed.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch on "
+        f"a device, {needed.temp_size_in_bytes / 2**20:,.1f} MiB beside them"
+    )
+    say(_summary(config))
+
+
+def _read_data(config: Config, program: Program, folder: Path, told: list[str]) -> Config:
+    """The configuration in steps, by the data that a run of it would have; the lines that it would say are added."""
+    run_dir = Path(config.run_dir)
+    check_claim(run_dir, config)
+    _check_apart(config, run_dir)
+    there, is_new = run_dir / "data", not has_checkpoints(run_dir)
+    made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
+    if not made:
+        if has_only_tokenizer(there):  # of imported weights
+            shutil.copytree(there, folder / "data")
+        there = folder / "data"
+    make_data(config, there, is_new=is_new)
+    data = open_data(config, there)
+    data.train[0]
+    config = in_steps(config, data.train, kept_decay(run_dir))
+    told.append(describe(Program(config, program.mesh), data))
+    if warning := past_decay(config):
+        told.append(warning)
+    return config
+
+
+def _check_apart(config: Config, run_dir: Path) -> None:
+    """Raises `UserError` where a run would write in a folder that it reads."""
+    named = [("--data.path", config.data.path)]
+    named += [("--data.sources", source.path) for source in config.data.sources]
+    named += [("--data.validation", entry.path) for entry in config.data.validation]
+    for flag, path in named:
+        if path and Path(path).is_dir() and Path(path).resolve() in (run_dir / "data").resolve().parents:
+            raise UserError(
+                f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
+            )
+
+
+def _summary(config: Config) -> str:
+    """What the same command would do without `--dry-run`."""
+    steps, done = config.train.steps, max(complete(Path(config.run_dir) / "checkpoints"), default=0)
+    if done >= steps:
+        would = f"there is nothing to train, {config.run_dir} has {done} steps already"
+    else:
+        would = f"the same command trains steps {done + 1} to {steps} in {config.run_dir}"
+    return f"dry run: nothing was trained and nothing is kept; without --dry-run {would}"

@@ -1,0 +1,87 @@
+"""`--dry-run`: what a run would end with before its first step, and nothing that stays."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from finetuning import Finetuning
+from mistakes import assert_says, train_mistake
+from processes import Commands, Run, contents, training
+
+TWO = ("--mesh.data", 2, "--simulate-devices", 2)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def tried(commands: Commands, *arguments: object) -> str:
+    """What a dry run prints; it must succeed."""
+    done = commands.run("train.py", *arguments, "--dry-run")
+    assert done.code == 0 and not done.err, done.err
+    return done.out
+
+
+def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
+    """On two devices: what the data is, the bytes, the compiled step; no file is left."""
+    out = tried(commands, commands.preset, "--run-dir", tmp_path / "run", *TWO)
+    assert_says(out.replace("\n", " "), r"data 2 x pipe 1 x tensor 1", r"data: [\d,]+ tokens in", r"memory: [\d.]+ MiB")
+    last = out.splitlines()[-2:]
+    assert_says(last[0], r"compiled the step in [\d.]+ s: [\d.]+ MiB of state and batch on a device, [\d.]+ MiB beside")
+    assert last[1] == (
+        "dry run: nothing was trained and nothing is kept; without --dry-run the same command trains steps 1 to 20 in "
+        f"{tmp_path / 'run'}"
+    )
+    assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
+
+
+def test_a_run_that_goes_on(commands: Commands, straight: Run, temporary: Path) -> None:
+    before = contents(straight.folder)
+    out = tried(commands, straight.folder / "config.toml", "--train.steps", 30)
+    assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "trains steps 21 to 30 in")
+    assert "nothing to train" in tried(commands, commands.preset, "--run-dir", straight.folder)
+    assert contents(straight.folder) == before and not list(temporary.iterdir())
+
+
+def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
+    """In the configuration, the mesh, the data and the run directory."""
+    for words, *flags in (
+        ("--mesh.data 3", "--mesh.data", 3),
+        ("no-such", "--data.path", tmp_path / "no-such"),
+        ("--data.path missing", "--data.path="),
+        ("need .* GiB", "--model.hidden-size", 1_000_000, "--model.num-layers", 10_000),
+        ("--dry-run with --profile-pipeline", "--profile-pipeline"),
+    ):
+        assert_says(train_mistake(commands, tmp_path / "run", *flags, "--dry-run"), words)
+    assert_says(train_mistake(commands, straight.folder, "--seed", 3, "--dry-run"), "holds a run with seed 0, not 3")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    assert_says(train_mistake(commands, tmp_path / "mine", "--dry-run"), "holds no run, but letter.txt")
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.full
+def test_a_task_with_several_seeds(tuning: Finetuning, tmp_path: Path, temporary: Path) -> None:
+    done = tuning.start("mnli", tmp_path / "run", "--seeds", 2, "--dry-run")
+    assert done.code == 0, done.err
+    assert_says(done.out, "mnli train: ", rf"in {tmp_path / 'run' / 'seed-0'}")
+    assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
+
+
+def test_a_decay_that_nobody_gives_is_that_of_the_run_s_beginning(commands: Commands, tmp_path: Path) -> None:
+    """A run of 4 steps that goes on to 6 keeps its learning rates; it says so once."""
+    preset, run = tmp_path / "mine.toml", tmp_path / "run"
+    text = commands.preset.read_text().replace("decay_steps = 20\n", "").replace("warmup_steps = 5", "warmup_steps = 1")
+    preset.write_text(text)
+    flags = ("--train.eval-batches", 1, "--train.eval-every", 10)
+    first = commands.train(run, "--train.steps", 4, *flags, preset=preset).out
+    assert "is past" not in first and "\ndecay_steps = 4\n" in (run / "config.toml").read_text()
+    second = commands.train(run, "--train.steps", 6, *flags, preset=preset).out
+    assert second.count("--train.steps 6 is past --optimizer.decay-steps 4: ") == 1
+    rates = [line["learning_rate"] for line in training(run)]
+    assert rates[:2] == [0, pytest.approx(3e-3)] and rates[3] < rates[2] and rates[4:] == [0, 0]
+    assert "\ndecay_steps = 4\n" in (run / "config.toml").read_text()

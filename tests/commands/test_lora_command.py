@@ -1,0 +1,106 @@
+"""LoRA by the commands: from a run of all weights to one of adapters, and what is done with it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mistakes import assert_says, mistake, train_mistake
+from processes import (
+    Commands,
+    Run,
+    assert_close_losses,
+    assert_same_checkpoint,
+    checkpoint_arrays,
+    curve,
+    training,
+    validation,
+)
+from safetensors.numpy import load_file
+
+RANK = ("--lora.rank", 4)
+STEPS = 4
+FLAGS = (*RANK, "--checkpoint.every", 2, "--checkpoint.keep", 1, "--optimizer.warmup-steps", 1, "--train.microbatch", 4)
+MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+
+
+def test_a_run_of_adapters(commands: Commands, half: Run, corpus: Path, tmp_path: Path) -> None:
+    """It begins with the other run's loss; two steps and two more are four, bit for bit; without the other run it is
+    evaluated, and its frozen weights are as they were."""
+    base, run, whole = shutil.copytree(half.folder, tmp_path / "base"), tmp_path / "run", tmp_path / "whole"
+    told = commands.train(whole, "--init", base, *FLAGS, "--train.steps", STEPS).out
+    assert f"weights: of step 10 of {base}, fresh none; frozen, with fresh adapters of rank 4" in told
+    assert "LoRA: 7,680 parameters are trained, " in told
+    commands.train(run, "--init", base, *FLAGS, "--train.steps", 2)
+    frozen = {name: leaf for name, leaf in checkpoint_arrays(base, 10).items() if name.startswith("['params']")}
+    shutil.rmtree(base)
+    commands.train(run, "--train.steps", STEPS, preset=run / "config.toml")
+    assert curve(run) == curve(whole)
+    assert_same_checkpoint(run, whole, STEPS)
+    arrays = checkpoint_arrays(run, STEPS)
+    assert frozen and all(arrays[name].tobytes() == leaf.tobytes() for name, leaf in frozen.items())
+    assert any(name.startswith("['params']['lora']") and leaf.any() for name, leaf in arrays.items())
+    assert not any("lora" not in name for name in arrays if "mu" in name and "params" in name)
+    found = commands.perplexity(run)
+    assert found["step"] == STEPS and found["loss"] == pytest.approx(validation(run)[STEPS], rel=1e-6)
+    assert validation(run)[STEPS] < training(run)[0]["loss"]
+
+
+@pytest.mark.full
+def test_on_a_mesh_of_eight_in_fp16(commands: Commands, half: Run, tmp_path: Path) -> None:
+    """The same losses, from one device to eight and back; with a scale of fp16 that overflows at first, steps are
+    skipped."""
+    one, run = tmp_path / "one", tmp_path / "run"
+    commands.train(one, "--init", half.folder, *FLAGS, "--train.steps", 6)
+    commands.train(run, "--init", half.folder, *FLAGS, "--train.steps", 2)
+    split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 4)
+    commands.train(run, *FLAGS, *MESH_222, *split, preset=run / "config.toml")
+    back = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 1)
+    commands.train(run, *FLAGS, *back, "--train.steps", 6)
+    assert_close_losses(curve(run), curve(one))
+    skipping = tmp_path / "fp16"
+    scale = ("--precision", "fp16", "--loss-scale.initial", 2**40, "--loss-scale.backoff", 2**-13)
+    commands.train(skipping, "--init", half.folder, *FLAGS, *MESH_222, *scale, "--train.microbatch", 2)
+    skipped = [record["skipped_steps"] for record in training(skipping)]
+    assert 0 < skipped[-1] < 5 and skipped[0] == 1
+    assert all(np.isfinite(record["loss"]) for record in training(skipping))
+
+
+@pytest.mark.full
+def test_further_uses(commands: Commands, half: Run, tmp_path: Path) -> None:
+    """Text is generated, both exports are written, and a run begins with the merged weights, also one of adapters."""
+    run = tmp_path / "run"
+    commands.train(run, "--init", half.folder, *FLAGS, "--lora.targets", "attention", "down", "--train.steps", STEPS)
+    text = commands.run("-m", "megajax", "generate", "--checkpoint", run, "--prompt", "the end", "--max-tokens", 4)
+    assert text.code == 0 and text.out.startswith("the end"), text.err
+    for name, flags in (("merged", ()), ("adapter", ("--adapter",))):
+        done = commands.run("-m", "megajax", "convert", "export-hf", run, tmp_path / name, *flags)
+        assert done.code == 0, done.err
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["attn.c_attn", "attn.c_proj", "mlp.c_proj"] and settings["fan_in_fan_out"]
+    arrays = checkpoint_arrays(run, STEPS)
+    down, name = arrays["['params']['blocks']['mlp']['down']['weight']"], "transformer.h.1.mlp.c_proj"
+    a, b = (adapters[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
+    np.testing.assert_allclose(merged[f"{name}.weight"], down[1] + 16 / 4 * (b @ a).T, rtol=0, atol=1e-7)
+    for name, flags in (("again", ()), ("further", RANK)):
+        told = commands.train(tmp_path / name, "--init", run, *flags, "--train.steps", 1).out
+        assert f"weights: of step {STEPS} of {run}, fresh none" in told
+        weights = commands.perplexity(run)["loss"]
+        assert training(tmp_path / name)[0]["loss"] != 0 and weights > 0
+    arrays = checkpoint_arrays(tmp_path / "further", 1)
+    taken = arrays["['params']['blocks']['mlp']['down']['weight']"][1]
+    np.testing.assert_allclose(taken, merged["transformer.h.1.mlp.c_proj.weight"], rtol=0, atol=1e-7)
+
+
+def test_mistakes(commands: Commands, half: Run, straight: Run, tmp_path: Path) -> None:
+    """One line each, and nothing is written."""
+    run = tmp_path / "run"
+    assert_says(train_mistake(commands, run, *RANK), "--lora.rank 4 without --init", "valid: --init with")
+    line = train_mistake(commands, straight.folder, *RANK, "--init", half.folder, "--train.steps", 30)
+    assert_says(line, "holds a run with lora.rank 0, not 4; valid: the same, or another --run-dir with --init")
+    export = ("-m", "megajax", "convert", "export-hf", half.folder, tmp_path / "out", "--adapter")
+    assert_says(mistake(commands, *export), "--adapter: RUN .* was trained without; valid: a run of --lora.rank")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,167 @@
+"""LoRA as `peft` computes it on models of `transformers`: loss, gradients and updates, and what is exported."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hugging_face_decoders import peer_decoder
+from tiny import tiny_program
+
+from megajax.config import Config, MeshConfig, to_toml
+from megajax.convert.adapters import export_adapter, joined_tensors
+from megajax.convert.exporting import export_config, export_hf
+from megajax.convert.importing import import_hf, open_source
+from megajax.models.config import LoraConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.program.scoring import next_logits
+from megajax.program.train_step import train_step_with_gradients
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.init import first_state
+from megajax.runs.parts import IMPORTED
+from megajax.verify import named_leaves
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+]
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+peft = pytest.importorskip("peft", reason="the extra `peer` is not installed")
+
+LENGTH, VOCABULARY, RATE = 21, 211, 1e-2
+EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothing but rounding (`verify/check.steady`)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LENGTH,
+    "hidden_size": 48,
+    "intermediate_size": 84,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
+ALL, ONE_MODULE_EACH = ("attention", "mlp"), ("output", "mlp")
+CASES = [  # what transformers calls it, the mesh, the targets
+    ("llama", (1, 1, 6), ALL),  # each of three heads of keys and values on two devices
+    ("qwen3", (2, 1, 3), ("query", "value", "up", "down")),
+    ("gpt2", (1, 2, 2), ONE_MODULE_EACH),
+    pytest.param("qwen2", (1, 1, 1), ALL, marks=pytest.mark.full),
+    pytest.param("mistral", (1, 2, 1), ("key", "output", "gate"), marks=pytest.mark.full),
+]
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=2, n_head=6, initializer_range=0.2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+class Tuning:
+    """A LoRA run of ours that begins with a model of transformers, and steps on random batches."""
+
+    def __init__(self, folder: Path, kind: str, mesh: tuple[int, int, int], targets: tuple[str, ...]):
+        self.folder, self.run = folder, folder / "run"
+        peer = gpt2() if kind == "gpt2" else peer_decoder(kind, **SIZES)
+        peer.save_pretrained(folder / "hf")
+        self.peer = type(peer).from_pretrained(folder / "hf", attn_implementation="eager").double().eval()
+        source = open_source(folder / "hf", {"model.vocab_multiple": 48, "model.scan_layers": "true"})
+        import_hf(source, folder / "base")
+        self.config: Config = dataclasses.replace(
+            source.config,
+            init=str(folder / "base"),
+            run_dir=str(self.run),
+            lora=LoraConfig(rank=4, alpha=6.0, targets=targets),
+            mesh=MeshConfig(data=mesh[0], pipe=mesh[1], tensor=mesh[2]),
+            train=dataclasses.replace(source.config.train, steps=9, global_batch=4, microbatch=2),
+            optimizer=OptimizerConfig(
+                learning_rate=RATE, schedule="constant", weight_decay=0.1, clip_norm=1e9, zero=1, epsilon=EPSILON
+            ),
+        )
+        self.program = tiny_program(self.config)
+        self.state, self.told = first_state(self.program)
+        self.checkpoints = Checkpoints(self.run, self.program.layout, keep=9)
+        (self.run / "config.toml").write_text(to_toml(self.config))
+        (self.run / IMPORTED).write_bytes((folder / "base" / IMPORTED).read_bytes())
+
+    def batch(self, number: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(number)
+        return {name: rng.integers(0, VOCABULARY, (4, LENGTH), np.int32) for name in ("tokens", "targets")}
+
+    def step(self, number: int) -> tuple[float, dict[str, np.ndarray]]:
+        """The loss of a step, and the adapters' gradients by their names there."""
+        placed = self.program.put_batch(self.batch(number), self.program.local_rows)
+        self.state, metrics, grads = train_step_with_gradients(self.program)(self.state, placed)
+        natural = self.program.layout.natural_weights(jax.device_get(grads))
+        named = {tuple(name.split("/")): leaf for name, leaf in named_leaves(natural).items()}
+        return float(metrics["loss"]), joined_tensors(self.run, self.config, named)
+
+    def export(self, step: int) -> Path:
+        """The adapters of now, as a folder of `peft`."""
+        self.checkpoints.save(step, self.state)
+        self.checkpoints.wait()
+        export_adapter(self.run, export_config(self.run), self.folder / f"adapter-{step}", dtype=None)
+        return self.folder / f"adapter-{step}"
+
+    def logits(self, number: int, position: int) -> np.ndarray:
+        placed = self.program.put_batch(self.batch(number), self.program.local_rows)
+        return np.asarray(next_logits(self.program)(self.state.params, placed, np.int32(position)))[:, :VOCABULARY]
+
+
+def torch_ids(ids: np.ndarray) -> Any:
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def assert_logits(tuning: Tuning, peer: Any, number: int) -> None:
+    with torch.no_grad():
+        logits = peer(torch_ids(tuning.batch(number)["tokens"])).logits.numpy()
+    for position in (0, LENGTH - 1):
+        atol = 1e-5 * np.abs(logits).max()
+        np.testing.assert_allclose(tuning.logits(number, position), logits[:, position], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("kind", "mesh", "targets"), CASES)
+def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[str, ...], tmp_path: Path) -> None:
+    """From the same adapters the same losses and gradients in each of three steps, with AdamW between them; what is
+    exported then, as an adapter and merged, has our logits there."""
+    tuning = Tuning(tmp_path, kind, mesh, targets)
+    assert "fresh none; frozen, with fresh adapters of rank 4" in tuning.told
+    peer = peft.PeftModel.from_pretrained(tuning.peer, tuning.export(0), is_trainable=True).double()
+    trained = {name.replace(".default", ""): each for name, each in peer.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.1)
+    for number in range(3):
+        loss, gradients = tuning.step(number)
+        batch = tuning.batch(number)
+        optimizer.zero_grad()
+        logits = peer(torch_ids(batch["tokens"])).logits
+        theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch_ids(batch["targets"]).flatten())
+        theirs.backward()
+        assert loss == pytest.approx(theirs.item(), rel=2e-6)
+        assert gradients.keys() == trained.keys()
+        size = np.sqrt(sum(np.sum(each.grad.numpy() ** 2) for each in trained.values()))
+        for name, parameter in trained.items():
+            wanted = parameter.grad.numpy()
+            error = np.linalg.norm(gradients[name] - wanted)
+            assert error <= 2e-5 * max(np.linalg.norm(wanted), 1e-3 * size), (number, name)
+        optimizer.step()
+    again = type(tuning.peer).from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(again, tuning.export(3)).eval()
+    assert_logits(tuning, adapted, 7)
+    export_hf(tuning.run, export_config(tuning.run), tmp_path / "merged")
+    merged = type(tuning.peer).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert_logits(tuning, merged, 8)
+
+
+@pytest.mark.parametrize("targets", [("query", "value", "down"), pytest.param(ALL, marks=pytest.mark.full)])
+def test_several_products_in_one_module(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """GPT-2's `c_attn` is three products of ours: there the adapters together have more ranks, and our logits."""
+    tuning = Tuning(tmp_path, "gpt2", (1, 1, 1), targets)
+    for number in range(2):
+        tuning.step(number)
+    again = type(tuning.peer).from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(again, tuning.export(2)).eval()
+    assert_logits(tuning, adapted, 5)

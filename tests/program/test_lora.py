@@ -1,0 +1,158 @@
+"""LoRA: what is trained, against a plain computation; what is kept, on any mesh."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import LLAMA, QWEN3, tiny_config, tiny_program
+
+from megajax.config import Config, to_toml
+from megajax.models.config import LORA_TARGETS, LoraConfig
+from megajax.models.lora import LORA
+from megajax.program.program import Program
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.trained import restore_params
+from megajax.verify import named_leaves
+from megajax.verify.initial import drawn_state
+
+RANK, ALPHA, RATE, DECAY = 3, 5.0, 1e-3, 0.1
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def config_of(mesh: tuple[int, int, int] = (1, 1, 1), **options: Any) -> Config:
+    """Of a Llama of two layers, whose first update is of full size."""
+    config = tiny_config(mesh, **{"num_layers": 2, "lora": LoraConfig(rank=RANK, alpha=ALPHA)} | LLAMA | options)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=RATE, warmup_steps=0, weight_decay=DECAY)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def step(config: Config, natural: TrainState) -> tuple[Program, TrainState, dict[str, float], dict[str, np.ndarray]]:
+    """One step on a random batch: the program, the state after it, its figures, and the gradients in natural form."""
+    program = tiny_program(config)
+    state = program.layout.from_natural(natural)
+    batch = program.put_batch(random_batch(config, 0), program.local_rows)
+    run = train_step_with_gradients(program).lower(state, batch).compile(QUICKLY)
+    state, metrics, grads = run(state, batch)
+    figures = {name: float(value) for name, value in metrics.items()}
+    return program, state, figures, named_leaves(program.layout.natural_weights(jax.device_get(grads)))
+
+
+def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[L, I, R] and [L, R, O], dims of heads joined."""
+    return a.reshape(len(a), -1, RANK).astype(float), b.reshape(len(b), RANK, -1).astype(float)
+
+
+def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
+    """The merged weights trained whole by the same step give the loss and every weight's gradient, numpy the rest: of
+    A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen weights stay as they are."""
+    config = config_of()
+    natural = drawn_state(tiny_program(config))
+    weights = named_leaves(natural.params)
+    adapters = {name.removeprefix("lora/"): leaf for name, leaf in weights.items() if name.startswith("lora/")}
+    products = sorted({name.rpartition("/")[0] for name in adapters})
+    assert len(products) == 7  # attention's four and the gated MLP's three
+    merged = dict(weights)
+    for name in products:
+        a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
+        merged[f"{name}/weight"] = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(
+            weights[f"{name}/weight"].shape
+        )
+    plain = dataclasses.replace(config, lora=LoraConfig())
+    whole = drawn_state(tiny_program(plain))
+    whole = dataclasses.replace(
+        whole,
+        params=jax.tree_util.tree_map_with_path(
+            lambda path, leaf: merged["/".join(key.key for key in path)].astype(leaf.dtype), whole.params
+        ),
+    )
+    _, _, figures, of_weights = step(plain, whole)
+    program, state, ours, gradients = step(config, natural)
+    assert ours["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+    expected = {}
+    for name in products:
+        a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
+        grad = of_weights[f"{name}/weight"].astype(float).reshape(len(a), a.shape[1], b.shape[2])
+        expected[f"{name}/a"] = ALPHA / RANK * np.einsum("lio,lro->lir", grad, b)
+        expected[f"{name}/b"] = ALPHA / RANK * np.einsum("lir,lio->lro", a, grad)
+    assert gradients.keys() == expected.keys()
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in expected.values()))
+    assert ours["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    after = named_leaves(jax.device_get(program.layout.to_natural(state)).params)
+    for name, leaf in expected.items():
+        actual = gradients[name].reshape(leaf.shape)
+        assert np.linalg.norm(actual - leaf) <= 1e-5 * np.linalg.norm(leaf), name
+        clipped = actual * min(1.0, config.optimizer.clip_norm / norm)
+        begun = adapters[name].reshape(leaf.shape)
+        new = begun - RATE * (clipped / (np.abs(clipped) + config.optimizer.epsilon) + DECAY * begun)
+        np.testing.assert_allclose(after[f"lora/{name}"].reshape(leaf.shape), new, rtol=0, atol=1e-6, err_msg=name)
+    for name, leaf in weights.items():
+        assert name.startswith("lora/") or after[name].tobytes() == leaf.tobytes(), name
+    params = named_leaves(jax.device_get(program.layout.natural_weights(state.params)))
+    for name in products:
+        a, b = flat(after[f"lora/{name}/a"], after[f"lora/{name}/b"])
+        new = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(weights[f"{name}/weight"].shape)
+        np.testing.assert_allclose(params[f"{name}/weight"], new, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None:
+    """A as `peft` draws it, uniform up to 1 / sqrt(I); B zero, so that layers compute with the frozen weights."""
+    found = []
+    for mesh, zero in (((1, 1, 1), 0), ((2, 1, 4), 3)):
+        layout = tiny_program(config_of(mesh, zero=zero, hidden_size=64, **QWEN3)).layout
+        state = layout.init(QUICKLY)
+        found.append(named_leaves(jax.device_get(layout.natural_weights(state.main))))
+        params, main = named_leaves(jax.device_get(state.params)), named_leaves(jax.device_get(state.main))
+        assert all(leaf.tobytes() == main[name].tobytes() for name, leaf in params.items())
+    assert all(leaf.tobytes() == found[1][name].tobytes() for name, leaf in found[0].items())
+    for name, leaf in found[0].items():
+        if name.startswith("lora/") and name.endswith("/a"):
+            bound = 1 / np.sqrt(np.prod(leaf.shape[1:-1]))
+            assert bound * 0.9 < np.abs(leaf).max() <= bound and abs(leaf.mean()) < bound / 5, name
+            assert not np.array_equal(leaf[0], leaf[1]), name
+        elif name.startswith("lora/"):
+            assert not leaf.any(), name
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: Path) -> None:
+    """What training restores is what it had, to the bit, on the same mesh also the weights that layers compute with; on
+    another mesh near it, and so is what evaluation reads, of no other run's weights."""
+    config = config_of((2, 1, 2), precision="bf16", zero=zero)
+    layout = tiny_program(config).layout
+    state = layout.from_natural(drawn_state(tiny_program(config)))
+    writer = Checkpoints(tmp_path, layout, keep=1)
+    writer.save(4, state)
+    writer.wait()
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(writer.restore(4)), jax.device_get(state))
+    other = tiny_program(config_of((1, 2, 1), zero=0))
+    again = Checkpoints(tmp_path, other.layout).restore(4)
+    same = [jax.device_get(program.to_natural(each)) for program, each in ((layout, state), (other.layout, again))]
+    jax.tree.map(np.testing.assert_array_equal, *(dataclasses.replace(each, loss_scale=None) for each in same))
+    params, _ = restore_params(other, tmp_path, "latest")
+    assert params.keys() == {"shared", "blocks"}
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # noqa: E731
+    jax.tree.map(near, jax.device_get(params), jax.device_get(again.params))
+
+
+def test_only_the_adapters_have_moments() -> None:
+    layout = tiny_program(config_of(precision="bf16")).layout
+    names = {
+        "/".join(str(key.key) for key in path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.optimizer[0].mu)
+    }
+    assert len(names) == 14 and all(name.endswith(("/a", "/b")) for name in names)
+    assert layout.shapes.main.keys() == {"shared", "blocks", LORA}
+
+
+def test_words_of_targets() -> None:
+    gpt2, llama = (tiny_config(**words).model for words in ({}, LLAMA))
+    assert LoraConfig(rank=1).products(gpt2) == ("query", "key", "value", "output", "up", "down")
+    assert LoraConfig(rank=1).products(llama) == tuple(LORA_TARGETS["attention"] + LORA_TARGETS["mlp"])
+    assert LoraConfig(rank=1, targets=("down", "query")).products(llama) == ("query", "down")

@@ -1,0 +1,185 @@
+"""Presets that are based on others, what is missing in them, and the configuration that is printed."""
+
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.commands import train
+from megajax.config import Config, to_toml
+from megajax.errors import UserError
+from megajax.flags import parse
+from megajax.options import options
+from megajax.presets import load_preset, preset_folders, preset_names, read_preset, resolve
+
+PRESETS = Path(__file__).parents[1] / "configs"
+
+
+def message(call: Any, *arguments: Any) -> str:
+    """The one line of the `UserError` that the call raises."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value) and any(words in str(caught.value) for words in ("valid", "did you mean"))
+    return str(caught.value)
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_a_preset_says_only_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a name, and by a file beside the preset, over several of them; the nearest one wins."""
+    monkeypatch.chdir(tmp_path)  # else the checkout's ./configs are found first
+    medium = write(tmp_path / "medium.toml", 'base = "gpt2-355m"\nseed = 7\nrun_dir = "there"\n[train]\nsteps = 9000\n')
+    large = write(tmp_path / "more" / "large.toml", 'base = "../medium.toml"\n[train]\nmicrobatch = 4\n')
+    given = load_preset("gpt2-355m")
+    assert load_preset(medium) == given | {"seed": 7, "run_dir": "there", "train.steps": 9000}
+    found = read_preset(large)
+    assert found.values == given | {
+        **{"seed": 7, "train.steps": 9000, "train.microbatch": 4},
+        "run_dir": "runs/large",  # a directory is of one preset
+    }
+    assert [found.origins[key] for key in ("train.microbatch", "train.steps", "train.remat")] == [
+        str(large),
+        str(large.parent / "../medium.toml"),
+        "preset gpt2-355m",
+    ]
+
+
+@pytest.mark.parametrize("text", ["sources = [{ path = 'a', weight = 1 }]", "path = 'b'"])
+def test_one_corpus_takes_the_place_of_the_others_of_a_base(tmp_path: Path, text: str) -> None:
+    base = "sources = [{ path = 'c', weight = 1 }]" if text == "path = 'b'" else "path = 'c'"
+    write(tmp_path / "base.toml", f'base = "llama3-8b"\n[data]\n{base}\n')
+    data = resolve(load_preset(write(tmp_path / "mine.toml", f'base = "base.toml"\n[data]\n{text}\n'))).data
+    assert (data.path, [source.path for source in data.sources]) in (("", ["a"]), ("b", []))
+
+
+def test_bases_that_are_not_there_or_go_in_a_circle(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    for base, said in (
+        ("'gpt2-355'", "no preset 'gpt2-355'; did you mean gpt2-355m"),
+        ("'no.toml'", f"no preset '{tmp_path / 'no.toml'}'; valid: a TOML file, or one of bert-"),
+        ("'../no/no.toml'", "no preset"),
+        ("'mine.toml'", f"goes in a circle: {mine} -> {mine}; valid"),
+        ("'other.toml'", "bad.toml: base = 'gpt3': no preset 'gpt3'"),
+        ("'round.toml'", f"goes in a circle: {mine} -> {tmp_path / 'round.toml'} -> {tmp_path / 'linked.toml'}; valid"),
+        ("3", "base = 3; valid: the name of a preset"),
+        ("['demo']", "base = ['demo']; valid: the name"),
+        ("'a\\\\u0000.toml'", "NUL|null"),
+    ):
+        write(mine, f"base = {base}\n".replace("'a\\\\u0000.toml'", '"a\\u0000.toml"'))
+        write(tmp_path / "other.toml", 'base = "bad.toml"')
+        write(tmp_path / "bad.toml", 'base = "gpt3"')
+        write(tmp_path / "round.toml", 'base = "linked.toml"')
+        (tmp_path / "linked.toml").unlink(missing_ok=True)
+        (tmp_path / "linked.toml").symlink_to(mine)
+        found = message(load_preset, mine)
+        assert any(words in found for words in said.split("|")), found
+    write(mine, 'base = "demo"\n[model]\nnum_layer = 3\n')
+    assert message(load_preset, mine).startswith(f"{mine}: model.num_layer: unknown key; did you mean")
+
+
+def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.toml", "[model]\nnum_layers = 2\nhidden_size = 8\nnum_heads = 2\n")
+    found = message(resolve, load_preset(mine))
+    flags = "--model.sequence-length, --model.vocab-size, --train.global-batch, --train.microbatch, "
+    assert found.startswith(f"{flags}--optimizer.learning-rate and --train.steps missing; valid: these flags, ")
+    assert "in the preset model.sequence_length, model.vocab_size, train.global_batch, " in found
+    write(mine, f"base = 'demo'\n{mine.read_text()}")
+    assert resolve(load_preset(mine)).model.num_layers == 2
+
+
+def test_help_shows_the_values_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = write(tmp_path / "mine.toml", "base = 'gpt2-8.3b'\n[train]\nsteps = 4711\n")
+    with pytest.raises(SystemExit):
+        train.main([str(mine), "--help"])
+    text = capsys.readouterr().out
+    assert "[3072]" in text and "[4711]" in text and text.startswith("usage: megajax train PRESET")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    train.main([*map(str, argv), "--print-config"])
+    found = capsys.readouterr()
+    assert found.err == ""
+    return found.out
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", "gpt2-355m", "qwen3-0.6b", "finetune/squad2-336m", "finetune/instructions-demo"]
+)
+def test_the_printed_configuration_is_a_preset_that_gives_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--mesh.data",
+        "2",
+        "--sample.prompt",
+        'a "b"\n#é',
+        "--data.train",
+        "x y",
+        "z",
+        "--optimizer.epsilon",
+        "1e-300",
+    ]
+    sources = ["--data.sources", "[{ path = 'a', weight = 2 }, { path = 'b#', weight = 1 }]"]
+    flags = flags if "/" in name else [*flags[:4], *flags[-2:], *sources]
+    mine = write(tmp_path / "mine.toml", printed(capsys, name, *flags))
+    expected = parse([name, *flags], "")
+    assert resolve(load_preset(mine), {"run_dir": expected.run_dir}) == expected
+    assert load_preset(mine)["run_dir"] == "runs/mine", "which no flag has named"
+    tables = tomllib.loads(mine.read_text())
+    assert sum(len(entry) if isinstance(entry, dict) else 1 for entry in tables.values()) == len(options(Config)) - 1
+
+
+def test_every_printed_value_says_where_it_is_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = write(tmp_path / "mine.toml", 'base = "finetune/mnli-demo"\n[model]\nnum_layers = 3\n')
+    lines = printed(capsys, mine, "--seed", "5", "--data.train", "a").splitlines()
+    origins = {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines if "  # " in line}
+    assert (
+        origins
+        | {
+            "seed": "flag --seed",
+            "num_layers": str(mine),
+            "hidden_size": "preset finetune/mnli-demo",
+            "mlp_size": "default, 0: 4 x model.hidden-size",
+            "num_classes": "task.name",
+            "keep_best": "default",
+            "# run_dir": "the preset's name",
+            "# simulate_devices": "default",
+        }
+        == origins
+    )
+
+
+def test_a_run_s_configuration_is_printed_without_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the run directory and the devices that a flag names are kept."""
+    config = parse(["demo", "--run-dir", str(tmp_path / "run"), "--simulate-devices", "4"], "")
+    write(tmp_path / "run" / "config.toml", to_toml(config))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    text = printed(capsys, tmp_path / "run" / "config.toml", "--train.steps", 300)
+    assert f"{tmp_path / 'run' / 'config.toml'}, of a run" in text
+    tables = tomllib.loads(text)
+    assert "run_dir" not in tables and "simulate_devices" not in tables and tables["train"]["steps"] == 300
+    mine = write(tmp_path / "mine.toml", printed(capsys, "demo", "--run-dir", "here", "--simulate-devices", 8))
+    assert {"run_dir": "here", "simulate_devices": 8}.items() <= load_preset(mine).items()
+
+
+def test_presets_of_one_s_own_have_names_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those of the package, which one of the same name there hides."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "configs" / "mine.toml", 'base = "demo"')
+    write(tmp_path / "configs" / "late.toml", 'base = "mine"\nseed = 3')
+    assert {"mine", "late", "demo"} <= set(preset_names()) and resolve(load_preset("late")).seed == 3
+    shutil.copy(preset_folders()[1] / "llama-demo.toml", tmp_path / "configs" / "demo.toml")
+    assert resolve(load_preset("late")).model.norm == "rmsnorm"

@@ -1,0 +1,84 @@
+"""Completion of `megajax` in a shell."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megajax.cli import COMMANDS
+from megajax.commands.evaluate import NAMES
+from megajax.pipeline.schedule import SCHEDULES
+from megajax.plan.machines import MACHINES
+from megajax.presets import names_in_folders, preset_names
+
+ROOT = Path(__file__).parents[1]
+ASK = """\
+import argcomplete, json, os, sys
+from megajax.cli import main
+from megajax.commands import train
+found = {}
+for line in sys.argv[1:]:
+    if not (child := os.fork()):  # which ends when it has answered
+        asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        asked["_ARGCOMPLETE_COMP_WORDBREAKS"] = " ="
+        os.environ |= asked | {"_ARGCOMPLETE_IFS": "\\n", "_ARGCOMPLETE_STDOUT_FILENAME": "../found"}
+        main([])
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == 0, line
+    with open("../found") as answer:
+        found[line] = answer.read().split("\\n")
+    os.remove("../found")
+print(json.dumps(found))
+"""
+
+
+def completed(folder: Path, *lines: str) -> dict[str, set[str]]:
+    """What completes each line in a working directory, as argcomplete's shell function asks for it."""
+    for name in ("mine.toml", "text.txt"):
+        (folder / name).touch()
+    command = [sys.executable, "-c", ASK, *lines]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {line: {word.strip() for word in words} - {""} for line, words in json.loads(done.stdout).items()}
+
+
+def test_what_completes_a_line(tmp_path: Path) -> None:
+    """Commands, actions, presets, flags, values, files."""
+    expected = {
+        "megajax ": set(COMMANDS),
+        "megajax p": {"plan", "prepare"},
+        "megajax --v": {"--version"},
+        "megajax convert ": {"import-hf", "export-hf"},
+        "megajax convert export-hf --dtype ": {"fp32", "bf16", "fp16"},
+        "megajax train ": {*preset_names(), *names_in_folders(), "mine.toml"},
+        "megajax verify finetune/squad2-3": {"finetune/squad2-336m", "finetune/squad2-3.9b"},
+        "megajax train demo --train.mic": {"--train.microbatch"},
+        "megajax train demo --pipeline.schedule ": set(SCHEDULES),
+        "megajax train demo --pipeline.schedule=gp": {"gpipe"},
+        "megajax train demo --mesh.data ": set(),
+        "megajax train demo --data.path ": {"mine.toml", "text.txt"},
+        "megajax plan demo --gpu ": set(MACHINES),
+        "megajax eval ": set(NAMES),
+    }
+    assert completed(tmp_path, *expected) == expected
+
+
+@pytest.mark.full
+def test_in_bash(tmp_path: Path) -> None:
+    """The function that the line in the start-up file defines, called as bash does it."""
+    folder = Path(sys.executable).parent
+    script = (
+        f"PATH={shlex.quote(str(folder))}:$PATH\n"
+        'eval "$(register-python-argcomplete megajax)"\n'
+        'COMP_LINE="megajax gen" COMP_POINT=11 COMP_TYPE=9 COMP_WORDS=(megajax gen) COMP_CWORD=1\n'
+        '"$(complete -p megajax | sed "s/.*-F \\([^ ]*\\).*/\\1/")" megajax gen megajax\n'
+        'echo "${COMPREPLY[@]}"\n'
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "generate", (found.stdout, found.stderr)
