@@ -58,8 +58,9 @@ step() {
 }
 export python
 
-run=$folder/run
-small=(--model.num-layers 4 --model.hidden-size 256 --model.num-heads 4 --model.sequence-length 256
+run=$folder/run corpus=$folder/corpus.txt
+find megajax -name '*.py' -exec cat {} + >"$corpus"
+small=(--data.path "$corpus" --model.num-layers 4 --model.hidden-size 256 --model.num-heads 4 --model.sequence-length 256
     --train.global-batch 8 --train.microbatch 4 --train.steps 8 --train.eval-batches 2 --checkpoint.every 4
     --sample.tokens 8)
 train() { # train NAME PRESET FLAGS...: a new run in $folder/NAME
