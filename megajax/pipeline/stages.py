@@ -140,6 +140,7 @@ class Layers:
             residuals = self.forward_with_residuals(weights, chunk, residuals[0], context)[1]
         return self.pull_back(weights, chunk, residuals, context, grad, sums, slot)
 
+    @jax.named_scope("weight_gradients")
     def add_weight_gradients(self, weights: Tree, chunk: int | Array, sums: Sums, slot: Slot) -> Sums:
         """Add the deferred gradients of a chunk, from the factors that its backward left in a slot."""
         products = self.products

@@ -25,7 +25,7 @@ from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs import init as runs_init
-from megajax.training import begin, run_log
+from megajax.training import begin, plot
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(begin, "Program", _Programs()),
         mock.patch.object(checkpoint, "Transfer", _transfer),
         mock.patch.object(runs_init, "Transfer", _transfer),
-        mock.patch.object(run_log, "plot_loss", _plot_loss),
+        mock.patch.object(plot, "plot_loss", _plot_loss),
         contextlib.suppress(_Ended, SystemExit),
     ):
         ending.run(main)
