@@ -4,9 +4,11 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 (`megajax.presets`) and are checked by `megajax.validation`.
 """
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
@@ -43,14 +45,26 @@ class TrainConfig:
         float, "of a task: how often every record is trained on, if train.steps does not end it earlier", AT_LEAST_ZERO
     ] = 0
     global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
+    ramp_start: Annotated[
+        int,
+        "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
+        between(0, 1_000_000),
+    ] = 0
+    ramp_increment: Annotated[int, "sequences by which it grows at a time", between(0, 1_000_000)] = 0
+    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO] = 0
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
         "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
     ] = "none"
     eval_every: Annotated[int, "steps between two validations"] = 100
-    eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 0
+    eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batches of a run's steps."""
+        return BatchSizes.of(self.global_batch, self.ramp_start, self.ramp_increment, self.ramp_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +106,30 @@ class DistributedConfig:
     ] = 300
 
 
+_MOST_TRACED = 100  # steps of a trace, of which each has megabytes
+_WARM_UP = 2  # steps of a start before those that are traced where none is named
+
+
+def _is_steps(text: str) -> bool:
+    """Whether a text is one of `profile`."""
+    if not text:
+        return True
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text, re.ASCII):
+        return False
+    numbers = [int(number) for number in text.split(":")]
+    first, last = numbers if len(numbers) == 2 else (1, numbers[0])
+    return 1 <= first <= last < first + _MOST_TRACED
+
+
+def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
+    """The first and the last step that a `profile` names in a run of `steps` steps that goes on after `finished`."""
+    numbers = [int(number) for number in text.split(":")]
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    last = min(finished + _WARM_UP + numbers[0], steps)
+    return max(finished + 1, last - numbers[0] + 1), last
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A run."""
@@ -116,6 +154,15 @@ class Config:
     deterministic: Annotated[
         bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
     ] = False
+    track: Annotated[
+        Literal["none", "wandb", "mlflow"],
+        "record the run in Weights & Biases or MLflow, too; their own variables say where (docs/monitoring.md)",
+    ] = "none"
+    profile: Annotated[
+        str,
+        "trace the time of these steps, FIRST:LAST, or of so many steps soon after the start; empty: of none",
+        Range(_is_steps, f"FIRST:LAST, both included, or how many, such as 10:13 or 3; at most {_MOST_TRACED} steps"),
+    ] = ""
     profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
     model: ModelConfig
     lora: LoraConfig = LoraConfig()

@@ -1,12 +1,20 @@
 """Paths that a command line names: whether they can be looked at, and whether something may be written there."""
 
 import os
+import re
 from pathlib import Path
 
 from megajax.errors import UserError
 
 _LONGEST = 255  # bytes of a name, on every file system there is
 _LONGEST_NEW = 200  # of one that is written: temporary names beside it are longer
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a `Path` of gs://bucket is gs:/bucket
+
+
+def scheme(path: str | Path) -> str:
+    """The scheme of a URL, as `gs` of gs://bucket/file; empty for a path on a file system."""
+    found = _SCHEME.match(str(path))
+    return found[1].lower() if found else ""
 
 
 def identity(path: str | Path) -> tuple[int, int] | None:
@@ -27,10 +35,15 @@ def check_path(path: str | Path, name: str) -> None:
 
     Raises:
         UserError: it is empty or has a NUL, a name in it is too long, a folder on the way may not be entered, or links
-            go in a circle.
+            go in a circle; it is a URL.
     """
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
+    if found := scheme(path):
+        raise UserError(
+            f"{name} {path}: {found}:// is for texts (--data.path, INPUT) and presets only; valid: a path on a file "
+            "system, such as a copy"
+        )
     try:
         os.stat(path)
         problem = ""

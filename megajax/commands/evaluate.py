@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.flags import Parser, add_flag
@@ -45,7 +46,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     for path in args.checkpoint:
         check_path(path, "--checkpoint")
     for path in args.data:
-        check_path(path, "--data")
+        check_input(path, "--data")
     if args.predictions:
         check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)

@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
-from megajax.paths import check_path, check_place
+from megajax.paths import check_place
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.parts import check_outside_runs
 
@@ -44,9 +45,9 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
     check_place(args.output, "--output")
     for path in args.inputs:
-        check_path(path, "INPUT")
+        check_input(path, "INPUT")
     for path in args.decontaminate:
-        check_path(path, "--decontaminate")
+        check_input(path, "--decontaminate")
     check_outside_runs(Path(args.output), "--output")
 
     from rich.console import Console

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megajax.config import Config
-from megajax.data.library import WORDS
+from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.flags import read_command, tell_left_out
 from megajax.paths import check_path, check_place
@@ -50,11 +50,14 @@ def _check_paths(config: Config) -> None:
     """Raises `UserError` where a path of the configuration cannot be looked at, or the run directory not be made."""
     if not config.profile_pipeline:
         check_place(config.run_dir, "--run-dir")
-    named = [("--data.path", config.data.path), ("--tokenizer.path", config.tokenizer.path)]
-    named += [("--data.sources", source.path) for source in config.data.sources]
-    named += [("--data.validation", entry.path) for entry in config.data.validation]
+    texts = [("--data.path", config.data.path)] + [("--data.sources", source.path) for source in config.data.sources]
+    texts += [("--data.validation", entry.path) for entry in config.data.validation]
+    for flag, path in texts:
+        if path:
+            check_input(path, flag)
+    named = [("--tokenizer.path", config.tokenizer.path)]
     named += [("--data.train", path) for path in config.data.train]
     named += [("--data.dev", path) for path in config.data.dev] + [("--init", config.init)]
     for flag, path in named:
-        if path not in ("", *WORDS):
+        if path:
             check_path(path, flag)

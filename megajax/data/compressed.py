@@ -5,10 +5,11 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from megajax.reading import open_file
+from megajax.remote import RemoteFile
 
 SUFFIXES = (".gz", ".zst")
 
@@ -21,19 +22,20 @@ class Damaged(Exception):
 
 
 @contextlib.contextmanager
-def reading(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def reading(file: Path | RemoteFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read.
 
     Raises:
         Damaged: while reading: the file is truncated or not what its name says.
         OSError: the file cannot be opened or read.
     """
-    with open_file(file) as raw:
+    suffix = PurePath(str(file)).suffix.lower()
+    with file.open() if isinstance(file, RemoteFile) else open_file(file) as raw:
         try:
-            if file.suffix.lower() == ".gz":
+            if suffix == ".gz":
                 with gzip.open(raw, "rb") as content:
                     yield content, raw  # type: ignore[misc]
-            elif file.suffix.lower() == ".zst":
+            elif suffix == ".zst":
                 with io.BufferedReader(_Zstd(raw), _BLOCK_BYTES) as content:
                     yield content, raw
             else:

@@ -27,7 +27,9 @@ class DataConfig:
     """The corpus, or several, or a task's files."""
 
     path: Annotated[
-        str, "text, JSONL, Parquet, a folder, a prepared prefix, or the word python-stdlib or python-docstrings"
+        str,
+        "text, JSONL, Parquet, a folder, also at gs:// or s3://; hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; a "
+        "prepared prefix; or the word python-stdlib or python-docstrings",
     ] = ""
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
     train: Annotated[tuple[str, ...], "files of the task to train on"] = ()
@@ -48,5 +50,7 @@ class TokenizerConfig:
     """The tokenizer."""
 
     path: Annotated[
-        str, "folder with vocab.json and merges.txt, vocab.txt, or tokenizer.json; empty: trained on the corpus"
+        str,
+        "folder with vocab.json and merges.txt, vocab.txt, or tokenizer.json; or a model of the Hugging Face hub; "
+        "empty: trained on the corpus",
     ] = ""

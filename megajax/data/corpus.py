@@ -30,13 +30,17 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (
     TOKENIZER_FILES,
     Kind,
+    is_on_hub,
     is_tokenizer_folder,
     load_tokenizer,
+    named_tokenizer,
     train_tokenizer,
     training_part,
 )
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
+from megajax.paths import scheme
+from megajax.phases import phase
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ def make_corpus(
     is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
 
     Args:
-        path: text file, `.jsonl` file, folder, a word for the standard library or PREFIX.
-        tokenizer_path: folder of a tokenizer; empty: that in `output_dir`, else train one with up to `vocab_size` ids.
+        path: text file, `.jsonl` file, folder, URL, a word for the standard library or PREFIX.
+        tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
+            train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the corpus is not what the caller needs; it is then not kept.
@@ -95,7 +100,8 @@ def make_corpus(
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
-            _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
+            with phase(f"reading {prefix}"):
+                _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
         else:
             _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new, sentences, kind)
         check(open_corpus(new, vocab_size))
@@ -190,7 +196,7 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
     there = _load_tokenizer(own, vocab_size) if reading.names(own) else None
-    given = _load_tokenizer(tokenizer_path, vocab_size) if tokenizer_path else None
+    given = _fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
         raise UserError(
             f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
@@ -220,7 +226,7 @@ def _adopt(
     tokens.check_vocabulary(vocab_size)
     report = CorpusReport(
         source=_absolute(str(prefix)),
-        tokenizer_source=_absolute(tokenizer_path),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
         dataset=_absolute(str(prefix)),
         vocab_size=vocab_size,
         documents=tokens.num_documents,
@@ -242,18 +248,19 @@ def _tokenize(
 ) -> None:
     started = time.perf_counter()
     if tokenizer is None:
-        tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
+        with phase(f"training a tokenizer on {documents.path}"):
+            tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
     trained = time.perf_counter()
     if sentences:
         WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
-    with IndexedWriter(folder / "tokens", tokenizer.size) as writer:
+    with phase(f"tokenizing {documents.path}"), IndexedWriter(folder / "tokens", tokenizer.size) as writer:
         for sequences in encode_documents(documents, tokenizer, sentences=sentences):
             writer.add_document(*sequences)
     tokenizer.save(folder / "tokenizer")
     write_blocks(folder, writer.digests)
     report = CorpusReport(
         source=_absolute(documents.path),
-        tokenizer_source=_absolute(tokenizer_path),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
         dataset="",
         vocab_size=tokenizer.size,
         documents=writer.num_documents,
@@ -277,7 +284,10 @@ def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
 
 
 def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
-    tokenizer = load_tokenizer(folder)
+    return _fitting(load_tokenizer(folder), folder, vocab_size)
+
+
+def _fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "
@@ -287,7 +297,12 @@ def _load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
 
 
 def _absolute(path: str) -> str:
-    return path if path in ("", *WORDS) else str(Path(path).resolve())
+    """A path, whatever folder is the current one; words and URLs stay."""
+    return path if path in ("", *WORDS) or scheme(path) else str(Path(path).resolve())
+
+
+def _tokenizer_source(path: str) -> str:
+    return path if is_on_hub(path) else _absolute(path)
 
 
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
@@ -297,7 +312,7 @@ def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: 
         source = str(prepared_prefix(source) or source)
     for flag, made_from, given in (
         (path_flag, report.source, source),
-        ("--tokenizer.path", report.tokenizer_source, _absolute(tokenizer_path)),
+        ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
     ):
         if made_from != given:
             raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that, or a new --run-dir")

@@ -13,6 +13,7 @@ from megajax.data.digests import block_digests, root
 from megajax.data.indexed import IndexedDataset, dataset_files
 from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer, tokenizer_part
 from megajax.errors import UserError
+from megajax.paths import scheme
 
 _REPORT_BYTES = 1 << 28  # of a report, which lists the input
 
@@ -23,6 +24,8 @@ def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
     Raises:
         UserError: only one of the two files exists.
     """
+    if scheme(path):  # text: a dataset is mapped into memory
+        return None
     named = Path(path)
     prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
     index_file, tokens_file = dataset_files(prefix)

@@ -4,18 +4,21 @@ Reading records is separate from taking their texts out of them (`text_of`), so 
 """
 
 import codecs
+import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from pathlib import Path, PurePath
+from typing import IO, Any, Literal, NamedTuple
 
 from megajax import reading
 from megajax.data import compressed
-from megajax.data.library import DOCSTRINGS, SKIPPED_FOLDERS, WORDS, library_folder, prose
+from megajax.data.hub_split import HubSplit
+from megajax.data.inputs import Input, find_inputs, raise_unreadable, size_of
+from megajax.data.library import DOCSTRINGS, prose
 from megajax.data.pieces import check_length, joined, pieces, separated
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
+from megajax.remote import RemoteFile
 
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
@@ -92,32 +95,34 @@ class TextFiles:
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
       at a line end or a space. Nothing is lost: the pieces joined are the file.
 
-    `.gz` and `.zst` after the name of text or JSONL: the file is compressed.
+    `.gz` and `.zst` after the name of text or JSONL: the file is compressed. Files and folders may lie on a remote
+    store (`megajax/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document per
+    row (`hub_split.py`).
 
     Args:
-        paths: files, folders, `python-stdlib`, `python-docstrings`.
+        paths: files, folders, URLs, `python-stdlib`, `python-docstrings`.
         flag: the flag that named the paths, for error messages.
 
     Attributes:
         files: all files, in order.
-        sizes: bytes of each file on disk.
+        sizes: bytes of each file on disk; 0 where that is not known.
 
     Raises:
         UserError: a path is missing or neither file nor folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
-        self.files: list[Path] = []
+        self.files: list[Input] = []
         self._in_folder: list[bool] = []  # such a file of text is one document
         self._of_docstrings: list[bool] = []
         self._flag = flag
         try:
             for path in paths:
-                found, named = _find(str(path), flag)
+                found, named = find_inputs(str(path), flag)
                 self.files += found
                 self._in_folder += [not named] * len(found)
                 self._of_docstrings += [str(path) == DOCSTRINGS] * len(found)
-            self.sizes = [file.stat().st_size for file in self.files]
+            self.sizes = [size_of(file) for file in self.files]
         except OSError as error:
             raise_unreadable(flag, error, paths[0])
 
@@ -141,18 +146,25 @@ class TextFiles:
             except OSError as error:
                 raise_unreadable(self._flag, error, file)
 
-    def _file_records(self, index: int, file: Path, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
-        kind = "lines" if file.suffix.lower() == ".json" and not self._in_folder[index] else _kind(file)
+    def _file_records(self, index: int, file: Input, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
+        if isinstance(file, HubSplit):
+            yield from self._split_records(index, file, key)
+            return
+        suffix = PurePath(str(file)).suffix.lower()
+        kind = "lines" if suffix == ".json" and not self._in_folder[index] else _kind(file)
         if kind == "parquet":
-            for number, (text, num_read) in enumerate(_rows(file, key, self._flag), start=1):
+            for number, (text, num_read) in enumerate(_rows(file, self.sizes[index], key, self._flag), start=1):
                 yield Record(index, number, "text", text), num_read
             return
+        plain = kind == "text" and not self._in_folder[index]
+        separate = plain and cut and _contains(file, END_OF_TEXT.encode())
         with compressed.reading(file) as (content, raw):
             if kind == "lines":
                 for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
                     if line.strip():
                         yield Record(index, number, "json", line), raw.tell()
             elif self._of_docstrings[index]:
+                assert isinstance(file, Path)
                 for number, text in enumerate(prose(file, reading.whole(content, reading.LINE_BYTES)), start=1):
                     yield Record(index, number, "text", text), raw.tell()
             elif self._in_folder[index]:
@@ -162,7 +174,7 @@ class TextFiles:
                 texts: Iterable[str]
                 if not cut:
                     texts = [joined(blocks)]
-                elif _contains(file, END_OF_TEXT.encode()):
+                elif separate:
                     texts = separated(blocks, END_OF_TEXT)
                 else:
                     size = self.sizes[index] if content is raw else DOCUMENT_CHARACTERS * 16
@@ -170,55 +182,21 @@ class TextFiles:
                 for number, text in enumerate(texts, start=1):
                     yield Record(index, number, "text", text), raw.tell()
 
-
-def valid_paths(flag: str) -> str:
-    """What a flag of text takes, in words."""
-    prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
-    files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
-    return f"valid: UTF-8 text as a file, {files}, {prepared}or the word {' or '.join(WORDS)}"
-
-
-def raise_unreadable(flag: str, error: OSError, path: str | Path) -> NoReturn:
-    """Raise a `UserError` for an error of reading `path`."""
-    raise UserError(
-        f"{flag}: cannot read {error.filename or path}: {error.strerror or error}; valid: files to read"
-    ) from None
+    def _split_records(self, index: int, split: HubSplit, key: str) -> Iterator[tuple[Record, int]]:
+        num_read = 0
+        for number, text in enumerate(split.rows(key), start=1):
+            check_length([text])
+            num_read += len(text)
+            yield Record(index, number, "text", text), min(num_read, self.sizes[index])
 
 
-def _find(path: str, flag: str) -> tuple[list[Path], bool]:
-    """Files of one path, and whether it names a file itself."""
-    if not path:
-        raise UserError(f"{flag} is not given; {valid_paths(flag)}")
-    if path in WORDS:
-        return [file for file in _files(library_folder(), skip=SKIPPED_FOLDERS) if file.suffix == ".py"], False
-    root = Path(path)
-    kind = reading.kind(root)
-    if kind == "a folder":
-        return _files(root), False
-    if kind == "a file":
-        return [root], True
-    raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
-
-
-def _files(root: Path, skip: Iterable[str] = ()) -> list[Path]:
-    """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths."""
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    files = []
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
-
-
-def _kind(file: Path) -> str:
-    inner = file.with_suffix("") if file.suffix.lower() in compressed.SUFFIXES else file
+def _kind(file: Path | RemoteFile) -> str:
+    inner = PurePath(str(file))
+    inner = inner.with_suffix("") if inner.suffix.lower() in compressed.SUFFIXES else inner
     return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}.get(inner.suffix.lower(), "text")
 
 
-def _contains(file: Path, wanted: bytes) -> bool:
+def _contains(file: Path | RemoteFile, wanted: bytes) -> bool:
     end = b""  # of the block before, where what is wanted may begin
     with compressed.reading(file) as (content, _):
         while block := content.read(_BLOCK_BYTES):
@@ -228,13 +206,15 @@ def _contains(file: Path, wanted: bytes) -> bool:
     return False
 
 
-def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
+def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[tuple[str, int]]:
     """The texts of a Parquet file's column, and how many bytes were read by then."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as table:
+        with contextlib.ExitStack() as stack:
+            content = stack.enter_context(file.open()) if isinstance(file, RemoteFile) else file
+            table = stack.enter_context(pq.ParquetFile(content))
             if key not in table.schema_arrow.names:
                 names = ", ".join(f'"{name}"' for name in table.schema_arrow.names)
                 raise UserError(f'{flag}: {file} has no column "{key}"; valid: one of {names}')
@@ -248,7 +228,7 @@ def _rows(file: Path, key: str, flag: str) -> Iterator[tuple[str, int]]:
                 for value in batch.column(0):
                     text = value.as_py() or ""
                     check_length([text])
-                    yield text, file.stat().st_size * done // table.metadata.num_rows
+                    yield text, size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:
         raise compressed.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
     except (pa.ArrowException, OSError) as error:
@@ -263,7 +243,7 @@ def _largest_part(metadata: Any) -> int:
     return max(1, *(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)), 1)
 
 
-def _decoded(content: IO[bytes], file: Path, flag: str) -> Iterator[str]:
+def _decoded(content: IO[bytes], file: Input, flag: str) -> Iterator[str]:
     """The text of a UTF-8 file in blocks, without a byte order mark; for other files an error with the offset."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.data.records import TEXT_KEY, NoText, NotUtf8, TextFiles, text_of, valid_paths
+from megajax.data.inputs import valid_paths
+from megajax.data.records import TEXT_KEY, NoText, NotUtf8, TextFiles, text_of
 from megajax.errors import UserError
 
 
@@ -32,7 +33,7 @@ class TextDocuments:
     error. Documents of white space only are left out.
 
     Args:
-        path: a file, a folder, `python-stdlib` or `python-docstrings`.
+        path: a file, a folder, a URL, `python-stdlib` or `python-docstrings`.
         cut: whether a single text file is cut in several documents.
         flag: the flag that named the path, for error messages.
         key: of the text in JSONL, and column of a Parquet file.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megajax import reading
+from megajax import hub, reading
 from megajax.data.bpe import BytePairTokenizer
 from megajax.data.saved_tokenizer import SavedTokenizer, is_gpt2
 from megajax.data.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ SINGLE_FILES = ((SINGLE,),)
 TOKENIZER_FILES = sorted(
     {name for names in BPE_FILES + WORDPIECE_FILES for name in names} | {SINGLE, CONFIG, SPECIAL, TEMPLATE, GENERATION}
 )
+_FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
 
 
@@ -45,8 +46,23 @@ def train_tokenizer(
 
 
 def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
-    """What a tokenizer is trained on of documents of so many bytes: all, or, of more, some at even distances."""
-    share = TRAINING_BYTES / max(size, 1)
+    """What a tokenizer is trained on of documents of so many bytes: all, or, of more, some at even distances. Where
+    the size is not known, 0, the first ones."""
+    if not size:
+        return _first_bytes(documents)
+    return _even_part(documents, TRAINING_BYTES / size)
+
+
+def _first_bytes(documents: Iterable[str]) -> Iterator[str]:
+    room = TRAINING_BYTES
+    for text in documents:
+        yield text
+        room -= len(text.encode())
+        if room <= 0:
+            return
+
+
+def _even_part(documents: Iterable[str], share: float) -> Iterator[str]:
     for number, text in enumerate(documents):
         if share >= 1 or int((number + 1) * share) > int(number * share):
             yield text
@@ -67,15 +83,35 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
         return BytePairTokenizer.read(*pair)
     if words:
         return WordPieceTokenizer.read(*words)
-    both = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
     found = reading.names(folder)
     for names in BPE_FILES:
         if half := found & set(names):
             missing = min(set(names) - half, default="")
             problem = f"{min(half)} without {missing}" if missing else f"{' and '.join(names)} that are no files"
-            raise UserError(f"{flag}: {folder} has {problem}; valid: a folder with {both}")
+            raise UserError(f"{flag}: {folder} has {problem}; valid: a folder with {_FILES}")
     problem = "has no tokenizer" if reading.is_folder(folder) else "is not a folder"
-    raise UserError(f"{flag}: {folder} {problem}; valid: a folder with {both}")
+    raise UserError(f"{flag}: {folder} {problem}; valid: a folder with {_FILES}")
+
+
+def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
+    """The tokenizer that a user names: a folder, as `load_tokenizer` reads it, or, where there is none of that name, a
+    model of the Hugging Face hub, whose tokenizer is downloaded.
+
+    Raises:
+        UserError: as `load_tokenizer`; the hub does not give it.
+    """
+    if not is_on_hub(path):
+        return load_tokenizer(path, flag)
+    valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
+    folder = hub.download(path, TOKENIZER_FILES, f"{flag}: {path} is not a folder", valid)
+    if not is_tokenizer_folder(folder):
+        raise UserError(f"{flag}: the model {path} of the Hugging Face hub has no tokenizer that is read here; {valid}")
+    return load_tokenizer(folder, flag)
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a tokenizer is named by a model of the hub: nothing of that name is here."""
+    return hub.is_name(path) and not reading.kind(path)
 
 
 def is_tokenizer_folder(folder: str | Path) -> bool:

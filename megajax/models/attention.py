@@ -68,6 +68,7 @@ class Attention(nnx.Module):
         """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
         return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
 
+    @jax.named_scope("attention")
     def __call__(
         self, x_BTD: Array, position_BT: Array | None, attend: Attend, dummies: Dummies = NO_DUMMIES
     ) -> tuple[Array, Any]:
@@ -92,6 +93,7 @@ class Attention(nnx.Module):
         return rotated(q_BTHK, position_BT, self.rotary), rotated(k_BSHK, position_BT, self.rotary)
 
 
+@jax.named_scope("attend")
 def attend(
     q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: Visibility, dropout: Dropout, backend: Backend
 ) -> Array:

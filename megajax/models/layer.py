@@ -75,6 +75,7 @@ class Block(nnx.Module):
 
         return self.run(x_BTD, own, attend_to_visible, dummies)[0]
 
+    @jax.named_scope("layer")
     def run(self, x_BTD: Array, context: Context, attend: Attend, dummies: Dummies = NO_DUMMIES) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
         dropout, token_T = context.dropout, self.borders.token_index(x_BTD)

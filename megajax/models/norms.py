@@ -34,6 +34,7 @@ class LayerNorm(nnx.Module):
         self.scale = ones_param((size,), ("embed",))
         self.bias = zeros_param((size,), ("embed",)) if bias else None
 
+    @jax.named_scope("norm")
     def __call__(self, x_BTD: Array) -> Array:
         bias_D = None if self.bias is None else self.bias[...]
         return _layer_norm(x_BTD, self.scale[...], bias_D, self.epsilon)
@@ -47,6 +48,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
         self.scale = ones_param((size,), (dim,))
 
+    @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
         return _rms_norm(x, self.scale[...], self.epsilon)
 

@@ -61,6 +61,7 @@ class MLP(nnx.Module):
         """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
         return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: Array, dummies: Dummies = NO_DUMMIES) -> Array:
         linears = self.products["mlp_input"]
         outputs = column_parallel(x_BTD, *linears, name="mlp_input", dummies=dummies)

@@ -46,6 +46,7 @@ def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtra
     return optax.GradientTransformationExtraArgs(adam.init, advance)
 
 
+@jax.named_scope("optimizer")
 def update(
     optimizer: optax.GradientTransformationExtraArgs, grads: Tree, state: Tree, params: Tree, taken: Array | bool
 ) -> tuple[Tree, Tree]:
@@ -73,6 +74,7 @@ def parameter_groups(params: Tree) -> tuple[int, int]:
     return sum(decayed for decayed, _ in pairs), sum(other for _, other in pairs)
 
 
+@jax.named_scope("gradient_norm")
 def global_norm(grads: Tree) -> Array:
     """Norm over all logical elements, each counted once.
 
@@ -87,6 +89,7 @@ def global_norm(grads: Tree) -> Array:
     return jnp.sqrt(sum(sum_over(square, sorted(axes)) for axes, square in sums.items()))
 
 
+@jax.named_scope("gradient_norm")
 def clip_by_norm(grads: Tree, norm: Array, limit: float) -> Tree:
     """Scale gradients of global norm `norm` down to at most `limit`."""
     scale = jnp.where(norm < limit, jnp.ones((), norm.dtype), limit / norm)

@@ -140,6 +140,7 @@ class Layers:
             residuals = self.forward_with_residuals(weights, chunk, residuals[0], context)[1]
         return self.pull_back(weights, chunk, residuals, context, grad, sums, slot)
 
+    @jax.named_scope("weight_gradients")
     def add_weight_gradients(self, weights: Tree, chunk: int | Array, sums: Sums, slot: Slot) -> Sums:
         """Add the deferred gradients of a chunk, from the factors that its backward left in a slot."""
         products = self.products
@@ -279,6 +280,7 @@ class Layers:
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
 
+@jax.named_scope("gradient_sums")
 def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:
     """The sums with the gradients of one layer, in its place of the stack."""
     flat = flatten_dict(total)

@@ -13,6 +13,10 @@
 - b200: NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOP/s, fp32 75 TFLOP/s, 8 TB/s, 180 GB, NVLink 1.8 TB/s, 400
   Gbit/s.
 
+Of the same GPUs in other forms only the peaks are known (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
+H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (a 72nd of it), without sparsity. GH200's
+GPU is an H100, SXM.
+
 **What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
 a100 and b200:
 
@@ -34,6 +38,7 @@ on tensor 8 unrolled with and without a split sequence: three figures for three 
 to make as many passes.
 """
 
+import re
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -202,3 +207,26 @@ def peak_of(machine: Machine, precision: str) -> float:
             f"--precision {precision} with --gpu {machine.name}, which has no such products; valid: {valid}"
         )
     return machine.peak[precision]
+
+
+def peak_of_device(kind: str, precision: str) -> float | None:
+    """FLOP/s of products in a precision on the GPU that calls itself `kind` (JAX's `device_kind`); None where the table
+    has no such GPU, or that no such products."""
+    for pattern, peak in _DEVICES:
+        if re.fullmatch(f"(NVIDIA )?({pattern})", kind):
+            return peak.get(precision)
+    return None
+
+
+_DEVICES = (  # what GPUs call themselves, and their peaks
+    (r"H100 80GB HBM3|H200|GH200 .*", _HOPPER),
+    (r"H100 NVL|H200 NVL", _peak(835e12, 60e12, 30e12)),
+    (r"H100 PCIe", _peak(756e12, 51e12, 26e12)),
+    (r"A100-SXM4-(40|80)GB|A100-PCIE-40GB|A100 80GB PCIe", MACHINES["a100"].peak),
+    (r"Tesla V100-SXM3-32GB(-H)?", MACHINES["v100"].peak),
+    (r"Tesla V100-SXM2-(16|32)GB", _peak(125e12, 15.7e12, 7.8e12, bf16=False)),
+    (r"Tesla V100S-PCIE-32GB", _peak(130e12, 16.4e12, 8.2e12, bf16=False)),
+    (r"Tesla V100-PCIE-(16|32)GB", _peak(112e12, 14e12, 7e12, bf16=False)),
+    (r"B200", MACHINES["b200"].peak),
+    (r"GB200", _peak(2500e12, 80e12, 40e12)),
+)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
+from megajax.data.inputs import Input, identity
 from megajax.data.library import DOCSTRINGS
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
 from megajax.data.saved_tokenizer import SavedTokenizer
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import KEPT_FILES, allow_writing, check_apart, check_own, read_json
@@ -32,7 +33,7 @@ class Task:
     """What to prepare, and where to.
 
     Attributes:
-        inputs: files, folders, or the word python-stdlib or python-docstrings.
+        inputs: files, folders, URLs, or the word python-stdlib or python-docstrings.
         output: PREFIX of the dataset.
         options: how.
         test_sets: files or folders of test sets that must not be in the corpus.
@@ -51,19 +52,20 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
         UserError: the tokenizer or a test set cannot be read; what is read would be replaced.
     """
 
-    def described(paths: Sequence[Path]) -> list[list[Any]]:
-        return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in paths]
+    def described(files: Sequence[Input]) -> list[list[Any]]:
+        return [identity(file) for file in files]
 
     given = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
     tokenizer = given
     if given not in TRAINED:
-        loaded = load_tokenizer(given, flag="--tokenizer")  # its errors come before any work
+        loaded = named_tokenizer(given, flag="--tokenizer")  # its errors come before any work
         content = json.dumps(loaded.files) if isinstance(loaded, SavedTokenizer) else loaded.to_json()
         tokenizer = hashlib.sha256(content.encode()).hexdigest()
     if task.options.split_sentences:
         _check_pieces(given)
-    inputs = [("INPUT", file) for file in files.files] + [("--decontaminate", file) for file in tests]
+    inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]
+    inputs += [("--decontaminate", file) for file in tests if isinstance(file, Path)]
     inputs += [] if given in TRAINED else [("--tokenizer", Path(given))]
     check_apart(task.output, inputs, [Path(path) for path in (*task.inputs, *task.test_sets) if Path(path).is_dir()])
     options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # which changes no document
@@ -90,7 +92,7 @@ def _check_pieces(tokenizer: str) -> None:
             "folder with vocab.txt"
         )
     if tokenizer not in TRAINED:
-        WordPieces.of(load_tokenizer(tokenizer, flag="--tokenizer"), f"--tokenizer {tokenizer}")
+        WordPieces.of(named_tokenizer(tokenizer, flag="--tokenizer"), f"--tokenizer {tokenizer}")
 
 
 @contextlib.contextmanager

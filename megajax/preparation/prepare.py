@@ -10,12 +10,19 @@ from megajax import reading
 from megajax.data.encoding import as_document
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedWriter, dataset_files
+from megajax.data.inputs import valid_paths
 from megajax.data.prepared import tokenizer_folder
-from megajax.data.records import Record, TextFiles, valid_paths
+from megajax.data.records import Record, TextFiles
 from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import (
+    has_only_tokenizer_files,
+    load_tokenizer,
+    named_tokenizer,
+    train_tokenizer,
+    training_part,
+)
 from megajax.errors import UserError
 from megajax.options import check
 from megajax.preparation import duplicates
@@ -197,7 +204,7 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
             texts = training_part(texts, size)
             tokenizer = train_tokenizer(texts, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
         else:
-            tokenizer = load_tokenizer(given, flag="--tokenizer")
+            tokenizer = named_tokenizer(given, flag="--tokenizer")
         with folder_atomically(folder) as new:
             tokenizer.save(new)
     return load_tokenizer(folder)

@@ -79,6 +79,7 @@ def _bind(
     def context_and_rows(microbatch: Microbatch) -> tuple[Tree, Array]:
         return context(microbatch), microbatch[_ROW]
 
+    @jax.named_scope("embedding")
     def embed(shared: Tree, microbatch: Microbatch) -> Array:
         return model.ends(shared).embed(microbatch, context(microbatch))
 
@@ -87,6 +88,7 @@ def _bind(
         with sites.at(layer, row_B):
             return model.block(weights)(x_BTD, context, layer, dummies)
 
+    @jax.named_scope("head")
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
         with sites.at(sites.HEAD, microbatch[_ROW]):
             x_BTD = sites.site(x_BTD, "last_output", model.borders.split)

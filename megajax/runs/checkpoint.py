@@ -140,6 +140,11 @@ class Checkpoints:
         return news
 
     @property
+    def writing(self) -> int | None:
+        """The step whose checkpoint this process is writing; None where it writes none."""
+        return self._write.step if self._write is not None and self._write.is_under_way else None
+
+    @property
     def last_good(self) -> str:
         """Folder and step of the newest complete checkpoint, in words."""
         return "none yet" if self.saved is None else f"{self.folder / str(self.saved)} (step {self.saved})"

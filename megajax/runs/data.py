@@ -13,7 +13,7 @@ from megajax.data.masking import WordPieces
 from megajax.data.prepared import prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer
+from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
@@ -238,7 +238,7 @@ def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: 
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
     found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}
     if config.tokenizer.path:
-        found[Path(config.tokenizer.path)] = load_tokenizer(config.tokenizer.path)
+        found[Path(config.tokenizer.path)] = named_tokenizer(config.tokenizer.path)
     for place, tokenizer in found.items():
         first = next(iter(found))
         if tokenizer != found[first]:

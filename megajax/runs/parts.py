@@ -19,6 +19,10 @@ _PARTS = {
     "data": "a folder",
     "checkpoints": "a folder",
     "tensorboard": "a folder",
+    "tracking.json": "a file",
+    "wandb": "a folder",
+    "mlflow": "a folder",
+    "profile": "a folder",
 }
 
 

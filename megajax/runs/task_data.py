@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.data.files import write_atomically
 from megajax.data.masking import WordPieces
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import load_tokenizer, named_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 from megajax.runs.init import init_tokenizer
@@ -147,7 +147,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
     """That of the run that `--init` names, or the one that is given, or one trained on the records."""
-    given = load_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
     theirs = init_tokenizer(config) if config.init else None
     if given and theirs and given != theirs:
         raise UserError(

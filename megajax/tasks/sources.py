@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from megajax import reading
 from megajax.data import compressed
-from megajax.data.records import raise_unreadable
+from megajax.data.inputs import raise_unreadable
 from megajax.errors import UserError
 from megajax.paths import check_path
 

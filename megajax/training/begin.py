@@ -1,6 +1,7 @@
 """From a configuration to the training loop: what is checked first, the run directory and its lock, data, program."""
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -10,7 +11,9 @@ from megajax.data.files import write_atomically
 from megajax.ending import keep_traces_in
 from megajax.errors import UserError
 from megajax.launch import start
-from megajax.processes import of_first_process, on_first_process, say
+from megajax.options import options
+from megajax.phases import phase, watched
+from megajax.processes import is_first_process, of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
@@ -22,8 +25,10 @@ from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
+from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
 from megajax.training.loop import Run
+from megajax.training.remote import check_installed
 from megajax.validation import validate
 
 
@@ -54,7 +59,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
 
 def check_given(config: Config) -> None:
-    """Check that what is trained on is given.
+    """Check that what is trained on is given, and what records it installed.
 
     Raises:
         UserError: it is not.
@@ -66,6 +71,8 @@ def check_given(config: Config) -> None:
             "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
             "or --data.sources"
         )
+    if config.track != "none":
+        check_installed(config.track)
     if not config.pretrains and not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
 
@@ -79,9 +86,12 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
             decay_steps = kept_decay(run_dir)
 
-    on_first_process(begin)
+    display = Display(is_first_process())
+    with watched(display.phase):
+        on_first_process(begin)
     keep_traces_in(run_dir)
-    data = open_data(config, run_dir / "data")
+    with display.phase("reading the data", announced=False):
+        data = open_data(config, run_dir / "data")
     program = Program(in_steps(config, data.train, of_first_process(decay_steps)), program.mesh)
     if skip_finished and _is_finished(run_dir, program.config.train.steps):
         say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
@@ -89,12 +99,14 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
     say(describe(program, data))
     if warning := past_decay(program.config):
         say(warning)
-    run = Run(program.config, run_dir, program, data, lock)
+    with watched(display.phase):
+        run = Run(program.config, run_dir, program, data, lock)
     if run.first < program.config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
-        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto")
+        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
         lasting = lasting.with_decay(program.config.optimizer.decay_steps)
         on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
+        run.log.record_config(to_toml(lasting), {key: attrgetter(key)(lasting) for key in options(Config)})
     run.go()
 
 
@@ -117,7 +129,8 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
             "whose weights get adapters, or --lora.rank 0"
         )
     if not config.pretrains:
-        make_task_data(config, folder, again=is_new)
+        with phase("reading the records of the task"):
+            make_task_data(config, folder, again=is_new)
         return
     if config.init and is_new:
         keep_init_tokenizer(config, folder)

@@ -1,6 +1,6 @@
-"""The figures of a run as TensorBoard's events."""
+"""The figures and texts of a run as TensorBoard's events."""
 
-import contextlib
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,40 +8,49 @@ from pathlib import Path
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
+from tensorboardX.summary import text as text_summary
+
+from megajax.training.tracker import Tracker
 
 _FLUSH_EVERY = 30.0  # seconds
+_LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")
 
 
-class Events:
+class Events(Tracker):
     """The file of one start of a run, written here and now: tensorboardX's own writer waits for ever where its thread
-    could not write.
-
-    All methods raise `OSError` where the file cannot be written.
-    """
+    could not write."""
 
     def __init__(self, folder: Path, finished_steps: int):
-        """Figures of later steps than `finished_steps`, of starts before, count no more."""
+        """Figures of later steps than `finished_steps`, of starts before, count no more.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.name, self._finished_steps = str(folder), finished_steps
         folder.mkdir(exist_ok=True)
         suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self._flushed = time.monotonic()
         self._write(finished_steps + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record figures by name after a step."""
+    def config(self, text: str, values: Mapping[str, object]) -> None:
+        self.text(self._finished_steps, "config", text)
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
         for name, figure in figures.items():
-            self._write(step, summary=scalar(name, figure))
+            if name not in _LEFT_OUT and math.isfinite(figure):
+                tag = {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation"))
+                self._write(step, summary=scalar(tag, figure))
         if time.monotonic() - self._flushed > _FLUSH_EVERY:
             self._writer.flush()
             self._flushed = time.monotonic()
 
-    def close(self) -> None:
-        self._writer.close()
+    def text(self, step: int, name: str, text: str) -> None:
+        as_it_is = "\n".join(f"    {line}" for line in text.splitlines())  # TensorBoard reads Markdown
+        self._write(step, summary=text_summary(name, as_it_is))
 
-    def drop(self) -> None:
-        """Close without a word of what cannot be written."""
-        with contextlib.suppress(OSError, ValueError):
-            self._writer.close()
+    def close(self, *, finished: bool) -> None:
+        self._writer.close()
 
     def _write(self, step: int, **content: object) -> None:
         self._writer.write_event(Event(step=step, wall_time=time.time(), **content))

@@ -2,7 +2,7 @@
 checkpoint."""
 
 import contextlib
-import itertools
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
+from jax.stages import Compiled
 
 from megajax.config import Config
-from megajax.data.loader import train_batches
+from megajax.data.loader import growing_batches
 from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
-from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
+from megajax.phases import phase
 from megajax.processes import Poll, is_first_process, say
-from megajax.program.program import Program
+from megajax.program.program import Batch, Program
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -30,9 +31,11 @@ from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
-from megajax.training.run_log import RunLog
+from megajax.training.remote import open_log
 from megajax.training.skips import SkippedSteps
-from megajax.training.summary import figures_text, parts_of, sample, validation_text, written
+from megajax.training.speed import Speed
+from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
+from megajax.training.trace import StepTrace
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
@@ -42,6 +45,8 @@ class _Pending:
     """A step that is dispatched and whose metrics were not read yet."""
 
     step: int
+    sequences: int
+    tokens: int
     metrics: dict[str, jax.Array]
     dispatched: float
     data_seconds: float
@@ -60,16 +65,13 @@ class Run:
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = self._restore()
+        with phase("preparing the state"):
+            self.state = self._restore()
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
-        self.log = RunLog(
-            run_dir,
-            total_steps=config.train.steps,
-            finished_steps=self.first,
-            log_every=config.train.log_every,
-            write=is_first_process(),
-        )
+        self.trace = StepTrace(config, run_dir, self.first)
+        self.log = open_log(config, run_dir, self.first)
+        self.speed = Speed(config)
         self.watchdog = Watchdog(run_dir, config.distributed.patience)
         self.poll = Poll()
         self.stop_signal = 0  # that all processes know of
@@ -77,7 +79,7 @@ class Run:
         self.step = self.first  # under way
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
-        self.validator = Validator(program, data, self.watchdog)
+        self.validator = Validator(program, data, self.watchdog, self.log)
         self.dev_figures: dict[str, float] = {}  # of a task, at the end
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
@@ -91,10 +93,14 @@ class Run:
         except BaseException:  # other processes may be gone: nothing that they take part in
             self.log.close()
             raise
-        self._close()
-        self._summary()
+        self.checkpoints.close()
+        self.watchdog.close()
+        with self.log:
+            self.log.end_steps()
+            self._summary()
 
     def _close(self) -> None:
+        self.trace.close()
         self.checkpoints.close()
         self.log.close()
         self.watchdog.close()
@@ -114,10 +120,9 @@ class Run:
 
     def _steps(self) -> None:
         config = self.config
-        rows = self.program.local_rows
-        batches = train_batches(
-            self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
-        )
+        sizes, program = config.train.batch_sizes, self.program
+        rows_of = functools.cache(program.rows_of)
+        batches = growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)
         pending: _Pending | None = None
         at_once = runs_at_once(config)
         step_function = None
@@ -127,26 +132,37 @@ class Run:
             asked = time.perf_counter()
             loaded = next(batches)
             data_seconds = time.perf_counter() - asked
-            batch = self.program.put_batch(loaded, rows)
+            size = sizes.at(step - 1).size
+            if step_function is not None and size != program.config.train.global_batch:
+                step_function = None
+                if pending:
+                    self._read(pending)
+                    pending = None
+                    if self._saves(step - 1):  # who stops doesn't wait for a compiler
+                        self._validate_and_save(step - 1)
             if step_function is None:
-                self.watchdog.at(step, COMPILING)
-                began = time.perf_counter()
-                step_function = train_step(self.program).lower(self.state, batch).compile()
-                self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
-                give_back_freed_memory()
-                if stop_signals.number and jax.process_count() == 1:
-                    raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
-                self.ready = time.perf_counter()
+                program = self.program.with_batch(size)
+            batch = program.put_batch(loaded, rows_of(size))
+            if step_function is None:
+                step_function = self._compile(step, program, batch)
+            if self.trace.begins(step):
+                if pending:
+                    self._read(pending)
+                    pending = None
+                self.trace.start()
             dispatched = time.perf_counter()
             self.watchdog.at(step, COMPUTING)
-            self.state, metrics = step_function(self.state, batch)
+            with self.trace.step(step):
+                self.state, metrics = step_function(self.state, batch)
             asked_after = self.poll.ask(self._asks)
             if pending:
                 self._read(pending)
-            pending = _Pending(step, metrics, dispatched, data_seconds, asked_after)
-            if at_once:
+            pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
+            if at_once or self.trace.ends(step):
                 self._read(pending)
                 pending = None
+            if self.trace.ends(step):
+                self._report_trace(step, step_function)
             if self._due(step, config.train.eval_every) or self._saves(step):
                 if pending:
                     self._read(pending)
@@ -154,9 +170,36 @@ class Run:
                 self._validate_and_save(step)
             for problem in self.checkpoints.news():
                 self.log.print(problem)
+            self._show_checkpoints()
         self.checkpoints.wait()
+        self._show_checkpoints()
         if isinstance(self.data, TaskData):
             self._score_dev(self.data)
+
+    def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
+        """The step of a program; a signal before the first step of this start ends the run."""
+        self.watchdog.at(step, COMPILING)
+        began = time.perf_counter()
+        ramps = len(self.config.train.batch_sizes.stages) > 1
+        what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
+        with self.log.phase(f"compiling {what}"):
+            compiled = train_step(program).lower(self.state, batch).compile()
+        self.log.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
+        give_back_freed_memory()
+        if step == self.first + 1 and stop_signals.number and jax.process_count() == 1:
+            raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
+        self.ready = time.perf_counter()
+        return compiled
+
+    def _show_checkpoints(self) -> None:
+        self.log.show_checkpoints(self.checkpoints.writing, self.checkpoints.saved, self.checkpoints.folder)
+
+    def _report_trace(self, step: int, step_function: Compiled) -> None:
+        with self.log.phase("reading the trace", announced=False):
+            lines = self.trace.finish(step_function.as_text() or "")
+        self.log.print("\n".join(lines))
+        self.log.record_text(step, "profile", "\n".join(lines))
+        self.ready = time.perf_counter()
 
     def _asks(self) -> tuple[int, int]:
         """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
@@ -189,7 +232,6 @@ class Run:
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
-        tokens = math.prod(self.program.batch_types["tokens"].shape)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         if pending.step == self.first + 1 and (told := memory_in_use(jax.local_devices())):
@@ -197,8 +239,9 @@ class Run:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
+        speeds, skipped = self.speed.figures(pending.sequences, seconds), self.skipped.total
         self.log.record_step(
-            pending.step, **metrics, parts=parts, skipped_steps=self.skipped.total, tokens=tokens, **times
+            pending.step, **metrics, parts=parts, skipped_steps=skipped, tokens=pending.tokens, speeds=speeds, **times
         )
         if self.skipped.too_many:
             self._stop(reason)
@@ -245,6 +288,7 @@ class Run:
             return None
         loss = total_loss(parts)
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
+        self.log.record_text(step, "validation", validation_text(parts))
         return loss
 
     def _score_dev(self, data: TaskData) -> None:
@@ -253,34 +297,22 @@ class Run:
         Raises:
             Stopped: a signal came meanwhile; the next start computes them.
         """
-        doing = itertools.chain([COMPILING], itertools.repeat(COMPUTING))
-
-        def before_batch() -> None:
-            self.watchdog.at(self.step, next(doing))
-            self._look_for_a_signal()
-
         try:
-            self.dev_figures = dev_figures(self.program, self.state.params, data, before_batch)
+            self.dev_figures = self.validator.score_dev(self.step, self.state.params, data, self._look_for_a_signal)
         except _SignalSeen:
             self._stop_by_signal(self.step)
         self.log.record_dev(self.step, self.dev_figures)
 
     def _summary(self) -> None:
-        steps = self.config.train.steps
-        batches = self.config.train.eval_batches
+        steps, batches = self.config.train.steps, self.config.train.eval_batches
         validation = self.validator.last or self.validator.evaluate(steps, self.state.params, batches)
-        if self.first >= steps:
-            say(
-                f"nothing to train: {self.run_dir} has {self.first} steps already and --train.steps is {steps}; "
-                "for a new run pass another --run-dir, to go on more steps"
-            )
-        say(f"{validation_text(validation)} after {max(self.first, steps)} steps")
-        if figures := self.dev_figures:
-            say(f"dev of {self.config.task.name}: {figures_text(figures)}")
-        if self.seconds:
-            say(f"waited for data: {self.data_seconds / self.seconds:.2%} of the steps' time")
-        text = sample(self.program, self.state.params, self.data.tokenizer)
+        waited = self.data_seconds / self.seconds if self.seconds else None
+        for line in end_lines(self.config, self.run_dir, self.first, validation, self.dev_figures, waited):
+            say(line)
+        with self.log.phase("sampling", announced=False):
+            text = sample(self.program, self.state.params, self.data.tokenizer)
         if text:
             say(f"a sample:\n{text}")
+            self.log.record_text(max(self.first, steps), "sample", text)
         for line in written(self.run_dir):
             say(line)

@@ -1,24 +1,95 @@
-"""A plot of a run's loss over its steps."""
+"""A plot of a run's loss over its steps, and the tracker that draws it."""
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from megajax.data.files import file_atomically
+from megajax.paths import identity
+from megajax.training.tracker import Tracker
 
-Points = Sequence[tuple[int, float]]  # step, loss in nats per token
+_SMOOTHED = 40  # steps below which a line is not smoothed
+_BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 
-def plot_loss(path: Path, name: str, training: Points, validation: Points) -> None:
+@dataclass
+class Curves:
+    """What a plot shows.
+
+    Attributes:
+        training, validation: steps and losses, nats per token; those that are not finite are left out.
+        tokens: steps, and the tokens of all steps up to them.
+        skipped: steps that were.
+        resumed: after how many steps a start of the run went on.
+    """
+
+    training: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    _skipped_steps: int = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take what a line of metrics.jsonl has; those of before tokens, skipped steps or resumes were recorded have
+        none."""
+        step = record["step"]
+        for points, name in ((self.training, "loss"), (self.validation, "validation_loss")):
+            if name in record:
+                value = record[name]
+                points.append((step, math.nan if value is None else float(value)))
+        if record.get("tokens"):
+            self.tokens.append((step, (self.tokens[-1][1] if self.tokens else 0) + int(record["tokens"])))
+        if (skipped := record.get("skipped_steps") or 0) > self._skipped_steps:
+            self.skipped.append(step)
+            self._skipped_steps = skipped
+        if record.get("resumed_from") is not None:
+            self.resumed.append(record["resumed_from"])
+
+
+class LossPlot(Tracker):
+    """loss.png, drawn anew at every validation and at the end, unless the run directory was removed or replaced.
+
+    Args:
+        run_dir: where it is.
+        curves: those of earlier starts.
+    """
+
+    tries_again = True
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._run_dir, self._curves, self._folder = run_dir, curves, identity(run_dir)
+        self._drawn: tuple[int, int] | None = None  # how many points it shows
+        self.name = str(run_dir / "loss.png")
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        self._curves.add({"step": step, **figures})
+        if "validation_loss" in figures:
+            self._draw()
+
+    def close(self, *, finished: bool) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        points = len(self._curves.training), len(self._curves.validation)
+        if any(points) and points != self._drawn and identity(self._run_dir) == self._folder:
+            self._drawn = points
+            plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._curves)
+
+
+def plot_loss(path: Path, name: str, curves: Curves) -> None:
     """Draw training and validation loss over the steps into a PNG, atomically.
 
     Args:
         path: the file.
         name: of the run, the title.
-        training: steps and losses; losses that are not finite are left out.
-        validation: the same.
+        curves: what is drawn.
 
     Raises:
         OSError: the file cannot be written.
@@ -30,21 +101,85 @@ def plot_loss(path: Path, name: str, training: Points, validation: Points) -> No
     figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    curves: tuple[tuple[str, Points, dict[str, Any]], ...] = (
-        ("training", training, {"linewidth": 0.9, "color": "#4477aa", "marker": "." if len(training) == 1 else None}),
-        ("validation", validation, {"linewidth": 1.6, "color": "#ee6677", "marker": "o", "markersize": 4}),
-    )
-    for label, points, style in curves:
-        drawn = [(step, loss) for step, loss in points if math.isfinite(loss)]
-        if drawn:
-            axes.plot(*zip(*drawn, strict=True), label=f"{label} (last {drawn[-1][1]:.3f})", **style)
+    _draw_training(axes, _finite(curves.training))
+    validation = _finite(curves.validation)
+    if len(validation):
+        style: dict[str, Any] = {"linewidth": 1.6, "color": _RED, "marker": "o", "markersize": 4}
+        axes.plot(*validation.T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
+    _mark(axes, curves)
     axes.set_title(name, parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    if axes.lines:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
+    _add_tokens(axes, curves.tokens)
     with file_atomically(path) as new, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # a name in any script
         figure.savefig(new, format="png", metadata={"Software": "megajax train"})
+
+
+def _finite(points: list[tuple[int, float]]) -> npt.NDArray[np.float64]:
+    """Points with a finite loss, [points, 2]."""
+    return np.array([point for point in points if math.isfinite(point[1])], np.float64).reshape(-1, 2)
+
+
+def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
+    if not len(points):
+        return
+    last = f"last {points[-1, 1]:.3f}"
+    if len(points) < _SMOOTHED:
+        marker = "." if len(points) == 1 else None
+        axes.plot(*points.T, linewidth=0.9, color=_BLUE, marker=marker, label=f"training ({last})")
+        return
+    axes.plot(*points.T, linewidth=0.7, color=_BLUE, alpha=0.35, label=f"training, every step ({last})")
+    mean = smoothed(points[:, 1])
+    axes.plot(points[:, 0], mean, linewidth=1.6, color=_BLUE, label=f"training, smoothed (last {mean[-1]:.3f})")
+
+
+def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Every value's mean with its neighbours, a fortieth of all of them on each side; at the beginning, where losses
+    fall fast, fewer on both, at the end those there are."""
+    places = np.arange(len(values))
+    before = np.minimum(places, max(2, len(values) // 40))
+    after = np.minimum(before, places[::-1])
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[places + after + 1] - sums[places - before]) / (before + after + 1)
+
+
+def _mark(axes: Any, curves: Curves) -> None:
+    """Skipped steps at the bottom, and lines where the run went on."""
+    bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
+    if curves.skipped:
+        label = f"{len(curves.skipped)} skipped"
+        heights = [0.02] * len(curves.skipped)
+        axes.plot(curves.skipped, heights, "x", color="black", markersize=5, transform=bottom, label=label)
+    for number, step in enumerate(curves.resumed):
+        label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # of all lines one
+        axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
+
+
+def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
+    """A second axis above, of the tokens that all steps up to one have trained on; none where those of a step are not
+    known."""
+    if [step for step, _ in tokens] != list(range(1, len(tokens) + 1)) or not tokens:
+        return
+    from matplotlib.ticker import EngFormatter
+
+    steps, totals = np.array([(0, 0), *tokens], np.float64).T
+    above = axes.secondary_xaxis("top", functions=(_through(steps, totals), _through(totals, steps)))
+    above.xaxis.set_major_formatter(EngFormatter(sep=""))
+    above.set_xlabel("tokens")
+
+
+def _through(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Any:
+    """The line through points with ascending x and y, which goes on straight at both ends."""
+    slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
+
+    def line(at: Any) -> Any:
+        at = np.asarray(at, np.float64)
+        below, above = np.minimum(at - x[0], 0) * slopes[0], np.maximum(at - x[-1], 0) * slopes[1]
+        return np.interp(at, x, y) + below + above
+
+    return line

@@ -1,13 +1,11 @@
-"""The progress of a run as it is shown: a bar on a terminal, plain lines anywhere else."""
+"""The progress of a run as it is shown: a row with a bar on a terminal, plain lines anywhere else."""
 
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Mapping
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from megajax.training.display import Display, time_text
 
 _RECENT = 20  # steps whose median time gives the speed; a median leaves out the step that compiled
 
@@ -19,38 +17,22 @@ class TrainingProgress:
         total: steps of the run.
         finished: steps that an earlier attempt has taken.
         log_every: without a bar, each such step is printed, and the last one.
-        shown: False: nothing is printed.
-        console: where to print; standard output if None.
+        display: where it is shown.
     """
 
-    def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
-        self._total, self._finished, self._log_every, self._shown = total, finished, log_every, shown
-        self._console = console or Console(force_terminal=sys.stdout.isatty())
+    def __init__(self, total: int, finished: int, log_every: int, display: Display):
+        self._total, self._log_every, self._display = total, log_every, display
         self._seconds: deque[float] = deque(maxlen=_RECENT)
-        self._bar: Progress | None = None
-        if shown and self._console.is_terminal and not self._console.is_dumb_terminal:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("compiling", total=total, completed=finished)
-            self._bar.start()
+        display.open_steps(total, finished)
 
-    def show_step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Show a finished step.
-
-        Args:
-            step: its number, from 1.
-            loss: nats per token.
-            tokens: of the step, on all devices.
-            seconds: that it took.
-        """
-        self._seconds.append(seconds)
-        typical = statistics.median(self._seconds)
-        left = time_text(typical * (self._total - step))
-        text = f"loss {loss:.4f}  {tokens / max(typical, 1e-9):,.0f} tokens/s  {left} left"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
-        elif step % self._log_every == 0 or step == self._total:
-            self.print(f"{self._count(step)}  {text}")
+    def show_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show a finished step, its number counted from 1, and its figures as metrics.jsonl names them."""
+        self._seconds.append(figures["seconds"])
+        typical = max(statistics.median(self._seconds), 1e-9)
+        text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
+        has_row = self._display.show_steps(step, self._total, text)
+        if not has_row and (step % self._log_every == 0 or step == self._total):
+            self._display.print(f"{self._count(step)}  {text}")
 
     def show_validation(self, step: int, loss: float, name: str = "", parts: Mapping[str, float] | None = None) -> None:
         """Show the validation loss after `step` steps, in nats per token; `name` is that of a named set. Where the loss
@@ -58,32 +40,27 @@ class TrainingProgress:
         of = f" of {name}" if name else ""
         figures = [f"{part.removeprefix('validation_')} {value:.4f}" for part, value in (parts or {}).items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
+        self._display.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
 
-    def print(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._console.file, flush=True)
+    def show_checkpoint(self, step: int, where: str) -> None:
+        """Show that the checkpoint of a step is complete."""
+        self._display.print(f"{self._count(step)}  checkpoint in {where}")
 
     def _count(self, step: int) -> str:
         return f"step {step:>{len(str(self._total))}}/{self._total}"
 
-    def close(self) -> None:
-        """Stop the bar, which stays as it is."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
-
-def time_text(seconds: float) -> str:
-    """A duration as `m:ss`, `h:mm:ss` or `3d 04:05:06`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[str]:
+    """The figures of a step in words, those that matter most first; speeds are those of steps of so many `seconds`."""
+    texts = [
+        f"loss {figures['loss']:.4f}",
+        f"{figures['tokens'] / seconds:,.0f} tokens/s",
+        f"{time_text(left)} left",
+    ]
+    for name, unit, digits in (("tflops_per_device", " TFLOP/s a device", ".4g"), ("mfu", " MFU", ".1%")):
+        if name in figures:
+            texts.append(f"{figures[name] * figures['seconds'] / seconds:{digits}}{unit}")
+    texts += [f"learning rate {figures['learning_rate']:.3g}", f"gradient norm {figures['grad_norm']:.3g}"]
+    if "memory_bytes" in figures:
+        texts.append(f"{figures['memory_bytes'] / 2**30:.1f} GiB in use")
+    return texts

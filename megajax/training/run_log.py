@@ -1,26 +1,26 @@
-"""The log of a run: metrics.jsonl, TensorBoard events, loss.png and printed lines."""
+"""The log of a run: what it tells its trackers, and what it shows."""
 
-import json
-import math
-from collections.abc import Mapping
-from io import FileIO
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Self, SupportsFloat
 
 from rich.console import Console
 
-from megajax.data.files import write_atomically
-from megajax.errors import RunError, UserError
-from megajax.paths import identity
+from megajax.errors import UserError
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
+from megajax.training.display import Display
 from megajax.training.events import Events
-from megajax.training.plot import plot_loss
+from megajax.training.metrics_file import MetricsFile
+from megajax.training.plot import Curves, LossPlot
 from megajax.training.progress import TrainingProgress
+from megajax.training.tracker import Tracker
 
 
 class RunLog:
-    """The metrics of a run as they are written, and its progress as it is shown; a context manager.
+    """The figures of a run on their way to metrics.jsonl, TensorBoard, loss.png and other trackers, and its progress as
+    it is shown; a context manager.
 
     Steps are counts of finished steps, so the first one is 1. If an earlier attempt has logged steps after
     `finished_steps`, these are dropped.
@@ -32,6 +32,7 @@ class RunLog:
         log_every: steps between two printed lines where there is no bar.
         write: True on exactly one process; on the others nothing is written, printed or drawn.
         console: where to print; standard output if None.
+        others: more trackers; made once the files can be written.
 
     Raises:
         UserError: the run directory cannot be written.
@@ -46,29 +47,40 @@ class RunLog:
         log_every: int = 10,
         write: bool = True,
         console: Console | None = None,
+        others: Callable[[], Iterable[Tracker]] = tuple,
     ):
         self._run_dir, self._write = run_dir, write
-        self._progress = TrainingProgress(total_steps, finished_steps, log_every, write, console)
-        self._training: list[tuple[int, float]] = []
-        self._validation: list[tuple[int, float]] = []
         self._of_dev: set[int] = set()  # steps that have a task's figures of dev
-        self._drawn: tuple[int, int] | None = None  # how many of them loss.png shows
+        self._trackers: list[Tracker] = []
+        self._resumed_from = finished_steps  # until the first step is recorded
+        self._writing = contextlib.ExitStack()  # the row of a checkpoint that is being written
+        self._step_written: int | None = None
+        self._written = finished_steps  # the newest step whose complete checkpoint was shown
         if write:
             try:
-                self._file = self._reopen(finished_steps)
-                self._folder = identity(run_dir)
-                self._events: Events | None = Events(run_dir / "tensorboard", finished_steps)
+                self._trackers = self._files(finished_steps)
             except OSError as error:
-                self._progress.close()
                 raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a folder that can be written") from None
+            self._trackers += others()
+        self._display = Display(write, console)
+        self._progress = TrainingProgress(total_steps, finished_steps, log_every, self._display)
 
-    def _reopen(self, finished_steps: int) -> FileIO:
-        path = self._run_dir / "metrics.jsonl"
+    def _files(self, finished_steps: int) -> list[Tracker]:
         records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
+        curves = Curves()
         for record in records:
-            self._remember(record)
-        write_atomically(path, "".join(map(_line, records)))
-        return path.open("ab", buffering=0)
+            curves.add(record)
+            if is_of_dev(record):
+                self._of_dev.add(record["step"])
+        return [
+            MetricsFile(self._run_dir, records),
+            Events(self._run_dir / "tensorboard", finished_steps),
+            LossPlot(self._run_dir, curves),
+        ]
+
+    def record_config(self, text: str, values: Mapping[str, object]) -> None:
+        """Record what the run was started with: its `config.toml`, and its values by key."""
+        self._tell(lambda tracker: tracker.config(text, values))
 
     def record_step(
         self,
@@ -83,6 +95,7 @@ class RunLog:
         seconds: float,
         data_seconds: float,
         parts: Mapping[str, SupportsFloat] | None = None,
+        speeds: Mapping[str, float] | None = None,
     ) -> None:
         """Record a finished step.
 
@@ -97,6 +110,7 @@ class RunLog:
             tokens: of the step, on all devices.
             seconds: that the step took.
             data_seconds: that the host waited for the step's batch; devices may compute the step before meanwhile.
+            speeds: more figures by the names they are logged under (`training/speed.py`).
         """
         if not self._write:
             return
@@ -104,8 +118,11 @@ class RunLog:
         numbers |= {name: float(value) for name, value in (parts or {}).items()}
         numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
         speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
-        self._record({"step": int(step), **numbers, **speed, "data_seconds": float(data_seconds)})
-        self._progress.show_step(step, numbers["loss"], tokens, seconds)
+        speed |= {**(speeds or {}), "data_seconds": float(data_seconds)}
+        if self._resumed_from:
+            speed["resumed_from"], self._resumed_from = self._resumed_from, 0
+        self._record(step, numbers | speed)
+        self._progress.show_step(step, numbers | speed)
 
     def record_validation(
         self,
@@ -114,7 +131,7 @@ class RunLog:
         named: Mapping[str, float] | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        """Record the validation losses after `step` steps, in nats per token, and draw loss.png.
+        """Record the validation losses after `step` steps, in nats per token; loss.png is drawn anew.
 
         Args:
             step: how many steps were taken.
@@ -125,42 +142,53 @@ class RunLog:
         if not self._write:
             return
         others = {f"validation_loss/{name}": float(value) for name, value in (named or {}).items()}
-        self._record({"step": int(step), "validation_loss": float(loss), **(parts or {}), **others})
+        self._record(step, {"validation_loss": float(loss), **(parts or {}), **others})
         self._progress.show_validation(step, float(loss), parts=parts or {})
         for name, value in (named or {}).items():
             self._progress.show_validation(step, value, name)
-        self.plot()
 
     def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the figures of a task's dev records after `step` steps, as `dev/NAME`, if they are not yet."""
         if self._write and step not in self._of_dev:
-            self._record({"step": int(step), **{f"{DEV}{name}": value for name, value in figures.items()}})
+            self._of_dev.add(step)
+            self._record(step, {f"{DEV}{name}": value for name, value in figures.items()})
+
+    def record_text(self, step: int, name: str, text: str) -> None:
+        """Record a text after `step` steps, by the name of what it is."""
+        self._tell(lambda tracker: tracker.text(step, name, text))
 
     def print(self, text: str) -> None:
         """Print a line; nothing is recorded."""
-        self._progress.print(text)
+        self._display.print(text)
 
-    def plot(self) -> None:
-        """Draw loss.png from everything recorded, unless the run directory was removed or replaced."""
-        points = len(self._training), len(self._validation)
-        if self._write and any(points) and points != self._drawn and identity(self._run_dir) == self._folder:
-            self._drawn = points
-            try:
-                plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._training, self._validation)
-            except OSError as error:
-                self._progress.print(f"{self._run_dir / 'loss.png'} could not be drawn: {error.strerror}")
+    @property
+    def phase(self) -> Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]:
+        """A block in which one thing is done, shown with a clock (`Display.phase`)."""
+        return self._display.phase
 
-    def close(self) -> None:
-        """Write out everything, draw loss.png and stop the progress bar."""
-        self._progress.close()
-        if self._write:
-            self._file.close()
-            if self._events:
-                try:
-                    self._events.close()
-                except OSError as error:
-                    self._without_events(error)
-            self.plot()
+    def show_checkpoints(self, writing: int | None, complete: int | None, folder: Path) -> None:
+        """Show the step whose checkpoint is being written, if one is, and the newest complete one in `folder`."""
+        if writing != self._step_written:
+            self._writing.close()
+            self._step_written = writing
+            if writing is not None:
+                self._writing.enter_context(
+                    self._display.phase(f"writing the checkpoint of step {writing}", announced=False)
+                )
+        if complete is not None and complete > self._written:
+            self._written = complete
+            self._progress.show_checkpoint(complete, str(folder / str(complete)))
+
+    def end_steps(self) -> None:
+        """Stop the progress bar: all steps are taken."""
+        self._writing.close()
+        self._display.close_steps()
+
+    def close(self, *, finished: bool = False) -> None:
+        """Write out everything, draw loss.png and stop the progress bar; whether the run has taken all its steps."""
+        self.end_steps()
+        self._tell(lambda tracker: tracker.close(finished=finished))
+        self._trackers = []
 
     def __enter__(self) -> Self:
         return self
@@ -168,48 +196,27 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(finished=error is None)
 
-    def _remember(self, record: dict[str, Any]) -> None:
-        if is_of_dev(record):
-            self._of_dev.add(record["step"])
-        for points, name in ((self._training, "loss"), (self._validation, "validation_loss")):
-            if name in record:
-                value = record[name]
-                points.append((record["step"], math.nan if value is None else float(value)))
+    def _record(self, step: int, figures: Mapping[str, float]) -> None:
+        self._tell(lambda tracker: tracker.figures(int(step), figures))
 
-    def _record(self, record: dict[str, Any]) -> None:
-        line = _line(record).encode()
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            file, problem = self._run_dir / "metrics.jsonl", (error.strerror or str(error)).lower()
-            raise RunError(f"{file} cannot be written: {problem}; the same command goes on") from None
-        self._remember(record)
-        figures = {
-            {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation")): value
-            for name, value in record.items()
-            if name not in ("step", "tokens", "seconds", "data_seconds") and math.isfinite(value)
-        }
-        if self._events:
+    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+        """Tell all trackers; the run goes on without one that cannot be written: metrics.jsonl, without which it would
+        not, raises another error."""
+        for tracker in list(self._trackers):
             try:
-                self._events.add(record["step"], figures)
+                tell(tracker)
             except OSError as error:
-                self._without_events(error)
+                self._report(tracker, error)
+            for line in tracker.news():
+                self.print(line)
 
-    def _without_events(self, error: OSError) -> None:
-        """Go on without TensorBoard's events: metrics.jsonl has the same figures."""
-        problem = (error.strerror or str(error)).lower()
-        self._progress.print(f"{self._run_dir / 'tensorboard'} cannot be written: {problem}; no more events are")
-        if self._events:
-            self._events.drop()
-        self._events = None
-
-
-def _line(record: dict[str, Any]) -> str:
-    """A record as a line of JSON, floats in full. A number that is not finite becomes null, JSON having none."""
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-    }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    def _report(self, tracker: Tracker, error: OSError) -> None:
+        problem = error.strerror.lower() if error.strerror else str(error)
+        then = "it is tried again" if tracker.tries_again else "no more is written there"
+        self.print(f"{tracker.name} cannot be written: {problem}; {then}")
+        if not tracker.tries_again:
+            self._trackers.remove(tracker)
+            with contextlib.suppress(OSError, ValueError):
+                tracker.close(finished=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.batch import BatchForm
+from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
 from megajax.evaluation.perplexity import Perplexity
 from megajax.generation.choice import Sampling
@@ -19,6 +20,7 @@ _WRITTEN = {
     "metrics.jsonl": "every step's figures",
     "loss.png": "loss curves",
     "tensorboard": "events for TensorBoard",
+    "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
     "checkpoints": "state, mesh-independent",
     "data": "tokens and tokenizer",
 }
@@ -53,6 +55,37 @@ def validation_text(parts: Mapping[str, Perplexity]) -> str:
         for name, part in parts.items()
     )
     return f"validation: {', '.join(texts)}"
+
+
+def end_lines(
+    config: Config,
+    run_dir: Path,
+    first: int,
+    validation: Mapping[str, Perplexity],
+    dev: Mapping[str, float],
+    waited: float | None,
+) -> Iterator[str]:
+    """What a run says once its steps are taken.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        first: steps that it had before this start.
+        validation: its last one.
+        dev: a task's figures on its dev records; empty for another run.
+        waited: for data, the share of the steps' time; None if this start took no step.
+    """
+    steps = config.train.steps
+    if first >= steps:
+        yield (
+            f"nothing to train: {run_dir} has {first} steps already and --train.steps is {steps}; "
+            "for a new run pass another --run-dir, to go on more steps"
+        )
+    yield f"{validation_text(validation)} after {max(first, steps)} steps"
+    if dev:
+        yield f"dev of {config.task.name}: {figures_text(dev)}"
+    if waited is not None:
+        yield f"waited for data: {waited:.2%} of the steps' time"
 
 
 def figures_text(figures: Mapping[str, float]) -> str:

@@ -1,13 +1,16 @@
 """Validations while a run trains: of what its corpora hold back, and of the named sets."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from megajax.data.samples import Samples
+from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
+from megajax.training.run_log import RunLog
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
 
@@ -22,8 +25,8 @@ class Validator:
         last: every loss by name over the validation split, of the newest validation; None before the first.
     """
 
-    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog):
-        self._program, self._data, self._watchdog = program, data, watchdog
+    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, log: RunLog):
+        self._program, self._data, self._watchdog, self._log = program, data, watchdog, log
         self._doing = COMPILING
         self.last: dict[str, Perplexity] | None = None
 
@@ -43,7 +46,7 @@ class Validator:
         batches = self._program.config.train.eval_batches
         split = self.evaluate(step, params, batches, between=between)
         named = {
-            name: total_loss(self.evaluate(step, params, batches, samples, between))
+            name: total_loss(self.evaluate(step, params, batches, samples, between, f"validation of {name}"))
             for name, samples in self._data.validation_sets.items()
         }
         self.last = split
@@ -56,15 +59,31 @@ class Validator:
         batches: int,
         samples: Samples | None = None,
         between: Callable[[], None] = _nothing,
+        name: str = "validation",
     ) -> dict[str, Perplexity]:
         """Every loss by name over the first `batches` batches (0: all) of some samples, of the validation split if
-        None."""
-
-        def before_batch() -> None:
-            self._watchdog.at(step, self._doing)
-            between()
-
+        None; shown as `name`."""
         samples = samples or self._data.validation
-        found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
+        whole = -(-len(samples) // self._program.config.train.global_batch)
+        total, begun = min(whole, batches or whole), itertools.count()
+        with self._log.phase(name, total, announced=False) as advance:
+
+            def before_batch() -> None:
+                self._watchdog.at(step, self._doing)
+                advance(next(begun))
+                between()
+
+            found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
         self._doing = COMPUTING  # what scores is compiled from now on
         return found
+
+    def score_dev(self, step: int, params: Any, data: TaskData, between: Callable[[], None]) -> dict[str, float]:
+        """A task's figures on its dev records; `between` as in `validate`."""
+        doing = itertools.chain([COMPILING], itertools.repeat(COMPUTING))
+
+        def before_batch() -> None:
+            self._watchdog.at(step, next(doing))
+            between()
+
+        with self._log.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
+            return dev_figures(self._program, params, data, before_batch)

@@ -1,10 +1,12 @@
 """Which commands of the pages run in a test, and why the others do not. A command that stands in none of these tables
 fails `test_commands.py`, and so does an entry that no page has any more."""
 
-QUICK = [  # by default, as they are written, in an empty folder
+QUICK = {  # by default, as they are written, in a folder with the files that pages show; what they print or draw
     "megajax schedule --mesh.pipe 4 --pipeline.schedule interleaved --pipeline.chunks 2 --microbatches 8 "
-    "--plot timeline.png",
-]
+    "--plot timeline.png": "bubble",
+    "megajax train mine.toml --mesh.data 8 --print-config": "# mine.toml",
+    "megajax train demo --help": "--mesh.data N",
+}
 
 FULL = [  # marker `full`: in this order, one after the other, in a folder with README.md and made-up instructions
     "megajax plan gpt2-8.3b --mesh.data 64 --mesh.tensor 8 --gpu h100",
@@ -12,6 +14,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
+    "megajax train demo --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 --simulate-devices 8 --run-dir runs/demo-2x2x2",
     "megajax eval perplexity --checkpoint runs/demo",
     "megajax eval perplexity --checkpoint runs/demo --data README.md --mesh.tensor 2 --simulate-devices 2",
     'megajax generate --checkpoint runs/demo --prompt "def read("',
@@ -23,6 +26,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
 
 NOT_RUN = {  # reason -> patterns of whole commands
     "a corpus, records or a tokenizer of the user": [
+        r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
@@ -33,11 +37,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train runs/qwen/.*",
         r".*convert import-hf .* runs/(gpt2|qwen)",
     ],
-    "minutes of eight simulated devices on two cores; the parity tests compare such meshes": [
-        r"megajax train (demo|llama-demo) --mesh\.data 2 --mesh\.pipe 2 --mesh\.tensor 2 --simulate-devices 8 .*",
-    ],
     "three minutes each; the tests of commands train the same families smaller": [
-        r"megajax train (bert-demo|llama-demo)",
+        r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",
     ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
@@ -45,10 +46,11 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"CUDA_VISIBLE_DEVICES=1 .*",
     ],
     "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
-    "installs packages into an environment": [
+    "changes an environment or a shell": [
         r"python3 -m venv .*",
         r"pip install .*",
         r"source \.venv/bin/activate",
+        r"eval .*register-python-argcomplete.*",
         r"make (train|test|lint|docs).*",
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],

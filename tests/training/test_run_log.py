@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from tensorboardX.record_writer import RecordWriter
 
 from megajax.errors import UserError
 from megajax.runs.metrics import read_metrics
-from megajax.training.plot import plot_loss
-from megajax.training.progress import TrainingProgress, time_text
+from megajax.training import display
+from megajax.training.display import Display, time_text
+from megajax.training.plot import Curves, plot_loss, smoothed
+from megajax.training.progress import TrainingProgress
 from megajax.training.run_log import RunLog
 
 MORE = {"data_seconds": 0.001, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5}
@@ -45,6 +49,8 @@ def tensorboard_points(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
             if event.HasField("session_log"):
                 points = {tag: [point for point in old if point[0] < event.step] for tag, old in points.items()}
             for value in event.summary.value:
+                if not value.HasField("simple_value"):
+                    continue
                 points.setdefault(value.tag, []).append((event.step, value.simple_value))
     return points
 
@@ -77,8 +83,8 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (585, 1040)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "tensorboard"]
     assert capsys.readouterr().out.splitlines() == [
-        "step 10/20  loss 0.3333  1,024 tokens/s  0:05 left",
-        "step 20/20  loss 0.1667  1,024 tokens/s  0:00 left",
+        "step 10/20  loss 0.3333  1,024 tokens/s  0:05 left  learning rate 0.0001  gradient norm 0.1",
+        "step 20/20  loss 0.1667  1,024 tokens/s  0:00 left  learning rate 0.0001  gradient norm 0.1",
         "step 20/20  validation loss 2.5000  perplexity 12.18",
         "[done] in plain words",
     ]
@@ -96,7 +102,9 @@ def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path:
     with RunLog(tmp_path, total_steps=6, finished_steps=4) as log:
         assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
         log_steps(log, 5, 6)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == straight
+    again = lines(tmp_path)
+    assert [line.pop("resumed_from", None) for line in again] == [None] * 5 + [4, None], "where it went on"
+    assert again == [json.loads(line) for line in straight.splitlines()]
     assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2, 3, 4, 5, 6]
 
 
@@ -139,21 +147,27 @@ def test_no_metrics_are_no_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a $run_{1", "走る"])
 def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
-        plot_loss(tmp_path / "loss.png", name, training, validation)
+        plot_loss(tmp_path / "loss.png", name, Curves(training, validation))
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
 def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120, color_system=None, legacy_windows=False, _environ={})
-    progress = TrainingProgress(100, 0, 1, console=console)
-    progress.show_step(1, 5.5, 1000, 30.0)  # the step that compiled
-    progress.show_step(2, 5.25, 1000, 0.5)
-    progress.show_step(3, 5.0, 1000, 0.5)
-    progress.print("[a] note")
-    progress.close()
+    console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
+    shower = Display(console=console)
+    progress = TrainingProgress(100, 0, 1, shower)
+    figures = {"tokens": 1000, "learning_rate": 1e-3, "grad_norm": 2.0, "tflops_per_device": 30.0, "mfu": 0.5}
+    progress.show_step(1, figures | {"loss": 5.5, "seconds": 30.0})  # the step that compiled
+    progress.show_step(2, figures | {"loss": 5.25, "seconds": 0.5})
+    progress.show_step(3, figures | {"loss": 5.0, "seconds": 0.5})
+    shower.print("[a] note")
+    with shower.phase("validation", 4, announced=False) as advance:
+        advance(3)
+        time.sleep(0.25)
+    shower.close_steps()
     shown = screen.getvalue()
-    assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left" in shown
+    assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left  30 TFLOP/s a device  50.0% MFU" in shown
+    assert re.search(r"validation\s+━+.*0:00", shown), "a bar and a clock of its own"
     assert "[a] note\n" in shown
 
 
@@ -196,6 +210,49 @@ def test_a_disk_that_has_no_room_for_events(
         monkeypatch.setattr(RecordWriter, "write", full)
         log_steps(log, 3, 40)
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 41))
-    told = f"{tmp_path / 'tensorboard'} cannot be written: no space left on device; no more events are"
+    told = f"{tmp_path / 'tensorboard'} cannot be written: no space left on device; no more is written there"
     assert told in " ".join(capsys.readouterr().out.split())
     assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2]
+
+
+def test_what_a_plot_shows() -> None:
+    """Skipped steps, where the run went on, the tokens of all steps; of a file without these, losses."""
+    old, new = Curves(), Curves()
+    for step in range(1, 5):
+        old.add({"step": step, "loss": 1.0})
+        more = {"tokens": 8, "skipped_steps": int(step >= 3)} | ({"resumed_from": 2} if step == 3 else {})
+        new.add({"step": step, "loss": None if step == 3 else 1.0, **more})
+    assert (old.training, old.tokens, old.skipped, old.resumed) == ([(n, 1.0) for n in range(1, 5)], [], [], [])
+    assert new.tokens == [(1, 8), (2, 16), (3, 24), (4, 32)] and (new.skipped, new.resumed) == ([3], [2])
+
+
+def test_a_smoothed_line_keeps_straight_ones() -> None:
+    line = np.linspace(9.0, 1.0, 200)
+    np.testing.assert_allclose(smoothed(line)[:-5], line[:-5])
+    assert smoothed(np.tile([1.0, 3.0], 100))[50:] == pytest.approx(2.0, abs=0.2)
+
+
+def test_texts_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    with RunLog(tmp_path, total_steps=2) as log:
+        log.record_config("seed = 1\n", {"seed": 1})
+        log.record_text(2, "sample", "def read(")
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    found, data = {}, path.read_bytes()
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        for value in Event.FromString(data[12 : 12 + size]).summary.value:
+            found[value.tag] = value.tensor.string_val[0].decode()
+        data = data[16 + size :]
+    assert found == {"config/text_summary": "    seed = 1", "sample/text_summary": "    def read("}
+
+
+def test_a_phase_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line when it begins, and one from time to time."""
+    monkeypatch.setattr(display, "_EVERY", 0.01)
+    with Display().phase("validation", 9) as advance:
+        advance(4)
+        time.sleep(0.1)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("validation", "validation: 0:00, 4 of 9")

@@ -1,0 +1,148 @@
+"""A split of a dataset in the format of the Hugging Face hub, read as a stream by the package `datasets`."""
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megajax.errors import UserError
+from megajax.hub import reason
+
+SCHEME = "hf"
+FORM = "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]"
+
+_FORM = re.compile(r"hf://(?P<name>[^:#]*[^:#/])/*(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?")
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A split of a dataset of the hub, or of a local folder that has one.
+
+    Attributes:
+        url: as it was given.
+        name: of the dataset, or the folder.
+        configuration: of the dataset, where it has several; else empty.
+        split: such as train.
+        column: of the texts; empty: as the reader says.
+        flag: the flag that named it, for error messages.
+    """
+
+    url: str
+    name: str
+    configuration: str
+    split: str
+    column: str
+    flag: str
+
+    @classmethod
+    def parse(cls, url: str, flag: str) -> "HubSplit":
+        """What `FORM` says. A local folder of the name wins.
+
+        Raises:
+            UserError: it is of another form, or `datasets` is not installed.
+        """
+        found = _FORM.fullmatch(url)
+        if not found:
+            raise UserError(f"{flag} {url}; valid: {FORM}")
+        name, configuration = found["name"], ""
+        if not Path(name).is_dir():
+            before, _, last = name.rpartition("/")
+            if before and (Path(before).is_dir() or name.count("/") == 2):
+                name, configuration = before, last
+            elif not _NAME.fullmatch(name):
+                raise UserError(f"{flag} {url}: no such folder, and no name of a dataset; valid: {FORM}")
+        if importlib.util.find_spec("datasets") is None:
+            raise UserError(f"{flag} {url}: the package datasets is missing; valid: pip install 'megajax[datasets]'")
+        return cls(url, name, configuration, found["split"] or "train", found["column"] or "", flag)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @cached_property
+    def _builder(self) -> Any:
+        import datasets
+
+        try:
+            with _quiet():
+                return datasets.load_dataset_builder(self.name, self.configuration or None)
+        except Exception as error:  # of many kinds: no network, no such dataset, a configuration that is missing
+            self._cannot_open(error)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the split's texts, or 0: the dataset does not say."""
+        splits = self._builder.info.splits or {}
+        return int(splits[self.split].num_bytes or 0) if self.split in splits else 0
+
+    @property
+    def identity(self) -> list[str]:
+        """What changes when its files do: their addresses, on the hub with the commit, and what is known of each."""
+        found = self._builder.config.data_files or {}
+        files = found.get(self.split, [])
+        known = getattr(files, "origin_metadata", [])
+        return [*map(str, files), *(":".join(map(str, entry)) for entry in known)]
+
+    def rows(self, key: str) -> Iterator[str]:
+        """The texts of all rows in order, read as they are asked for; empty where there is none.
+
+        Args:
+            key: the column, unless the URL has one.
+
+        Raises:
+            UserError: the split or the column is missing; a row cannot be read, or has no text there.
+        """
+        column = self.column or key
+        try:
+            with _quiet():
+                stream = self._builder.as_streaming_dataset(split=self.split)
+            known = stream.column_names
+            if known and column in known:
+                stream = stream.select_columns([column])
+            rows = iter(stream)
+        except Exception as error:
+            self._cannot_open(error)
+        number = 0
+        while True:
+            number += 1
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                problem = f"row {number} cannot be read: {reason(error)}"
+                raise UserError(f"{self.flag} {self.url}: {problem}; valid: a dataset that can be") from None
+            if row is None:
+                return
+            if column not in row:
+                columns = ", ".join(known or row)
+                raise UserError(f'{self.flag} {self.url}: no column "{column}"; valid: #COLUMN with one of {columns}')
+            text = "" if row[column] is None else row[column]
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise UserError(f'{self.flag} {self.url}: column "{column}" holds {kind}; valid: #COLUMN with text')
+            yield text
+
+    def _cannot_open(self, error: Exception) -> NoReturn:
+        problem = f"the dataset cannot be opened: {reason(error)}"
+        raise UserError(f"{self.flag} {self.url}: {problem}; valid: {FORM} of a dataset that can be") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """`datasets` and the hub's library show no bars and no warnings of their own: what ends the reading is told in one
+    line."""
+    import datasets
+    from huggingface_hub.utils import logging
+
+    shown, level = datasets.utils.logging.is_progress_bar_enabled(), logging.get_verbosity()
+    datasets.disable_progress_bars()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,163 @@
+"""Files on remote stores, as gs://bucket/file and s3://bucket/file: found and read as streams by fsspec.
+
+Nothing is written there. A run directory needs a file system (locks, names that appear whole), and a prepared dataset
+is mapped into memory where it lies.
+"""
+
+import atexit
+import errno
+import io
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from megajax import reading
+from megajax.errors import UserError
+from megajax.hub import reason
+from megajax.paths import scheme
+
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # the extra of megajax that a scheme needs
+_VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them
+_BLOCK_BYTES = 1 << 20
+_VALID = "valid: gs://, s3:// or another scheme that fsspec reads, or a path on a file system"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on a remote store, as it was when it was found.
+
+    Attributes:
+        url: as gs://bucket/folder/file.jsonl.gz.
+        size: in bytes.
+        version: what changes when the file does, as the store says it; empty where it says nothing.
+    """
+
+    url: str
+    size: int
+    version: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> IO[bytes]:
+        """The file, open to read from any place.
+
+        Raises:
+            OSError: it cannot be opened; also any reading of it, whatever the store's library raises.
+        """
+        return io.BufferedReader(_Stream(self.url), _BLOCK_BYTES)
+
+
+def check_scheme(url: str, name: str) -> None:
+    """Check that what reads a URL's scheme is installed.
+
+    Raises:
+        UserError: that names `name`, a flag.
+    """
+    _file_system(url, name)
+
+
+def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
+    """The file at a URL, or all below it, except hidden ones, in the order of their paths; and whether it is a file
+    itself. None where nothing is there.
+
+    Raises:
+        UserError: that cannot be said.
+    """
+    system, path = _file_system(url, flag)
+    try:
+        try:
+            there = system.info(path)
+        except FileNotFoundError:
+            return [], False
+        if there["type"] == "file":
+            return [_described(system, there)], True
+        below = system.find(path, detail=True).values()
+        inside = {PurePosixPath(info["name"]): info for info in below if info["type"] == "file"}
+        depth = len(PurePosixPath(there["name"]).parts)
+        shown = [name for name in inside if not any(part.startswith(".") for part in name.parts[depth:])]
+        return [_described(system, inside[name]) for name in sorted(shown, key=lambda name: name.parts)], False
+    except Exception as error:  # of the store's library: no network, no permission, no such bucket
+        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: what can be") from None
+
+
+def fetch(url: str, flag: str) -> Path:
+    """A copy of a small file, by the same name in a folder that is removed when the process ends.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    files, is_file = find(url, flag)
+    if not is_file:
+        problem = "is a folder" if files else "does not exist"
+        raise UserError(f"{flag} {url} {problem}; valid: a file")
+    try:
+        with files[0].open() as content:
+            read = reading.whole(content, reading.SMALL_BYTES)
+    except (OSError, reading.TooLong) as error:
+        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that can be") from None
+    folder = tempfile.mkdtemp(prefix="megajax-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    copy = Path(folder, PurePosixPath(url).name)
+    copy.write_bytes(read)
+    return copy
+
+
+def _file_system(url: str, flag: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme(url))
+        valid = f"valid: pip install 'megajax[{extra}]', or a path on a file system" if extra else _VALID
+        raise UserError(f"{flag} {url}: {reason(error)}; {valid}") from None
+    except Exception as error:  # an unknown scheme; no credentials
+        raise UserError(f"{flag} {url}: {reason(error)}; {_VALID}") from None
+
+
+def _described(system: Any, info: Mapping[str, Any]) -> RemoteFile:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return RemoteFile(system.unstrip_protocol(info["name"]), int(info.get("size") or 0), version)
+
+
+class _Stream(io.RawIOBase):
+    """A remote file whose errors are all `OSError`s with a number."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._file: Any = None
+        system, path = _file_system(url, "")
+        self._file = self._tell_errors(lambda: system.open(path, "rb"))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._tell_errors(lambda: self._file.read(len(buffer)))
+        buffer[: len(block)] = block
+        return len(block)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._tell_errors(lambda: self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        if self._file is not None and not self.closed:
+            self._file.close()
+        super().close()
+
+    def _tell_errors(self, function: Any) -> Any:
+        try:
+            return function()
+        except Exception as error:  # of the store's library
+            raise OSError(errno.EIO, reason(error), self._url) from None

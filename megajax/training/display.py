@@ -1,0 +1,121 @@
+"""What people see of a run while it goes on: rows with bars and clocks on a terminal, plain lines anywhere else."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+_EVERY = 60.0  # seconds between two plain lines about the same phase
+_BAR = 20  # columns
+
+
+class _Clock(ProgressColumn):
+    """The time that a phase has taken so far."""
+
+    def render(self, task: Task) -> Text:
+        return Text(time_text(task.elapsed or 0) if task.fields["clock"] else "")
+
+
+class Display:
+    """Where phases are shown; the row of the steps, if there is one, stands above the others.
+
+    Args:
+        shown: False: nothing is printed.
+        console: where to print; standard output if None.
+    """
+
+    def __init__(self, shown: bool = True, console: Console | None = None):
+        self._shown = shown
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        self._live = shown and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._rows: Progress | None = None  # with that of the steps
+        self._steps = TaskID(0)
+
+    def open_steps(self, total: int, finished: int) -> None:
+        """Begin the row of the steps, on a terminal."""
+        if self._live:
+            self._rows = self._new_rows(transient=False)
+            text = f"step {finished}/{total}"
+            self._steps = self._rows.add_task("", total=total, completed=finished, head=text, clock=False)
+            self._rows.start()
+
+    def show_steps(self, step: int, total: int, text: str) -> bool:
+        """Show how many steps are finished, and a text about them; False where there is no row for it."""
+        if self._rows is not None:
+            self._rows.update(self._steps, completed=step, head=f"step {step}/{total}", description=text)
+        return self._rows is not None
+
+    def close_steps(self) -> None:
+        """End the row of the steps, which stays as it is."""
+        if self._rows is not None:
+            self._rows.stop()
+            self._rows = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int = 0, *, announced: bool = True) -> Iterator[Callable[[int], None]]:
+        """A block in which one thing is done.
+
+        Args:
+            name: what, as in "compiling the step".
+            total: how many parts it has; 0: unknown.
+            announced: where there are no bars, a line says that it begins.
+
+        Yields:
+            What is called with the number of parts that are done.
+        """
+        began = time.monotonic()
+        if self._live:
+            with contextlib.ExitStack() as stack:
+                rows = self._rows or stack.enter_context(self._new_rows(transient=True))
+                row = rows.add_task("", total=total or None, head=name, clock=True)
+                stack.callback(rows.remove_task, row)
+                yield lambda done: rows.update(row, completed=done)
+            return
+        parts = 0
+
+        def advance(done: int) -> None:
+            nonlocal parts
+            parts = done
+
+        def tell() -> None:
+            while not ended.wait(_EVERY):
+                of = f", {parts} of {total}" if total else ""
+                self.print(f"{name}: {time_text(time.monotonic() - began)}{of}")
+
+        ended = threading.Event()
+        if self._shown:
+            if announced:
+                self.print(name)
+            threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield advance
+        finally:
+            ended.set()
+
+    def print(self, text: str) -> None:
+        """Print a line, above the rows where there are any."""
+        if not self._shown:
+            return
+        if self._rows is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._console.file, flush=True)
+
+    def _new_rows(self, *, transient: bool) -> Progress:
+        columns = TextColumn("{task.fields[head]}"), BarColumn(_BAR), _Clock(), TextColumn("{task.description}")
+        return Progress(*columns, console=self._console, transient=transient)
+
+
+def time_text(seconds: float) -> str:
+    """A duration as `m:ss`, `h:mm:ss` or `3d 04:05:06`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

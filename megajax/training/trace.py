@@ -1,0 +1,96 @@
+"""`--profile STEPS`: a trace of some steps, in RUN/profile, and where their time went."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from megajax.config import Config, profiled_steps
+from megajax.data.files import free_name, scratch
+from megajax.errors import UserError
+from megajax.paths import identity
+from megajax.processes import is_first_process
+from megajax.training.trace_report import report
+
+
+class StepTrace:
+    """Traces the steps that `--profile` names, on process 0.
+
+    Args:
+        config: of the run, whose `train.steps` is known.
+        run_dir: in whose folder `profile` the trace goes.
+        finished: steps that earlier starts have taken.
+
+    Raises:
+        UserError: this start does not take the steps.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, finished: int):
+        self._run_dir, self._folder = run_dir, identity(run_dir)
+        self._stack = contextlib.ExitStack()
+        self._place: Path | None = None  # while it is traced
+        steps = config.train.steps
+        self._first, self._last = profiled_steps(config.profile, finished, steps) if config.profile else (0, 0)
+        if config.profile and finished < steps and not finished < self._first <= self._last <= steps:
+            raise UserError(
+                f"--profile {config.profile}: this start takes the steps {finished + 1} to {steps}; valid: some of them"
+            )
+
+    def begins(self, step: int) -> bool:
+        """Whether a step is the first that is traced."""
+        return step == self._first
+
+    def ends(self, step: int) -> bool:
+        """Whether a step is the last one."""
+        return step == self._last
+
+    def start(self) -> None:
+        """Begin the trace, before the first of the steps and with nothing under way."""
+        if not is_first_process() or self._folder is None or identity(self._run_dir) != self._folder:
+            return
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # which would cost the host more than all it does
+        with contextlib.suppress(OSError):  # `finish` says that there is no trace
+            self._place = self._stack.enter_context(scratch(self._run_dir / "profile"))
+            jax.profiler.start_trace(self._place, profiler_options=options)
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The block in which a step is dispatched, which the trace marks."""
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def close(self) -> None:
+        """Give up a trace that has not come to its end."""
+        if self._place is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                jax.profiler.stop_trace()
+            self._place = None
+            self._stack.close()
+
+    def finish(self, program_text: str) -> list[str]:
+        """End the trace after the last of the steps, and put it in its place; the lines that tell of it.
+
+        Args:
+            program_text: the compiled step as the compiler writes it.
+        """
+        if not is_first_process():
+            return []
+        if self._place is None:
+            return [f"{self._run_dir / 'profile'} could not be written: nothing was traced"]
+        try:
+            jax.profiler.stop_trace()
+            (session,) = (self._place / "plugins" / "profile").iterdir()
+            sessions = self._run_dir / "profile" / "plugins" / "profile"
+            sessions.mkdir(parents=True, exist_ok=True)
+            target = free_name(sessions / session.name)
+            session.rename(target)
+        except (OSError, RuntimeError, ValueError) as error:
+            return [f"{self._run_dir / 'profile'} could not be written: {' '.join(str(error).split())[:300]}"]
+        finally:
+            self._place = None
+            self._stack.close()
+        count = self._last - self._first + 1
+        title = f"profile of step {self._first}" if count == 1 else f"profile of steps {self._first} to {self._last}"
+        return [f"{title}: {target}", *report(target, program_text, count)]
