@@ -17,11 +17,12 @@ class _Read(BaseException):
 
 def read(words: list[str]) -> None:
     """Let `megajax WORDS...` read its command line; of presets the configuration on its mesh is checked, too. A preset
-    of a run that is not there counts as one of ours.
+    of a run that is not there counts as the one it was made of, or as one of ours.
 
     Raises:
         UserError: what the command would say.
     """
+    words = ["demo" if re.fullmatch(r"runs/(stable|decay)/config\.toml", word) else word for word in words]
     words = ["gpt2-355m" if re.fullmatch(r"(runs/\S+|RUN)/config\.toml", word) else word for word in words]
     parse = Parser.parse_args
 
