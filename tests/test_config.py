@@ -139,7 +139,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
             "[checkpoint]\nzzz = 3",
             "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
         ),
-        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [mesh]"),
+        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
         ("model = 3", "model = 3; valid tables: [model]"),
         ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
         ("[model]\nnum_layers = 8.0", "model.num_layers = 8.0; valid: a whole number"),
