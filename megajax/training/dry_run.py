@@ -1,4 +1,4 @@
-"""`train.py PRESET --dry-run`: all that comes before the first step, and nothing that stays.
+"""`megajax train PRESET --dry-run`: all that comes before the first step, and nothing that stays.
 
 Text is read and tokenized into a temporary folder (`TMPDIR`), as a run would into its own; of a run that goes on, its
 data is opened where it lies.

@@ -18,6 +18,7 @@ PARTS = {  # scopes of the program and what they are called; of several in a nam
     "attend": "attention, scores",
     "mlp": "MLP",
     "head": "head and loss",
+    "gradient_sums": "sums of gradients",
     "gradient_norm": "gradient norm and clipping",
     "optimizer": "optimizer",
     "weight_gradients": "weight gradients that waited",
@@ -42,13 +43,16 @@ class Operation:
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", re.ASCII)
+_OPERAND = re.compile(r"%([\w.-]+)", re.ASCII)
 _SOURCE, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"(?:calls|to_apply)=%?([\w.-]+)", re.ASCII)
 
 
 def operations(program_text: str) -> dict[str, Operation]:
-    """The instructions of a compiled program by name. A fusion without a source has that of most of its parts."""
+    """The instructions of a compiled program by name. One without a source, as the compiler makes them, has that of
+    most of its parts, else of its first operand that has one."""
     found: dict[str, Operation] = {}
     calls: dict[str, str] = {}
+    operands: dict[str, list[str]] = {}
     inside: dict[str, Counter[str]] = defaultdict(Counter)
     computation = ""
     for line in program_text.splitlines():
@@ -59,11 +63,14 @@ def operations(program_text: str) -> dict[str, Operation]:
             found[match[1]] = Operation(match[2], source)
             if source:
                 inside[computation][source] += 1
-            elif called := _CALLED.search(line):
+                continue
+            if called := _CALLED.search(line):
                 calls[match[1]] = called[1]
-    for name, called_name in calls.items():
-        if most := inside[called_name].most_common(1):
-            found[name] = Operation(found[name].kind, most[0][0])
+            operands[match[1]] = _OPERAND.findall(line[match.end() :].partition(")")[0])
+    for name in operands:  # in the order of the program: operands stand before
+        most = inside[calls[name]].most_common(1) if name in calls else []
+        sources = [source for source, _ in most] + [found[each].source for each in operands[name] if each in found]
+        found[name] = Operation(found[name].kind, next(filter(None, sources), ""))
     return found
 
 
@@ -79,7 +86,7 @@ def place_of(operation: Operation | None) -> tuple[str, str]:
     part = next((name for name in reversed(names) if name in PARTS), None)
     if part is None:
         return REST, ""
-    if part in ("gradient_norm", "optimizer"):
+    if part in ("gradient_sums", "gradient_norm", "optimizer"):
         return PARTS[part], ""
     if "rematted_computation" in names:
         return PARTS[part], "recomputed"

@@ -7,6 +7,7 @@ process itself) is tested by real processes.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import os
@@ -52,6 +53,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(os, "_exit", leave),
         mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
+        mock.patch.object(Program, "with_batch", _with_batch),
         mock.patch.object(begin, "Program", _Programs()),
         mock.patch.object(checkpoint, "Transfer", _transfer),
         mock.patch.object(runs_init, "Transfer", _transfer),
@@ -92,6 +94,15 @@ _programs: dict[Any, Program] = {}
 def _program_on(config: Config, devices: list[jax.Device] | None = None) -> Program:
     """`Program.on`, with what a command before has traced and compiled for the same programs."""
     return _shared(config, (config.mesh, *(devices or jax.devices())), lambda: _on(config, devices))
+
+
+_with_another_batch = Program.with_batch
+
+
+def _with_batch(program: Program, size: int) -> Program:
+    """`Program.with_batch`, likewise."""
+    config = dataclasses.replace(program.config, train=dataclasses.replace(program.config.train, global_batch=size))
+    return _shared(config, (program.mesh,), lambda: _with_another_batch(program, size))
 
 
 class _Programs:
