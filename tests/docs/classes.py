@@ -38,6 +38,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
+        r"megajax train llama-demo --init runs/llama-demo .*",
+        r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
     ],
@@ -64,4 +66,9 @@ NOT_RUN = {  # reason -> patterns of whole commands
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
     "minutes for each planted fault; test_mutants.py runs ten of them": [r"python tests/mutants/.*"],
+}
+
+STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`
+    "runs/gpt2/config.toml": "gpt2-355m",
+    "runs/qwen/config.toml": "qwen3-0.6b",
 }
