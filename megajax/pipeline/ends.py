@@ -147,6 +147,7 @@ class Ends:
         scale = self.functions.loss_scale if self.functions.trained[name] else jnp.zeros(())
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
+    @jax.named_scope("gradient_sums")
     def _add(self, total: Tree, grads: Tree) -> Tree:
         """Gradients of the gathered weights, added to the sums of those that are kept."""
         scattered = self.functions.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)

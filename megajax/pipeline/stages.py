@@ -280,6 +280,7 @@ class Layers:
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
 
 
+@jax.named_scope("gradient_sums")
 def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:
     """The sums with the gradients of one layer, in its place of the stack."""
     flat = flatten_dict(total)

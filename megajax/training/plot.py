@@ -139,13 +139,13 @@ def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Every value's mean with its neighbours, a fortieth of all of them on each side and as many on either, so that
-    nothing moves to one side."""
-    count = len(values)
-    side = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), max(2, count // 40))
+    """Every value's mean with its neighbours, a fortieth of all of them on each side; at the beginning, where losses
+    fall fast, fewer on both, at the end those there are."""
+    places = np.arange(len(values))
+    before = np.minimum(places, max(2, len(values) // 40))
+    after = np.minimum(before, places[::-1])
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(count)
-    return (sums[places + side + 1] - sums[places - side]) / (2 * side + 1)
+    return (sums[places + after + 1] - sums[places - before]) / (before + after + 1)
 
 
 def _mark(axes: Any, curves: Curves) -> None:

@@ -2,6 +2,7 @@
 whose names in the program's text say where they come from (`jax.named_scope`)."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ PARTS = {  # scopes of the program and what they are called; of several in a nam
     "attend": "attention, scores",
     "mlp": "MLP",
     "head": "head and loss",
+    "gradient_sums": "sums of gradients",
     "gradient_norm": "gradient norm and clipping",
     "optimizer": "optimizer",
     "weight_gradients": "weight gradients that waited",
@@ -42,13 +44,16 @@ class Operation:
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", re.ASCII)
+_OPERAND = re.compile(r"%([\w.-]+)", re.ASCII)
 _SOURCE, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"(?:calls|to_apply)=%?([\w.-]+)", re.ASCII)
 
 
 def operations(program_text: str) -> dict[str, Operation]:
-    """The instructions of a compiled program by name. A fusion without a source has that of most of its parts."""
+    """The instructions of a compiled program by name. One without a source, as the compiler makes them, has that of
+    most of its parts, else of its first operand that has one."""
     found: dict[str, Operation] = {}
     calls: dict[str, str] = {}
+    operands: dict[str, list[str]] = {}
     inside: dict[str, Counter[str]] = defaultdict(Counter)
     computation = ""
     for line in program_text.splitlines():
@@ -59,11 +64,14 @@ def operations(program_text: str) -> dict[str, Operation]:
             found[match[1]] = Operation(match[2], source)
             if source:
                 inside[computation][source] += 1
-            elif called := _CALLED.search(line):
+                continue
+            if called := _CALLED.search(line):
                 calls[match[1]] = called[1]
-    for name, called_name in calls.items():
-        if most := inside[called_name].most_common(1):
-            found[name] = Operation(found[name].kind, most[0][0])
+            operands[match[1]] = _OPERAND.findall(line[match.end() :].partition(")")[0])
+    for name in operands:  # in the order of the program: operands stand before
+        most = inside[calls[name]].most_common(1) if name in calls else []
+        sources = [source for source, _ in most] + [found[each].source for each in operands[name] if each in found]
+        found[name] = Operation(found[name].kind, next(filter(None, sources), ""))
     return found
 
 
@@ -79,7 +87,7 @@ def place_of(operation: Operation | None) -> tuple[str, str]:
     part = next((name for name in reversed(names) if name in PARTS), None)
     if part is None:
         return REST, ""
-    if part in ("gradient_norm", "optimizer"):
+    if part in ("gradient_sums", "gradient_norm", "optimizer"):
         return PARTS[part], ""
     if "rematted_computation" in names:
         return PARTS[part], "recomputed"
@@ -106,7 +114,8 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
     found: dict[tuple[str, str], float] = defaultdict(float)
     devices, begins, ends = 0, [], []
     for file in sorted(session.glob("*.xplane.pb")):
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+        data = jax.profiler.ProfileData.from_file(str(file))
+        planes = list(data.planes)
         gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
         devices += len(gpus) or jax.local_device_count()
         for plane in gpus or [plane for plane in planes if plane.name == "/host:CPU"]:
@@ -122,10 +131,11 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
 def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
     """Begin and end in nanoseconds and operation of all that a thread or stream ran, in order."""
     found = []
-    for event in events:
-        names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
-        if (name := names[0].lstrip("%")) in known:
-            found.append((event.start_ns, event.start_ns + event.duration_ns, name))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12's, of JAX's own types
+        for event in events:
+            names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
+            if (name := names[0].lstrip("%")) in known:
+                found.append((event.start_ns, event.start_ns + event.duration_ns, name))
     return sorted(found, key=lambda each: (each[0], -each[1]))
 
 

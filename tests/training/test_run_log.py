@@ -228,8 +228,8 @@ def test_what_a_plot_shows() -> None:
 
 def test_a_smoothed_line_keeps_straight_ones() -> None:
     line = np.linspace(9.0, 1.0, 200)
-    np.testing.assert_allclose(smoothed(line), line)
-    assert smoothed(np.tile([1.0, 3.0], 100))[50:150] == pytest.approx(2.0, abs=0.2)
+    np.testing.assert_allclose(smoothed(line)[:-5], line[:-5])
+    assert smoothed(np.tile([1.0, 3.0], 100))[50:] == pytest.approx(2.0, abs=0.2)
 
 
 def test_texts_for_tensorboard(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   %all-reduce.3 = f32[4]{0} all-reduce(%again), metadata={op_name="jit(s)/transpose(jvp(layer))/mlp/psum"}
   %collective-permute-start.1 = (f32[4]{0}, f32[4]{0}) collective-permute-start(%x)
   %adam = f32[4]{0} multiply(%x, %x), metadata={op_name="jit(s)/optimizer/mul"}
+  %bare = f32[4]{0} negate(%x)
   ROOT %copy = f32[4]{0} copy(%adam)
 }
 """
@@ -41,7 +42,8 @@ def test_where_operations_come_from() -> None:
         "adam": ("optimizer", ""),
     }
     assert place_of(known["collective-permute-start.1"]) == ("communication: hand-overs between stages", "")
-    assert place_of(known["copy"]) == ("rest of the step", "")
+    assert place_of(known["copy"]) == ("optimizer", ""), "as its operand"
+    assert place_of(known["bare"]) == ("rest of the step", "")
 
 
 def test_times_inside_one_another() -> None:
