@@ -115,7 +115,7 @@ class _Programs:
 
 
 def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
-    names = ("seed", "precision", "sequence_parallel", "model", "mesh", "pipeline", "optimizer", "loss_scale")
+    names = ("seed", "precision", "sequence_parallel", "model", "lora", "mesh", "pipeline", "optimizer", "loss_scale")
     batches = config.train.global_batch, config.train.microbatch, config.train.remat, config.data.reset_attention
     key = *(getattr(config, name) for name in names), *batches, *place
     if key not in _programs:
@@ -144,6 +144,7 @@ def process_of_its_own() -> Iterator[None]:
     with (
         contextlib.chdir(ROOT),
         mock.patch.dict(os.environ),
+        mock.patch.object(launch, "jax_runs", lambda: False),  # of tests before
         mock.patch.object(launch, "_keep_freed_memory"),  # for good, and of all tests of this process
         mock.patch.object(jax, "devices", lambda: devices[:number]),
         mock.patch.object(jax, "device_count", lambda: number),
