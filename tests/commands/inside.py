@@ -115,7 +115,7 @@ class _Programs:
 
 
 def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
-    names = ("seed", "precision", "sequence_parallel", "model", "mesh", "pipeline", "optimizer", "loss_scale")
+    names = ("seed", "precision", "sequence_parallel", "model", "lora", "mesh", "pipeline", "optimizer", "loss_scale")
     batches = config.train.global_batch, config.train.microbatch, config.train.remat, config.data.reset_attention
     key = *(getattr(config, name) for name in names), *batches, *place
     if key not in _programs:
