@@ -17,7 +17,7 @@ help:
 	@echo "make train      train the demo: a small GPT on Python's own source code, 2 to 3 minutes on two cores"
 	@echo "make test       the default tests"
 	@echo "make test-full  every test that needs no GPU"
-	@echo "make lint       ruff, mypy, and the order of the rooms"
+	@echo "make lint       ruff, mypy, and the order of imports"
 	@echo "make docs       the documentation as a site, in build/docs; a dead link is an error"
 	@echo "make venv       only install, with the development tools"
 

@@ -58,8 +58,9 @@ step() {
 }
 export python
 
-run=$folder/run
-small=(--model.num-layers 4 --model.hidden-size 256 --model.num-heads 4 --model.sequence-length 256
+run=$folder/run corpus=$folder/corpus.txt
+find megajax -name '*.py' -exec cat {} + >"$corpus"
+small=(--data.path "$corpus" --model.num-layers 2 --model.hidden-size 128 --model.num-heads 2 --model.sequence-length 128
     --train.global-batch 8 --train.microbatch 4 --train.steps 8 --train.eval-batches 2 --checkpoint.every 4
     --sample.tokens 8)
 train() { # train NAME PRESET FLAGS...: a new run in $folder/NAME
@@ -86,9 +87,17 @@ train fp32 demo --precision fp32
 train fp16 demo --precision fp16 --model.dropout 0
 train dropout demo --precision bf16 --model.dropout 0.1 --train.remat selective
 train scanned demo --precision bf16 --model.dropout 0 --train.remat layer --model.scan-layers true
-train llama llama-demo --precision bf16 --model.num-kv-heads 2 --model.mlp-size 512
-train window llama-demo --precision bf16 --model.sliding-window 64 --data.reset-attention --model.num-kv-heads 2 --model.mlp-size 512
+train llama llama-demo --precision bf16 --model.num-kv-heads 1 --model.mlp-size 256
+train window llama-demo --precision bf16 --model.sliding-window 64 --data.reset-attention --model.num-kv-heads 1 --model.mlp-size 256
 train bert bert-demo --precision bf16 --model.dropout 0
+
+# Adapters in place of the weights, and the time of some steps by its parts.
+step train-lora "$python" -m megajax train "$run/config.toml" --init "$run" --run-dir "$folder/lora" --lora.rank 8 \
+    --train.steps 4
+step eval-lora "$python" -m megajax eval perplexity --checkpoint "$folder/lora"
+train profiled demo --precision bf16 --model.dropout 0 --profile 3:5
+train recipes demo --precision bf16 --train.ramp-start 4 --train.ramp-increment 4 --train.ramp-samples 16 \
+    --optimizer.schedule wsd --optimizer.warmup-steps 2 --optimizer.cooldown-steps 3 --optimizer.decay-steps 8
 
 # The same bits twice.
 train same-1 demo --precision bf16 --model.dropout 0 --deterministic

@@ -218,6 +218,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         return peak * step / warmup
     if config.schedule == "constant":
         return peak
+    assert config.schedule in ("cosine", "linear"), config.schedule
     progress = min(1.0, (step - warmup) / max(1, decay - warmup))
     left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return floor + (peak - floor) * left

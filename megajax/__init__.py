@@ -1,3 +1,49 @@
-"""Megatron-LM rebuilt on JAX: transformers pretrained on a (data, pipe, tensor) mesh."""
+"""Megatron-LM rebuilt on JAX: transformers pretrained on a (data, pipe, tensor) mesh.
+
+What can be used from Python is in `__all__`; docs/library.md shows it. Nothing of it is imported, and so neither is
+JAX, before it is asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Model",
+    "PlainModel",
+    "RunError",
+    "UserError",
+    "evaluate",
+    "init",
+    "load_preset",
+    "make_program",
+    "restore",
+]
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+    from megajax.errors import RunError, UserError
+    from megajax.library.beginning import init, load_preset, make_program, restore
+    from megajax.library.evaluating import evaluate
+    from megajax.library.model import Model
+    from megajax.library.plain import PlainModel
+else:
+    _MODULES = {
+        "config": ["Config"],
+        "errors": ["RunError", "UserError"],
+        "library.beginning": ["init", "load_preset", "make_program", "restore"],
+        "library.evaluating": ["evaluate"],
+        "library.model": ["Model"],
+        "library.plain": ["PlainModel"],
+    }
+    _PLACES = {name: f"megajax.{module}" for module, names in _MODULES.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_PLACES[name]), name)
+
+    def __dir__() -> list[str]:
+        return [*globals(), *__all__]

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
@@ -44,6 +45,13 @@ class TrainConfig:
         float, "of a task: how often every record is trained on, if train.steps does not end it earlier", AT_LEAST_ZERO
     ] = 0
     global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
+    ramp_start: Annotated[
+        int,
+        "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
+        between(0, 1_000_000),
+    ] = 0
+    ramp_increment: Annotated[int, "sequences by which it grows at a time", between(0, 1_000_000)] = 0
+    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO] = 0
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
@@ -52,6 +60,11 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between two validations"] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batches of a run's steps."""
+        return BatchSizes.of(self.global_batch, self.ramp_start, self.ramp_increment, self.ramp_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +190,10 @@ class Config:
 
     def with_decay(self, decay_steps: int = 0) -> "Config":
         """With an `optimizer.decay_steps`, where it has none: the one given, else `train.steps`, if that says when
-        training ends; a run that ends in its warm-up does not decay."""
+        training ends; a run that ends in its warm-up does not decay. A schedule that needs none is left without."""
         train, optimizer = self.train, self.optimizer
+        if not optimizer.ends_decay and not optimizer.warmup_fraction:
+            return self
         end = 0 if train.epochs or not train.steps else max(train.steps, optimizer.warmup_steps)
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 

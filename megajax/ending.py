@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -179,7 +180,11 @@ def run(main: Callable[[], None]) -> None:
     except MemoryError as error:
         last_words(f"error: out of memory; {_where_the_trace_is(error)}")
     except BaseException as error:
-        last_words(f"error: {_plain(error)}; {_where_the_trace_is(error)}")
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            code = 128 + signal.SIGPIPE
+        else:
+            last_words(f"error: {_plain(error)}; {_where_the_trace_is(error)}")
+    _nobody_reads()
     sys.stdout.flush()
     sys.stderr.flush()
     if code and _Together.leave:
@@ -187,6 +192,16 @@ def run(main: Callable[[], None]) -> None:
     if code:
         os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
     sys.exit(0)
+
+
+def _nobody_reads() -> bool:
+    """Whether whoever read the standard output is gone, as `head` is; what is left to be written is dropped then."""
+    output = select.poll()
+    output.register(1, 0)  # of a pipe without a reader an error is told, whatever is asked for
+    gone = any(event & select.POLLERR for _, event in output.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return gone
 
 
 def fail(text: str) -> None:

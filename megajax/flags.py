@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         description: what the command does.
-        usage: the command line in one line, such as `train.py PRESET [--flag value ...]`.
+        usage: the command line in one line, such as `megajax train PRESET [--flag value ...]`.
     """
 
     def __init__(self, description: str, usage: str) -> None:
@@ -40,10 +40,11 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: that preset cannot be read.
         """
-        preset = self.add_argument(
-            "preset", metavar="PRESET", help=f"a TOML file, or one of {', '.join(preset_names())}"
-        )
-        completion.offer(preset, lambda: [*preset_names(), *names_in_folders()], files=("toml",))
+        names, inner = preset_names(), names_in_folders()
+        folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
+        valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
+        preset = self.add_argument("preset", metavar="PRESET", help=valid)
+        completion.offer(preset, lambda: [*names, *inner], files=("toml",))
         return load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:

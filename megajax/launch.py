@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -52,16 +53,15 @@ def start(config: Config) -> None:
     processes. A flag that the user has set stays as it is.
 
     Raises:
-        UserError: the processes cannot find each other.
+        UserError: the processes cannot find each other; simulated devices are asked for after JAX was used.
     """
-    avoid_known_faults()
+    runs = jax_runs()  # its flags were read then
+    if not runs:
+        avoid_known_faults()
     if config.distributed.process_id <= 0 and reductions_are_faulty():
-        print(
-            f"warning: jaxlib {importlib.metadata.version('jaxlib')} can compute wrong sums on CPUs (jax#39103), and "
-            f"XLA_FLAGS overrides what avoids it: {_OFFLOADED}=-reduce",
-            file=sys.stderr,
-        )
-    _set_flags(_PATIENCE)
+        why = "JAX was used before megajax could set" if runs else "XLA_FLAGS overrides what avoids it:"
+        _warn_of_reductions(why, os.environ.get("XLA_FLAGS", ""))
+    _set_flags({} if runs else _PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
         _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both together
@@ -77,8 +77,7 @@ def start(config: Config) -> None:
     if config.precision == "fp32":
         jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
     if config.simulate_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.simulate_devices)
+        _simulate(config.simulate_devices)
     cluster = config.distributed
     if not _of_several(config):
         return
@@ -112,6 +111,37 @@ def start(config: Config) -> None:
         raise UserError(f"{where}: the processes did not find each other: {found}; {valid}") from error
     finally:
         patience.cancel()
+
+
+@functools.cache
+def _warn_of_reductions(why: str, _flags: str) -> None:
+    """Once for the same flags."""
+    print(
+        f"warning: jaxlib {importlib.metadata.version('jaxlib')} can compute wrong sums on CPUs (jax#39103), and {why} "
+        f"{_OFFLOADED}=-reduce",
+        file=sys.stderr,
+    )
+
+
+def jax_runs() -> bool:
+    """Whether JAX was used in this process, as a notebook may have, so that its devices and XLA's flags are fixed."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def _simulate(count: int) -> None:
+    import jax
+
+    if jax_runs():
+        there = jax.device_count() if jax.default_backend() == "cpu" else 0
+        if there != count:
+            raise UserError(
+                f"--simulate-devices {count}: JAX was used before in this process, with {there} CPU devices; valid: "
+                "asking for them before anything else uses JAX (in a notebook after a restart)"
+            )
+        return
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def imagine_devices(config: Config, count: int | None = None) -> None:

@@ -6,11 +6,11 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
+from megajax import reading, remote
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options, sections, shown, suggest
-from megajax.paths import check_path, identity
+from megajax.paths import check_path, identity, scheme
 from megajax.tasks.registry import PRETRAINING, TASKS
 from megajax.validation import check_values
 
@@ -44,6 +44,8 @@ def find_preset(name_or_file: str | Path) -> Path:
     Raises:
         UserError: there is none.
     """
+    if scheme(name_or_file):
+        return remote.fetch(str(name_or_file), "PRESET")
     check_path(name_or_file, "PRESET")
     path, name = Path(name_or_file), str(name_or_file)
     bare = path.name == name or (".." not in path.parts and not reading.kind(path))

@@ -6,11 +6,12 @@ import math
 import re
 from itertools import product
 
-from megajax.config import Config, MeshConfig
+from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.models.checks import check_lora, check_model
 from megajax.models.registry import FAMILIES, Entry
+from megajax.optim.config import OptimizerConfig
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
@@ -38,18 +39,19 @@ def check_values(config: Config) -> None:
     check_lora(config.lora, model)
     _check_task(config)
     _check_length(config)
+    _check_ramp(config.train)
     if config.data.reset_attention and not family.continues_text:
         raise UserError(
             f"--data.reset-attention with --model.family {model.family}, whose samples are of one document each; "
             "valid: --no-data.reset-attention"
         )
-    decays = optimizer.schedule != "constant"
-    if decays and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
+    if optimizer.ends_decay and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
         raise UserError(
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
             f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
         )
-    if decays and optimizer.min_learning_rate > optimizer.learning_rate:
+    check_cooldown(optimizer)
+    if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate} is above --optimizer.learning-rate "
             f"{optimizer.learning_rate}; valid: at most {optimizer.learning_rate}"
@@ -127,6 +129,53 @@ def _check_length(config: Config) -> None:
         raise UserError(f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}{epochs}")
     if optimizer.warmup_steps and optimizer.warmup_fraction:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
+
+
+def check_cooldown(optimizer: OptimizerConfig) -> None:
+    """Check that `wsd`, and no other schedule, has a decay of its own, which fits between warm-up and the decay's end
+    where that is known.
+
+    Raises:
+        UserError: it is not so.
+    """
+    given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
+    if optimizer.schedule != "wsd":
+        if optimizer.cooldown_steps:
+            raise UserError(
+                f"{given} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
+            )
+        return
+    end = optimizer.decay_steps
+    warmup = optimizer.warmup_steps or round(optimizer.warmup_fraction * end)
+    most = max(1, end - warmup) if end else MOST
+    if not 1 <= optimizer.cooldown_steps <= most:
+        why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
+        raise UserError(f"{given} with --optimizer.schedule wsd{why}; valid: 1 to {most}")
+
+
+def _check_ramp(train: TrainConfig) -> None:
+    """That the batches of a ramp lead to the full one."""
+    values = {
+        "--train.ramp-start": train.ramp_start,
+        "--train.ramp-increment": train.ramp_increment,
+        "--train.ramp-samples": train.ramp_samples,
+    }
+    if not any(values.values()):
+        return
+    if not all(values.values()):
+        missing = " and ".join(flag for flag, value in values.items() if not value)
+        raise UserError(f"{missing} missing; valid: {', '.join(values)} together, or none of them")
+    full, start = train.global_batch, train.ramp_start
+    if start >= full:
+        valid = f"1 to {full - 1}" if full > 1 else "0"
+        raise UserError(
+            f"--train.ramp-start {start} with --train.global-batch {full}, to which it grows; valid: {valid}"
+        )
+    if (full - start) % train.ramp_increment:
+        raise UserError(
+            f"--train.ramp-increment {train.ramp_increment} does not lead from --train.ramp-start {start} to "
+            f"--train.global-batch {full}; valid: a divisor of {full - start}"
+        )
 
 
 def _check_data(data: DataConfig) -> None:
@@ -256,6 +305,13 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
             f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
         )
+    for stage in config.train.batch_sizes.stages:
+        if stage.size % rows:
+            raise UserError(
+                f"--train.ramp-start {config.train.ramp_start} with --train.ramp-increment "
+                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by --mesh.data "
+                f"{config.mesh.data} x --train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
+            )
     name = "--train.global-batch / (--mesh.data x --train.microbatch)"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     length, tensor = config.model.sequence_length, config.mesh.tensor

@@ -139,7 +139,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
             "[checkpoint]\nzzz = 3",
             "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
         ),
-        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [mesh]"),
+        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
         ("model = 3", "model = 3; valid tables: [model]"),
         ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
         ("[model]\nnum_layers = 8.0", "model.num_layers = 8.0; valid: a whole number"),
@@ -177,6 +177,10 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
     assert resolve(preset, {"train.microbatch": 1}).train.microbatch == 1
 
 
+WSD = {"optimizer.schedule": "wsd"}
+RAMP = {"train.ramp_start": 2, "train.ramp_increment": 2, "train.ramp_samples": 100}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -193,6 +197,24 @@ def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
         ({"optimizer.warmup_steps": 101}, "--optimizer.decay-steps 100, which includes it; valid: at most 100"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
+        (
+            {"optimizer.cooldown_steps": 9},
+            "--optimizer.cooldown-steps 9 with --optimizer.schedule cosine; valid: --optimizer.schedule wsd, or 0",
+        ),
+        (WSD, "--optimizer.cooldown-steps 0 with --optimizer.schedule wsd, which ends at --optimizer.decay-steps 100"),
+        (WSD | {"optimizer.cooldown_steps": 61}, "after 40 steps of warm-up; valid: 1 to 60"),
+        (
+            {"train.ramp_start": 2},
+            "--train.ramp-increment and --train.ramp-samples missing; valid: --train.ramp-start,",
+        ),
+        (
+            RAMP | {"train.ramp_start": 8},
+            "--train.ramp-start 8 with --train.global-batch 8, to which it grows; valid: 1",
+        ),
+        (
+            RAMP | {"train.ramp_increment": 4},
+            "does not lead from --train.ramp-start 2 to --train.global-batch 8; valid",
+        ),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
         ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 to 1000000000"),
@@ -259,6 +281,12 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             "--sequence-parallel: --mesh.tensor 8 does not divide --model.sequence-length 252; valid:",
         ),
         ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
+        (
+            RAMP | {"mesh.data": 2, "train.microbatch": 2},
+            "--train.ramp-start 2 with --train.ramp-increment 2 has steps of 2 sequences, not divisible by --mesh.data "
+            "2 x --train.microbatch 2; valid: multiples of 4",
+        ),
+        (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
     ],
 )
 def test_sizes_that_the_mesh_does_not_divide(overrides: dict[str, Any], words: str) -> None:

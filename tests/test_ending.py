@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ BEGIN = "import sys, time; from megajax import ending; from megajax.errors impor
 SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(0.01)\n"
 
 
-def start(main: str) -> subprocess.Popen[str]:
+def start(main: str, **options: Any) -> subprocess.Popen[str]:
     """A process that runs the body of a function as a command's."""
     body = "".join(f"    {line}\n" for line in main.splitlines())
     code = f"{BEGIN}def main():\n{body}ending.run(main)\n"
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -87,3 +88,15 @@ def test_one_line(main: str, code: int, line: str) -> None:
         trace = Path(named[1])
         assert "Traceback" in trace.read_text() and "ZeroDivisionError" in trace.read_text()
         trace.unlink()
+
+
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    """As `head` is when it has its lines."""
+    process = start("print('one', flush=True); sys.stdin.read(); print('two', flush=True)", stdin=subprocess.PIPE)
+    assert process.stdout and process.stdin
+    assert process.stdout.readline() == "one\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.stderr and process.stderr.read() == ""
+    process.stderr.close()

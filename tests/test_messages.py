@@ -8,6 +8,7 @@ PACKAGE = Path(__file__).parents[1] / "megajax"
 ELSEWHERE = {  # pieces of messages that say it in a variable
     "advice}",
     "_ADVICE}",
+    "_VALID}",
     "nearest}",  # megajax/flags.py: the nearest flags
     "option.flag} {problem}",  # megajax/options.py: `Option.problem`
     "name} {reason}",  # megajax/flags.py: what `_Value` says

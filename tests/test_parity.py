@@ -120,13 +120,8 @@ def test_decoders(row):
     check_row(*row)
 
 
-@pytest.mark.parametrize("row", FEW_LORAS, ids=name)
-def test_adapters(row):
-    check_row(*row)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS, *OF_LORAS], ids=name)
+@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name)
 def test_rest_of_the_grid(row):
     check_row(*row)
 

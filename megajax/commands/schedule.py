@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
     timing = _Timing.of(table, times)
     if plot:
-        from megajax.pipeline.drawing import draw_timeline
+        from megajax.pipeline.picture import draw_timeline
 
         title = f"{_describe(pipeline, table)}: bubble {timing.bubble:.1%} of the ideal time"
         try:
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _check_plot(plot: Path) -> None:
     """Raises `UserError` where the picture cannot be written, or would replace something else than a timeline."""
-    from megajax.pipeline.drawing import is_own
+    from megajax.pipeline.picture import is_own
 
     check_place(plot, "--plot")
     check_outside_runs(plot, "--plot")

@@ -15,7 +15,7 @@ from megajax.hub import reason
 SCHEME = "hf"
 FORM = "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]"
 
-_FORM = re.compile(r"hf:/{1,2}(?P<name>[^:#]+)(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?")
+_FORM = re.compile(r"hf://(?P<name>[^:#]*[^:#/])/*(?::(?P<split>[\w.-]+))?(?:#(?P<column>.+))?")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 
 
@@ -132,13 +132,17 @@ class HubSplit:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """`datasets` shows no bars of its own, which would stand in ours."""
+    """`datasets` and the hub's library show no bars and no warnings of their own: what ends the reading is told in one
+    line."""
     import datasets
+    from huggingface_hub.utils import logging
 
-    shown = datasets.utils.logging.is_progress_bar_enabled()
+    shown, level = datasets.utils.logging.is_progress_bar_enabled(), logging.get_verbosity()
     datasets.disable_progress_bars()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()

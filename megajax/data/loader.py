@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.batch_sizes import BatchSizes
 from megajax.data.samples import EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
@@ -19,9 +20,7 @@ _MAX_THREADS = 4
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """The batches of the steps `start_step`, `start_step + 1`, …, without end.
-
-    The row at (step, row) is sample `step * global_batch + row`, whatever `rows`, `start_step` and `prefetch` are.
+    """`growing_batches` that do not grow: the row at (step, row) is sample `step * global_batch + row`.
 
     Args:
         samples: where the samples come from.
@@ -31,9 +30,35 @@ def train_batches(
         prefetch: batches that threads prepare in advance; 0: none, and no threads.
     """
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
+    sizes = BatchSizes.of(global_batch)
+    return growing_batches(samples, sizes=sizes, rows_of=lambda _: rows, start_step=start_step, prefetch=prefetch)
+
+
+def growing_batches(
+    samples: EndlessSamples,
+    *,
+    sizes: BatchSizes,
+    rows_of: Callable[[int], Sequence[int]],
+    start_step: int = 0,
+    prefetch: int = 2,
+) -> Iterator[Batch]:
+    """The batches of the steps `start_step`, `start_step + 1`, …, without end.
+
+    The row at (step, row) is sample `sizes.first_sample(step) + row`, whatever `rows_of`, `start_step` and `prefetch`
+    are.
+
+    Args:
+        samples: where the samples come from.
+        sizes: rows of every step over all processes.
+        rows_of: from the rows of a step to those to load, 0 <= row < size, in the order wanted; threads call it.
+        start_step: the first step.
+        prefetch: batches that threads prepare in advance; 0: none, and no threads.
+    """
 
     def load(step: int) -> Batch:
-        return _stack([samples[step * global_batch + row] for row in rows])
+        first = sizes.first_sample(step)
+        wanted = rows_of(sizes.at(step).size)
+        return _stack([samples[first + row] for row in wanted])
 
     return _prefetched(load, start_step, sys.maxsize, prefetch)
 

@@ -156,6 +156,8 @@ class TextFiles:
             for number, (text, num_read) in enumerate(_rows(file, self.sizes[index], key, self._flag), start=1):
                 yield Record(index, number, "text", text), num_read
             return
+        plain = kind == "text" and not self._in_folder[index]
+        separate = plain and cut and _contains(file, END_OF_TEXT.encode())
         with compressed.reading(file) as (content, raw):
             if kind == "lines":
                 for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
@@ -172,7 +174,7 @@ class TextFiles:
                 texts: Iterable[str]
                 if not cut:
                     texts = [joined(blocks)]
-                elif _contains(file, END_OF_TEXT.encode()):
+                elif separate:
                     texts = separated(blocks, END_OF_TEXT)
                 else:
                     size = self.sizes[index] if content is raw else DOCUMENT_CHARACTERS * 16

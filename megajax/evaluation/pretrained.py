@@ -18,6 +18,7 @@ from megajax.evaluation.perplexity import Perplexity, perplexities, perplexity, 
 from megajax.evaluation.scoring import compile_scores, score_continuations
 from megajax.evaluation.wikitext import read_wikitext
 from megajax.models.registry import FAMILIES
+from megajax.program.program import Program
 from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
@@ -47,17 +48,26 @@ def evaluate_perplexity(
         _given_samples(data, run_dir, config, overlap) if data else _validation_samples(run_dir, config, overlap)
     )
     trained = TrainedModel.restore(run_dir, config, step)
-    parts = perplexities(trained.program, trained.params, samples)
-    if not language_model:
-        return {"task": "perplexity", "step": trained.step, "loss": total_loss(parts)} | _figures(parts)
+    figures = perplexity_figures(trained.program, trained.params, samples, tokenizer)
+    return {"task": "perplexity", "step": trained.step} | figures
+
+
+def perplexity_figures(
+    program: Program, params: Any, samples: CorpusSamples, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The figures of `evaluate_perplexity` of any weights on some samples; `tokenizer` is that of their text, None
+    where that was given tokenized."""
+    parts = perplexities(program, params, samples)
+    if not FAMILIES[program.config.model.family].continues_text:
+        return {"loss": total_loss(parts)} | _figures(parts)
     (result,) = parts.values()
-    figures = {"task": "perplexity", "step": trained.step, "loss": result.loss, "perplexity": result.perplexity}
     bits_per_byte = None
     if tokenizer:
         sizes = [tokenizer.num_bytes(document) for document in samples.documents()]
         num_bytes = sum(size for size in sizes if size is not None)
         bits_per_byte = result.total_loss / math.log(2) / num_bytes if num_bytes else None
-    return figures | {"tokens": result.tokens, "bits_per_byte": bits_per_byte}
+    figures = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+    return figures | {"bits_per_byte": bits_per_byte}
 
 
 def evaluate_wikitext103(

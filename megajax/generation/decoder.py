@@ -80,9 +80,14 @@ class Decoder:
         self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}
         # Arrays of their own: of a stack, every layer's weights would be copied for every token.
         shardings = _map_specs(lambda spec: NamedSharding(self._mesh, spec), self._specs)
-        self._weights = jax.jit(self._unstacked, out_shardings=shardings)(params)
+        self._unstack = jax.jit(self._unstacked, out_shardings=shardings)
+        self._weights = self._unstack(params)
         self._programs: dict[tuple, Callable] = {}
         self.compile_seconds = 0.0
+
+    def renew(self, params: Tree) -> None:
+        """Go on with other weights of the program."""
+        self._weights = self._unstack(params)
 
     def _unstacked(self, params: Tree) -> Tree:
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])

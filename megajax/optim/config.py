@@ -13,13 +13,21 @@ class OptimizerConfig:
     learning_rate: Annotated[float, "peak, reached at the end of the warm-up", above(0, 1e30)]
     decay_steps: Annotated[
         int,
-        "step at which the decay reaches the floor, warm-up included; constant: not used; 0: train.steps, or the "
-        "end of train.epochs",
+        "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; "
+        "0: train.steps, or the end of train.epochs",
         AT_LEAST_ZERO,
     ] = 0
     schedule: Annotated[
-        Literal["cosine", "linear", "constant"], "way of the learning rate from the peak down to the floor"
+        Literal["cosine", "linear", "wsd", "inverse-square-root", "constant"],
+        "way of the learning rate from the peak down to the floor; wsd (warm-up, stable, decay): it stays at the peak "
+        "until the last cooldown_steps",
     ] = "cosine"
+    cooldown_steps: Annotated[
+        int, "of wsd: how many steps the decay takes, which ends at decay_steps", AT_LEAST_ZERO
+    ] = 0
+    cooldown_shape: Annotated[
+        Literal["1-sqrt", "linear", "cosine", "exponential"], "of wsd: how the learning rate falls in these steps"
+    ] = "1-sqrt"
     warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
     warmup_fraction: Annotated[
         float, "the same as a share of decay_steps, or where that is 0 of all steps; 0: warmup_steps", SHARE
@@ -45,6 +53,11 @@ class OptimizerConfig:
         ),
     ] = 0.0
     max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run", AT_LEAST_ZERO] = 20
+
+    @property
+    def ends_decay(self) -> bool:
+        """Whether the learning rate reaches its floor at `decay_steps`."""
+        return self.schedule not in ("constant", "inverse-square-root")
 
 
 _SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")

@@ -1,4 +1,4 @@
-"""The learning-rate schedules: linear warm-up, then a cosine (the paper's), a line, or nothing more."""
+"""The learning-rate schedules: linear warm-up, and then what `optimizer.schedule` says."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +10,38 @@ from megajax.optim.config import OptimizerConfig
 def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
     """The rate of the update that follows `step` finished ones, as a scalar.
 
-    Rises linearly from 0 at step 0 to the peak at `warmup_steps`, falls as half a cosine or on a line to the floor at
-    `decay_steps`, and stays there; a constant schedule stays at the peak.
+    It rises linearly from 0 at step 0 to the peak at `warmup_steps`. Then
+
+    - `cosine` (the paper's) and `linear` fall to the floor at `decay_steps` and stay there;
+    - `wsd` stays at the peak, falls to the floor in the last `cooldown_steps` before `decay_steps`, and stays there;
+    - `inverse-square-root` falls as 1 / sqrt(step), never below the floor;
+    - `constant` stays at the peak.
     """
     now = jnp.asarray(step, dtype=float)
     peak, floor = config.learning_rate, config.min_learning_rate
     warmup, decay = config.warmup_steps, config.decay_steps
     rising = peak * now / max(1, warmup)
-    progress = jnp.clip((now - warmup) / max(1, decay - warmup), 0.0, 1.0)
     if config.schedule == "constant":
         falling = jnp.full_like(now, peak)
+    elif config.schedule == "inverse-square-root":
+        falling = jnp.maximum(floor, peak * jnp.sqrt(max(1, warmup) / jnp.maximum(now, 1.0)))
     else:
-        left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + jnp.cos(np.pi * progress))
+        cools = config.schedule == "wsd"
+        begin = max(warmup, decay - config.cooldown_steps) if cools else warmup
+        progress = jnp.clip((now - begin) / max(1, decay - begin), 0.0, 1.0)
+        left = _left(progress, config.cooldown_shape if cools else config.schedule)
         falling = floor + (peak - floor) * left
     return jnp.where(now < warmup, rising, falling)
+
+
+def _left(progress: Array, shape: str) -> Array:
+    """What is left between floor and peak after a share `progress` of the decay: 1 at its beginning, 0 at its end."""
+    match shape:
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + jnp.cos(np.pi * progress))
+        case "1-sqrt":
+            return 1.0 - jnp.sqrt(progress)
+    assert shape == "exponential", shape
+    return 2.0 * 0.5**progress - 1.0

@@ -53,6 +53,8 @@ class StageTimes:
 class Span:
     """One piece of work in a timeline; `part` is 0 of a forward, 1 of a backward, 2 of a weight gradient apart."""
 
+    tick: int
+
     stage: int
     microbatch: int
     chunk: int
@@ -158,19 +160,19 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     deferral, weight_cost = schedule.deferral, np.broadcast_to(times.weight_gradient, times.backward.shape)
     waited = None if deferral is None else deferral.cells()
 
-    def span(s: int, microbatch: int, chunk: int, cost: float, part: int) -> None:
-        spans.append(Span(s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
+    def span(tick: int, s: int, microbatch: int, chunk: int, cost: float, part: int) -> None:
+        spans.append(Span(tick, s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
         now[s] += cost
 
     def work(table: Pass, tick: int, cost: np.ndarray, part: int) -> None:
         for s in np.flatnonzero(table.microbatch[tick] != IDLE).tolist():
             microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
-            span(s, microbatch, chunk, cost[chunk, s], part)
+            span(tick, s, microbatch, chunk, cost[chunk, s], part)
 
     def weight_gradients(tick: int, half: int) -> None:
         for s, cell in enumerate(waited[tick] if waited else ()):
             for microbatch, chunk in cell[half]:
-                span(s, microbatch, chunk, weight_cost[chunk, s], 2)
+                span(tick, s, microbatch, chunk, weight_cost[chunk, s], 2)
 
     def together(cost: float) -> None:
         if cost:

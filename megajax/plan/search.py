@@ -159,7 +159,7 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[C
     for mesh in _meshes(devices):
         if any(key in kept and value(config, key) != getattr(mesh, key.removeprefix("mesh.")) for key in VARIED[:3]):
             continue
-        if config.train.global_batch % mesh.data or mesh.pipe > config.model.num_layers:
+        if config.train.batch_sizes.divisor % mesh.data or mesh.pipe > config.model.num_layers:
             continue
         plain = replace(config.pipeline, schedule="1f1b", chunks=1)
         base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False)
@@ -188,7 +188,7 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
         return [value(base, key)] if key in kept else possible
 
     mesh, length = base.mesh, base.model.sequence_length
-    rows = base.train.global_batch // mesh.data
+    rows = base.train.batch_sizes.divisor // mesh.data
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *(["stage"] if mesh.pipe > 1 else [])])
     zeros = choices("optimizer.zero", [0, 1, 3] if mesh.data > 1 else [1])

@@ -3,6 +3,7 @@
 What is computed stands beside it: `train_step.py`, `scoring.py`, `parts.py`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -89,10 +90,22 @@ class Program:
 
         return {name: put(array) for name, array in batch.items()}
 
+    def with_batch(self, size: int) -> "Program":
+        """The program for steps of another global batch; a state of the one is a state of the other."""
+        if size == self.config.train.global_batch:
+            return self
+        train = dataclasses.replace(
+            self.config.train, global_batch=size, ramp_start=0, ramp_increment=0, ramp_samples=0
+        )
+        return Program(dataclasses.replace(self.config, train=train), self.mesh)
+
     @cached_property
     def local_rows(self) -> list[int]:
         """Rows of the global batch that this process's devices need."""
-        size = self.config.train.global_batch
+        return self.rows_of(self.config.train.global_batch)
+
+    def rows_of(self, size: int) -> list[int]:
+        """`local_rows` of a global batch of another size."""
         index = self.batch_sharding.addressable_devices_indices_map((size,))
         slices = [index[0] for index in index.values() if index is not None]
         return sorted({row for rows in slices for row in range(*rows.indices(size))})

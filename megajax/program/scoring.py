@@ -32,6 +32,13 @@ def answers(program: Program) -> Wrapped:
     return program.compiled(_answers, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
 
+def logits(program: Program) -> Wrapped:
+    """(params, batch) -> logits [B, T, V] of every token, padded columns included, of a model of text or of BERT's
+    masked tokens; dropout off."""
+    specs = (program.layout.specs.params, BATCH_SPEC)
+    return program.compiled(_logits, specs, PartitionSpec(DATA, None, vocabulary_axes(program.config)))
+
+
 def next_logits(program: Program) -> Wrapped:
     """(params, batch, place) -> logits [B, V] of the token after the one at `place`, padded columns included; dropout
     off."""
@@ -58,6 +65,18 @@ def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[A
     found = pipeline.forward(program.forward_schedule, finish)
     found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, DATA), found))
     return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, DATA, invariant=True), found)
+
+
+def _logits(program: Program, params: Tree, batch: Batch) -> Array:
+    pipeline = forward_pipeline(program, params, batch)
+
+    def finish(x_BTD: Array, _: Microbatch) -> Array:
+        found = program.unsharded_model.ends(pipeline.ends.weights()).logits(x_BTD)
+        return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
+
+    local_spec = PartitionSpec(None, DATA, None, vocabulary_axes(program.config))
+    found = complete(pipeline.forward(program.forward_schedule, finish), local_spec)
+    return found.reshape(-1, *found.shape[2:])
 
 
 def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:

@@ -22,7 +22,7 @@ from megajax.models.registry import FAMILIES
 from megajax.paths import check_path
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.program.state import StateLayout
+from megajax.program.state import StateLayout, TrainState
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
 from megajax.runs.formats import check_known
@@ -69,6 +69,14 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
     number = choose_step(run_dir, checkpoints.steps(), step)
     with _damage_told(checkpoints, number, program.layout.model):
         return checkpoints.restore_params(number), number
+
+
+def restore_state(program: Program, run_dir: Path, step: str) -> tuple[TrainState, int]:
+    """The whole state of a run's checkpoint on the program's mesh; otherwise as `restore_params`."""
+    checkpoints = Checkpoints(run_dir, program.layout)
+    number = choose_step(run_dir, checkpoints.steps(), step)
+    with _damage_told(checkpoints, number, program.layout.model):
+        return checkpoints.restore(number), number
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:

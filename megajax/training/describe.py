@@ -30,6 +30,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
         _state(program),
         _step_memory(program),
         _optimizer(program),
+        *_ramp(config),
         *data.lines(config),
     ]
     if jax.devices()[0].platform == "gpu":
@@ -105,12 +106,27 @@ def memory_in_use(devices: list[jax.Device]) -> str | None:
     return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
 
 
+def _ramp(config: Config) -> list[str]:
+    train = config.train
+    stages = train.batch_sizes.stages
+    if len(stages) == 1:
+        return []
+    return [
+        f"global batch: {stages[0].size} sequences, growing by {train.ramp_increment} to {train.global_batch}, which "
+        f"step {stages[-1].first_step + 1:,} has first; {len(stages)} sizes, each compiled when it is reached"
+    ]
+
+
 def _optimizer(program: Program) -> str:
     config = program.config.optimizer
+    falling = ""
+    if config.schedule == "wsd":
+        first, last = config.decay_steps - config.cooldown_steps, config.decay_steps
+        falling = f" until step {first:,} and down ({config.cooldown_shape}) to step {last:,}"
     weights = program.layout.natural_shapes.params
     decayed, others = parameter_groups(weights.get(LORA, weights))
     return (
-        f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}, weight decay "
+        f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}{falling}, weight decay "
         f"{config.weight_decay:g} on {decayed:,} parameters, none on {others:,} (biases, LayerNorm)"
     )
 

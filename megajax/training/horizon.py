@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from megajax.config import Config
+from megajax.validation import check_cooldown
 
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
@@ -16,23 +17,27 @@ def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
         samples: those that are trained on (`EpochSamples`), of which an epoch has each once.
         began_with: the `optimizer.decay_steps` of a run that goes on, which it keeps unless another is given; 0: a run
             that begins.
+
+    Raises:
+        UserError: the decay of `wsd` does not fit in them.
     """
     train, end = config.train, 0
     if train.epochs:
-        end = max(1, math.ceil(Fraction(str(train.epochs)) * samples.epoch_size / train.global_batch))
+        end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
     config = config.with_decay(began_with or end)
     optimizer = config.optimizer
     if optimizer.warmup_fraction:
         warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
+    check_cooldown(optimizer)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def past_decay(config: Config) -> str:
     """A warning where training goes on after the learning rate has reached its floor; empty where it does not."""
     optimizer, steps = config.optimizer, config.train.steps
-    if optimizer.schedule == "constant" or steps <= optimizer.decay_steps:
+    if not optimizer.ends_decay or steps <= optimizer.decay_steps:
         return ""
     nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
     return (

@@ -2,6 +2,7 @@
 checkpoint."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -13,14 +14,14 @@ import jax
 from jax.stages import Compiled
 
 from megajax.config import Config
-from megajax.data.loader import train_batches
+from megajax.data.loader import growing_batches
 from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
 from megajax.phases import phase
 from megajax.processes import Poll, is_first_process, say
-from megajax.program.program import Program
+from megajax.program.program import Batch, Program
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -44,6 +45,8 @@ class _Pending:
     """A step that is dispatched and whose metrics were not read yet."""
 
     step: int
+    sequences: int
+    tokens: int
     metrics: dict[str, jax.Array]
     dispatched: float
     data_seconds: float
@@ -117,10 +120,9 @@ class Run:
 
     def _steps(self) -> None:
         config = self.config
-        rows = self.program.local_rows
-        batches = train_batches(
-            self.data.train, rows=rows, global_batch=config.train.global_batch, start_step=self.first
-        )
+        sizes, program = config.train.batch_sizes, self.program
+        rows_of = functools.cache(program.rows_of)
+        batches = growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)
         pending: _Pending | None = None
         at_once = runs_at_once(config)
         step_function = None
@@ -130,17 +132,19 @@ class Run:
             asked = time.perf_counter()
             loaded = next(batches)
             data_seconds = time.perf_counter() - asked
-            batch = self.program.put_batch(loaded, rows)
+            size = sizes.at(step - 1).size
+            if step_function is not None and size != program.config.train.global_batch:
+                step_function = None
+                if pending:
+                    self._read(pending)
+                    pending = None
+                    if self._saves(step - 1):  # who stops doesn't wait for a compiler
+                        self._validate_and_save(step - 1)
             if step_function is None:
-                self.watchdog.at(step, COMPILING)
-                began = time.perf_counter()
-                with self.log.phase("compiling the step"):
-                    step_function = train_step(self.program).lower(self.state, batch).compile()
-                self.log.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
-                give_back_freed_memory()
-                if stop_signals.number and jax.process_count() == 1:
-                    raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
-                self.ready = time.perf_counter()
+                program = self.program.with_batch(size)
+            batch = program.put_batch(loaded, rows_of(size))
+            if step_function is None:
+                step_function = self._compile(step, program, batch)
             if self.trace.begins(step):
                 if pending:
                     self._read(pending)
@@ -153,7 +157,7 @@ class Run:
             asked_after = self.poll.ask(self._asks)
             if pending:
                 self._read(pending)
-            pending = _Pending(step, metrics, dispatched, data_seconds, asked_after)
+            pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
             if at_once or self.trace.ends(step):
                 self._read(pending)
                 pending = None
@@ -171,6 +175,21 @@ class Run:
         self._show_checkpoints()
         if isinstance(self.data, TaskData):
             self._score_dev(self.data)
+
+    def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
+        """The step of a program; a signal before the first step of this start ends the run."""
+        self.watchdog.at(step, COMPILING)
+        began = time.perf_counter()
+        ramps = len(self.config.train.batch_sizes.stages) > 1
+        what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
+        with self.log.phase(f"compiling {what}"):
+            compiled = train_step(program).lower(self.state, batch).compile()
+        self.log.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
+        give_back_freed_memory()
+        if step == self.first + 1 and stop_signals.number and jax.process_count() == 1:
+            raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
+        self.ready = time.perf_counter()
+        return compiled
 
     def _show_checkpoints(self) -> None:
         self.log.show_checkpoints(self.checkpoints.writing, self.checkpoints.saved, self.checkpoints.folder)
@@ -213,7 +232,6 @@ class Run:
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
-        tokens = math.prod(self.program.batch_types["tokens"].shape)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         if pending.step == self.first + 1 and (told := memory_in_use(jax.local_devices())):
@@ -221,9 +239,9 @@ class Run:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        speeds, skipped = self.speed.figures(self.config.train.global_batch, seconds), self.skipped.total
+        speeds, skipped = self.speed.figures(pending.sequences, seconds), self.skipped.total
         self.log.record_step(
-            pending.step, **metrics, parts=parts, skipped_steps=skipped, tokens=tokens, speeds=speeds, **times
+            pending.step, **metrics, parts=parts, skipped_steps=skipped, tokens=pending.tokens, speeds=speeds, **times
         )
         if self.skipped.too_many:
             self._stop(reason)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import megajax
 from megajax import reading
 from megajax.config import Config
 from megajax.data.files import write_atomically
@@ -79,7 +78,7 @@ class Remote(Tracker):
         self._news: queue.Queue[str] = queue.Queue()
         self._problem = ""
         about = {"library": library, "run_dir": str(run_dir.resolve()), "id": _id_of(run_dir, library)}
-        package = str(Path(megajax.__file__).parents[1])
+        package = str(Path(reading.__file__).parents[1])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megajax.training.service"],

@@ -58,7 +58,14 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     )
     microbatch, microbatches = min(config.train.microbatch, 2), sizes.num_microbatches()
     train = dataclasses.replace(
-        config.train, microbatch=microbatch, global_batch=mesh.data * microbatch * microbatches, steps=10, epochs=0
+        config.train,
+        microbatch=microbatch,
+        global_batch=mesh.data * microbatch * microbatches,
+        ramp_start=0,
+        ramp_increment=0,
+        ramp_samples=0,
+        steps=10,
+        epochs=0,
     )
     small = dataclasses.replace(
         config,
@@ -75,6 +82,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
             warmup_steps=0,
             warmup_fraction=0.0,
             decay_steps=10,
+            cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0,
             clip_norm=min(config.optimizer.clip_norm, _CLIP_NORM),
         ),
         loss_scale=dataclasses.replace(

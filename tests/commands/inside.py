@@ -7,6 +7,7 @@ process itself) is tested by real processes.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import os
@@ -52,6 +53,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(os, "_exit", leave),
         mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
+        mock.patch.object(Program, "with_batch", _with_batch),
         mock.patch.object(begin, "Program", _Programs()),
         mock.patch.object(checkpoint, "Transfer", _transfer),
         mock.patch.object(runs_init, "Transfer", _transfer),
@@ -94,6 +96,15 @@ def _program_on(config: Config, devices: list[jax.Device] | None = None) -> Prog
     return _shared(config, (config.mesh, *(devices or jax.devices())), lambda: _on(config, devices))
 
 
+_with_another_batch = Program.with_batch
+
+
+def _with_batch(program: Program, size: int) -> Program:
+    """`Program.with_batch`, likewise."""
+    config = dataclasses.replace(program.config, train=dataclasses.replace(program.config.train, global_batch=size))
+    return _shared(config, (program.mesh,), lambda: _with_another_batch(program, size))
+
+
 class _Programs:
     """In place of `Program` where a training makes one."""
 
@@ -104,7 +115,7 @@ class _Programs:
 
 
 def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
-    names = ("seed", "precision", "sequence_parallel", "model", "mesh", "pipeline", "optimizer", "loss_scale")
+    names = ("seed", "precision", "sequence_parallel", "model", "lora", "mesh", "pipeline", "optimizer", "loss_scale")
     batches = config.train.global_batch, config.train.microbatch, config.train.remat, config.data.reset_attention
     key = *(getattr(config, name) for name in names), *batches, *place
     if key not in _programs:
@@ -133,6 +144,7 @@ def process_of_its_own() -> Iterator[None]:
     with (
         contextlib.chdir(ROOT),
         mock.patch.dict(os.environ),
+        mock.patch.object(launch, "jax_runs", lambda: False),  # of tests before
         mock.patch.object(launch, "_keep_freed_memory"),  # for good, and of all tests of this process
         mock.patch.object(jax, "devices", lambda: devices[:number]),
         mock.patch.object(jax, "device_count", lambda: number),

@@ -8,7 +8,7 @@ import pytest
 from inside import call
 
 from megajax.cli import main
-from megajax.pipeline.drawing import COLOURS
+from megajax.pipeline.picture import COLOURS
 
 
 def schedule(capsys, *arguments: object) -> str:
@@ -125,6 +125,59 @@ def test_plot(capsys, tmp_path: Path, suffix: str) -> None:
         assert content.startswith(b"\x89PNG")
     else:
         assert content.count(b"<path") > 2 * 3 * 4
+
+
+LARGE = ("--mesh.pipe", 16, "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--microbatches", 512)
+
+
+def test_a_large_schedule_in_parts(capsys) -> None:
+    """Warm-up, one group of microbatches and cool-down, and what is left out; figures and JSON are of the whole."""
+    lines = schedule(capsys, *LARGE).splitlines()
+    assert len(lines) < 70 and max(map(len, lines)) < 1000
+    assert [line for line in lines if ": ticks" in line] == [
+        "warm-up: ticks 0 to 46",
+        "steady: ticks 512 to 543",
+        "cool-down: ticks 1,023 to 1,069",
+    ]
+    assert "left out: 944 of 1,070 ticks, which --json has" in lines
+    first = [line for line in lines if line.startswith("stage 0 ")]
+    assert [row.split("|")[1].split() for row in first] == [["0a", "."], ["256a", "226a"], ["511b", "481a"]]
+    assert "ticks             1070" in lines
+    assert len(json.loads(schedule(capsys, *LARGE, "--json"))["table"]) == 1070
+
+
+@pytest.mark.parametrize(
+    ("flags", "titles"),
+    [
+        (
+            ("--mesh.pipe", 4, "--microbatches", 256),
+            ["warm-up: ticks 0 to 6", "steady: ticks 128 to 135", "cool-down: ticks 255 to 261"],
+        ),
+        pytest.param(
+            LARGE,
+            ["warm-up: ticks 0 to 46", "steady: ticks 512 to 543", "cool-down: ticks 1,023 to 1,069"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--mesh.pipe", 8, "--pipeline.schedule", "gpipe", "--microbatches", 300, *DEFERRED),
+            ["warm-up: ticks 0 to 15", "the turn: ticks 299 to 314", "cool-down: ticks 598 to 613"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--mesh.pipe", 64, "--microbatches", 64),
+            ["stages 16 to 47 left out", "warm-up (its first ticks): ticks 0 to 47", "middle: ticks 48 to 95"],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_plot_of_a_large_schedule(capsys, tmp_path: Path, flags: tuple, titles: list[str]) -> None:
+    """An overview, and the parts with their microbatches; few of its many passes are drawn."""
+    file = tmp_path / "large.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        schedule(capsys, *flags, "--plot", file)
+    content = file.read_text()
+    assert all(title in content for title in titles)
+    assert "left out there" in content and len(content) < 5_000_000
 
 
 @pytest.mark.parametrize(

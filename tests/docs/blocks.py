@@ -28,8 +28,8 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell splits it; without what runs it elsewhere or sets variables."""
-        words = shlex.split(self.text)
+        """As a shell splits it; without what runs it elsewhere, sets variables, or takes what it prints."""
+        words = shlex.split(re.sub(r" [>|] .*", "", self.text))
         while words and (re.match(r"\w+=", words[0]) or words[0] == "srun"):
             words.pop(0)
         return words
@@ -74,4 +74,15 @@ def commands() -> list[Command]:
                 if text:
                     found.append(Command(str(page.relative_to(ROOT)), begin, text))
                 text = ""
+    return found
+
+
+def files() -> dict[str, str]:
+    """The files that pages show: blocks of TOML whose first line is their name, as `# mine.toml`."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for language, _, lines in blocks(page):
+            if language == "toml" and (name := re.fullmatch(r"# ([\w.-]+\.toml)", lines[0])):
+                assert name[1] not in found, f"{page}: {name[1]} is shown twice"
+                found[name[1]] = "\n".join(lines) + "\n"
     return found

@@ -1,10 +1,12 @@
 """Which commands of the pages run in a test, and why the others do not. A command that stands in none of these tables
 fails `test_commands.py`, and so does an entry that no page has any more."""
 
-QUICK = [  # by default, as they are written, in an empty folder
+QUICK = {  # by default, as they are written, in a folder with the files that pages show; what they print or draw
     "megajax schedule --mesh.pipe 4 --pipeline.schedule interleaved --pipeline.chunks 2 --microbatches 8 "
-    "--plot timeline.png",
-]
+    "--plot timeline.png": "bubble",
+    "megajax train mine.toml --mesh.data 8 --print-config": "# mine.toml",
+    "megajax train demo --help": "--mesh.data N",
+}
 
 FULL = [  # marker `full`: in this order, one after the other, in a folder with README.md and made-up instructions
     "megajax plan gpt2-8.3b --mesh.data 64 --mesh.tensor 8 --gpu h100",
@@ -12,6 +14,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
+    "megajax train demo --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 --simulate-devices 8 --run-dir runs/demo-2x2x2",
     "megajax eval perplexity --checkpoint runs/demo",
     "megajax eval perplexity --checkpoint runs/demo --data README.md --mesh.tensor 2 --simulate-devices 2",
     'megajax generate --checkpoint runs/demo --prompt "def read("',
@@ -19,12 +22,24 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     'megajax generate --checkpoint runs/demo --prompt "import " --top-k 40 --top-p 0.95 --seed 1 --json',
     "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
     "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
+    "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 60 --checkpoint.every 20 "
+    "--checkpoint.keep-every 20",
+    "mkdir -p runs/decay/checkpoints",
+    "cp -r runs/stable/config.toml runs/stable/run.json runs/stable/metrics.jsonl runs/stable/data runs/decay",
+    "cp -r runs/stable/checkpoints/40 runs/decay/checkpoints",
+    "megajax train runs/decay/config.toml --optimizer.schedule wsd --train.steps 50 --optimizer.decay-steps 50 "
+    "--optimizer.cooldown-steps 10",
+    "megajax train runs/stable/config.toml --optimizer.schedule wsd --train.steps 75 --optimizer.decay-steps 75 "
+    "--optimizer.cooldown-steps 15",
 ]
 
 NOT_RUN = {  # reason -> patterns of whole commands
     "a corpus, records or a tokenizer of the user": [
+        r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
+        r"megajax train llama-demo --init runs/llama-demo .*",
+        r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
     ],
@@ -33,11 +48,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train runs/qwen/.*",
         r".*convert import-hf .* runs/(gpt2|qwen)",
     ],
-    "minutes of eight simulated devices on two cores; the parity tests compare such meshes": [
-        r"megajax train (demo|llama-demo) --mesh\.data 2 --mesh\.pipe 2 --mesh\.tensor 2 --simulate-devices 8 .*",
-    ],
     "three minutes each; the tests of commands train the same families smaller": [
-        r"megajax train (bert-demo|llama-demo)",
+        r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",
     ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
@@ -45,12 +57,18 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"CUDA_VISIBLE_DEVICES=1 .*",
     ],
     "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
-    "installs packages into an environment": [
+    "changes an environment or a shell": [
         r"python3 -m venv .*",
         r"pip install .*",
         r"source \.venv/bin/activate",
+        r"eval .*register-python-argcomplete.*",
         r"make (train|test|lint|docs).*",
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
     "minutes for each planted fault; test_mutants.py runs ten of them": [r"python tests/mutants/.*"],
+}
+
+STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`
+    "runs/gpt2/config.toml": "gpt2-355m",
+    "runs/qwen/config.toml": "qwen3-0.6b",
 }

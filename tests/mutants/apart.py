@@ -94,14 +94,14 @@ ALIKE = [  # arguments of pytest
     ),
     Apart(
         "the data order is off by one",
-        "step * global_batch + row]",
-        "step * global_batch + row + 1]",
+        "first + row]",
+        "first + row + 1]",
         "tests/data",
     ),
     Apart(  # of several processes: one alone loads all rows
         "a process loads the first rows, not its own",
-        "return _stack([samples[step * global_batch + row] for row in rows])",
-        "return _stack([samples[step * global_batch + row] for row in range(len(rows))])",
+        "return _stack([samples[first + row] for row in wanted])",
+        "return _stack([samples[first + row] for row in range(len(wanted))])",
         "tests/data",
     ),
 ]

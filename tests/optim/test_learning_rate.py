@@ -56,6 +56,49 @@ def test_linear_is_optax_s_with_a_floor(warmup: int) -> None:
         assert float(learning_rate(step, config)) == pytest.approx(float(theirs(step)), rel=1e-5)
 
 
+WSD = dataclasses.replace(PAPER, schedule="wsd", warmup_steps=100, decay_steps=1000, cooldown_steps=200)
+SHAPES = {
+    "linear": lambda t: 1 - t,
+    "cosine": lambda t: (1 + np.cos(np.pi * t)) / 2,
+    "1-sqrt": lambda t: 1 - np.sqrt(t),
+    "exponential": lambda t: 2 * np.power(0.5, t) - 1,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_warm_up_stable_decay(shape: str) -> None:
+    """Against Megatron-LM's formulas (optimizer_param_scheduler.py), in numpy: 100 steps up, 700 at the peak, 200 down,
+    then the floor."""
+    config = dataclasses.replace(WSD, cooldown_shape=shape)
+    down = 1e-5 + (1.5e-4 - 1e-5) * SHAPES[shape](np.arange(1, 201) / 200)
+    expected = [1.5e-4 * np.arange(100) / 100, np.full(701, 1.5e-4), down, np.full(99, 1e-5)]
+    rates = jax.jit(jax.vmap(lambda step: learning_rate(step, config)))(np.arange(1100, dtype=np.int32))
+    np.testing.assert_allclose(rates, np.concatenate(expected), rtol=2e-6)
+
+
+def test_a_branch_of_a_stable_run_has_its_rates_until_it_decays() -> None:
+    """Whether the stable run was constant, or a decay that is far away."""
+    steps = np.arange(900, dtype=np.int32)
+    branch = jax.vmap(lambda step: learning_rate(step, WSD))(steps[:801])
+    for stable in (
+        dataclasses.replace(WSD, schedule="constant", cooldown_steps=0),
+        dataclasses.replace(WSD, decay_steps=10**6, cooldown_steps=10**5),
+    ):
+        rates = jax.vmap(lambda step, config=stable: learning_rate(step, config))(steps)
+        np.testing.assert_array_equal(rates[:801], branch)
+        assert rates[-1] == rates[800]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 100])
+def test_inverse_square_root(warmup: int) -> None:
+    """Megatron-LM's formula, in numpy; the floor where it would be less, and no end."""
+    config = dataclasses.replace(PAPER, schedule="inverse-square-root", warmup_steps=warmup, decay_steps=0)
+    steps = np.array([0, 1, 2, 50, 99, 100, 101, 400, 10**4, 10**6], dtype=np.int32)
+    falling = np.maximum(1e-5, 1.5e-4 * np.sqrt(max(warmup, 1)) / np.sqrt(np.maximum(steps, 1)))
+    expected = np.where(steps < warmup, 1.5e-4 * steps / max(warmup, 1), falling)
+    np.testing.assert_allclose(jax.vmap(lambda step: learning_rate(step, config))(steps), expected, rtol=2e-6)
+
+
 def test_constant_stays_at_the_peak() -> None:
     """After the warm-up, with neither floor nor end."""
     config = dataclasses.replace(PAPER, schedule="constant", warmup_steps=4, decay_steps=5)

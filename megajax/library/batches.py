@@ -1,0 +1,98 @@
+"""What a user hands to a model: token ids, or the arrays of a batch by name. Letters: B sequences, T tokens."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from megajax.batch import BatchForm
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
+
+Ids = Any  # whole numbers [B, T], as an array or nested lists
+Given = Ids | Mapping[str, Any]
+Batch = dict[str, Any]
+_INPUTS = {"tokens", "token_types", "length"}
+
+
+def continues_text(config: Config) -> bool:
+    """Whether a model predicts the next token."""
+    return FAMILIES[config.model.family].continues_text
+
+
+def inputs_of(config: Config, form: BatchForm, given: Given) -> Batch:
+    """The arrays that a model reads, of ids or a batch.
+
+    Raises:
+        UserError: they are not those of the model.
+    """
+    if isinstance(given, Mapping):
+        return _named(config, form, given, _INPUTS & form.entries.keys())
+    tokens_BT = _ids(config, given, more=0)
+    return {"tokens": tokens_BT}
+
+
+def batch_of(config: Config, form: BatchForm, given: Given) -> Batch:
+    """A batch with its targets, of ids [B, T + 1], each of which is predicted by those before it, or as it is.
+
+    Raises:
+        UserError: it is not one of the model's.
+    """
+    if isinstance(given, Mapping):
+        return _named(config, form, given, form.entries.keys())
+    ids = _ids(config, given, more=1)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    if "positions" in form.entries:
+        batch["positions"] = np.broadcast_to(np.arange(ids.shape[1] - 1, dtype=np.int32), batch["tokens"].shape)
+    return batch
+
+
+def _ids(config: Config, given: Ids, more: int) -> Any:
+    """Ids as an int32 array."""
+    length, vocabulary = config.model.sequence_length, config.model.vocab_size
+    shape = "[B, T + 1]" if more else "[B, T]"
+    valid = f"valid: token ids {shape}, whole numbers from 0 to {vocabulary - 1}, T at most {length}"
+    if not continues_text(config):
+        raise UserError(f"ids for a model of --model.family {config.model.family}; valid: a batch with all its arrays")
+    ids = _array(given, valid)
+    if ids.ndim != 2 or not ids.shape[0] or not 1 + more <= ids.shape[1] <= length + more:
+        raise UserError(f"ids of the shape {list(ids.shape)}; {valid}")
+    if isinstance(ids, np.ndarray) and (ids.min() < 0 or ids.max() >= vocabulary):
+        raise UserError(f"an id {ids.min() if ids.min() < 0 else ids.max()}; {valid}")
+    return ids
+
+
+def _named(config: Config, form: BatchForm, given: Mapping[str, Any], needed: Collection[str]) -> Batch:
+    arrays = ", ".join(f"{name} {['B', *entry.dims]}".replace("'", "") for name, entry in form.entries.items())
+    valid = f"valid: {arrays}, whole numbers; tokens at most {config.model.sequence_length}"
+    for problem, names in (("without", set(needed) - set(given)), ("with", set(given) - set(form.entries))):
+        if names:
+            raise UserError(f"a batch {problem} {', '.join(sorted(names))}; {valid}")
+    batch = {name: _array(array, valid) for name, array in given.items()}
+    tokens = batch["tokens"]
+    shapes = form.shapes(tokens.shape[0], tokens=tokens.shape[-1]) if tokens.ndim > 1 else {}
+    for name, array in batch.items():
+        if not 1 <= tokens.shape[-1] <= config.model.sequence_length or array.shape != shapes.get(name):
+            raise UserError(f"{name} of the shape {list(array.shape)}; {valid}")
+    return batch
+
+
+def _array(given: Any, valid: str) -> Any:
+    """Whole numbers as int32: an array of the host, or, while JAX traces, what it traces."""
+    try:
+        array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+    except ValueError:  # rows of different lengths
+        raise UserError(f"lists of different lengths; {valid}") from None
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"numbers of the type {array.dtype}; {valid}")
+    return array.astype(np.int32)
+
+
+def padded(form: BatchForm, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
+    """A batch filled up to so many rows."""
+    free = rows - len(batch["tokens"])
+    nothing = form.padding(free, tokens=batch["tokens"].shape[-1])
+    return {name: np.concatenate([array, nothing[name]]) for name, array in batch.items()}

@@ -1,0 +1,107 @@
+"""A configuration, its program on a mesh, and a model with fresh or restored weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax import presets
+from megajax.config import Config
+from megajax.data.tokenizers import named_tokenizer
+from megajax.errors import UserError
+from megajax.launch import start
+from megajax.library.model import Model
+from megajax.program.memory import check_memory
+from megajax.program.program import Program
+from megajax.runs.directory import kept_config
+from megajax.runs.init import first_state
+from megajax.runs.trained import check_run, restore_params, restore_state, run_tokenizer
+from megajax.training.horizon import in_steps
+from megajax.validation import validate
+
+
+def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a preset.
+
+    Args:
+        name_or_file: a name as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
+        overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
+            those of preset files; `megajax train --help` lists them as flags.
+
+    Raises:
+        UserError: there is no such preset, or a key or a value is not valid.
+    """
+    return presets.resolve(presets.load_preset(name_or_file), overrides)
+
+
+def make_program(config: Config, devices: Sequence[jax.Device] | None = None) -> Program:
+    """A configuration on its mesh (`program.mesh`): where the state lies (`program.layout`), and what is compiled.
+
+    JAX is set up for it as by the commands: its precision, and, where JAX was not used before in this process,
+    simulated devices (`simulate_devices`) and XLA's flags.
+
+    Args:
+        config: of the model and its mesh.
+        devices: the mesh takes the first ones; without them of all that JAX has.
+
+    Raises:
+        UserError: the mesh does not fit the devices or the model; `simulate_devices` are asked for too late.
+    """
+    start(config)
+    there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
+    validate(config, len(there))
+    return Program.on(in_steps(config, None) if config.pretrains else config, there)
+
+
+def init(config: Config | str | Path) -> Model:
+    """A model with fresh weights, on the mesh of its configuration; with `init` of that the weights of another run.
+
+    Args:
+        config: of `load_preset`, or what that takes.
+
+    Raises:
+        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer cannot be used.
+    """
+    config = config if isinstance(config, Config) else load_preset(config)
+    program = make_program(config)
+    tokenizer = None
+    if config.tokenizer.path:
+        tokenizer = named_tokenizer(config.tokenizer.path)
+        if tokenizer.size > config.model.vocab_size:
+            raise UserError(
+                f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: at most model.vocab_size "
+                f"{config.model.vocab_size}"
+            )
+    check_memory(program, training=True, rows=config.train.microbatch)
+    return Model(program, first_state(program)[0], 0, tokenizer)
+
+
+def restore(
+    run_dir: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    step: int | str = "latest",
+    training: bool = False,
+) -> Model:
+    """The model of a run, with its tokenizer.
+
+    Args:
+        run_dir: run directory of a training, of `megajax convert import-hf`, or of `Model.save`.
+        overrides: values that replace the run's, by key, such as `{"mesh.tensor": 2}`; the mesh is one device where
+            they say nothing of it.
+        step: of the checkpoint: a step, latest, or best (lowest validation loss).
+        training: also restore the optimizer's state, so that `train_step` goes on.
+
+    Raises:
+        UserError: there is no such run or step, or it does not fit the mesh or the memory.
+        RunError: the checkpoint is damaged.
+    """
+    folder = Path(run_dir)
+    check_run(folder, "restore")
+    program = make_program(kept_config(folder, overrides or {}))
+    check_memory(program, training=training, rows=program.config.train.microbatch)
+    tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
+    if training:
+        return Model(program, *restore_state(program, folder, str(step)), tokenizer)
+    return Model(program, *restore_params(program, folder, str(step)), tokenizer)

@@ -1,0 +1,42 @@
+"""The evaluations of `megajax eval`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.errors import UserError
+from megajax.evaluation.finetuned import evaluate_task
+from megajax.evaluation.pretrained import EVALUATIONS
+from megajax.tasks.registry import TASKS
+
+
+def evaluate(
+    run_dir: str | Path,
+    task: str = "perplexity",
+    *,
+    data: str | Path | Sequence[str | Path] = (),
+    step: int | str = "latest",
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The figures of `megajax eval TASK --checkpoint RUN_DIR`, by name.
+
+    Args:
+        run_dir: run directory of a training.
+        task: perplexity, wikitext103, lambada, or a task that models are fine-tuned on, such as mnli.
+        data: what to evaluate on; without it the run's validation split, or its dev files.
+        step: of the checkpoint: a step, latest, or best.
+        overrides: values that replace the run's, by key, such as a mesh; without one it is all devices as `data`.
+
+    Raises:
+        UserError: there is no such task or run, or they do not fit each other or the data.
+        RunError: the checkpoint is damaged.
+    """
+    if task not in EVALUATIONS and task not in TASKS:
+        raise UserError(f"task {task!r}; valid: {', '.join([*EVALUATIONS, *TASKS])}")
+    paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data) if str(path)]
+    given = dict(overrides or {})
+    if task in TASKS:
+        return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=given, predictions="")
+    if len(paths) > 1:
+        raise UserError(f"data: {len(paths)} paths, of which {task} takes one; valid: one")
+    return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=given)

@@ -1,0 +1,280 @@
+"""A model with its weights, on a mesh.
+
+Letters: B sequences, T tokens, V vocabulary, C classes.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import numpy as np
+from jax import Array
+
+from megajax.config import to_toml
+from megajax.convert.importing import check_new
+from megajax.data.files import folder_atomically, write_atomically
+from megajax.data.loader import train_batches
+from megajax.data.prepared import prepared_prefix
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.perplexity import Perplexity, total_loss
+from megajax.evaluation.pretrained import perplexity_figures
+from megajax.evaluation.scoring import SampleScores
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.generation.options import GenerateOptions
+from megajax.generation.text import continuation_text
+from megajax.library.batches import Given, batch_of, continues_text, inputs_of, padded
+from megajax.options import check
+from megajax.program.program import Program
+from megajax.program.scoring import answers, logits, scores
+from megajax.program.state import TrainState
+from megajax.program.train_step import train_step
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.data import given_samples, make_run_data, open_run_data
+from megajax.runs.ownership import mark
+from megajax.training.begin import check_given
+
+
+class Model:
+    """A model on the mesh of a configuration. `init` and `restore` make one.
+
+    Attributes:
+        config: what it is.
+        program: it on its mesh, `program.mesh`.
+        step: steps that its weights were trained for.
+        tokenizer: of its texts; None: there is none yet.
+    """
+
+    def __init__(self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None):
+        """`weights` are a `TrainState`, or of one the `params` alone, which cannot be trained on."""
+        self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
+        self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
+        self._weights = weights
+        self._forward: dict[int, Program] = {}  # by rows of a batch
+        self._decoders: dict[Sampling, Decoder] = {}  # the last one
+
+    @property
+    def _params(self) -> Any:
+        return self._weights if self._state is None else self._state.params
+
+    def logits(self, batch: Given) -> Array:
+        """Logits, dropout off: of a model of text of the next token, or of BERT of every token, [B, T, V]; of one with
+        a task's head what it answers by, such as [B, C].
+
+        Args:
+            batch: token ids [B, T], any number of them; of BERT a batch by names.
+
+        Raises:
+            UserError: it is not one of the model's.
+        """
+        arrays = inputs_of(self.config, self.program.form, batch)
+        pretrains = self.config.model.head == "pretraining"
+        found = self._run(logits if pretrains else answers, arrays)[: len(arrays["tokens"])]
+        return found[..., : self.config.model.vocab_size] if pretrains else found
+
+    def loss(self, batch: Given) -> float:
+        """What training minimises, dropout off: the mean cross-entropy over the targets, in nats.
+
+        Args:
+            batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
+
+        Raises:
+            UserError: it is not one of the model's.
+        """
+        found = self._run(scores, batch_of(self.config, self.program.form, batch))
+        return total_loss(
+            {
+                name: Perplexity.of([SampleScores.of(np.asarray(loss), np.asarray(hit))])
+                for name, (loss, hit) in found.items()
+                if name in self.program.form.targets
+            }
+        )
+
+    def train_step(self, batch: Given) -> dict[str, float]:
+        """One step of the optimizer, as in a run.
+
+        Args:
+            batch: token ids [B, T + 1], or a batch by names, such as one of `batches`; B is `train.global_batch` and T
+                `model.sequence_length`.
+
+        Returns:
+            Figures by name: `loss` before the step, `grad_norm`, `learning_rate`, `skipped` (1.0: the gradients were
+            not finite, and nothing changed), …
+
+        Raises:
+            UserError: the batch has another shape; the model was restored without its optimizer, or is of a task.
+        """
+        if self._state is None:
+            raise UserError("train_step: the optimizer's state was not restored; valid: restore(…, training=True)")
+        if not self.config.pretrains:
+            raise UserError(
+                f"train_step: a model of {self.config.task.name}; valid: megajax train, or one without task"
+            )
+        arrays = batch_of(self.config, self.program.form, batch)
+        for name, wanted in self.program.batch_types.items():
+            if arrays[name].shape != wanted.shape:
+                problem = f"{name} of the shape {list(arrays[name].shape)}"
+                valid = f"{list(wanted.shape)}, or another train.global_batch or model.sequence_length"
+                raise UserError(f"train_step: {problem}; valid: {valid}")
+        placed = self.program.put_batch(arrays, self.program.local_rows)
+        self._state, metrics = train_step(self.program)(self._state, placed)
+        self.step += 1
+        return {name: float(value) for name, value in metrics.items()}
+
+    def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
+        """The batches that a run of the configuration trains on from the model's step on, without end.
+
+        `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
+        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given.
+
+        Raises:
+            UserError: data, tokenizer or folder cannot be used.
+        """
+        check_given(self.config)
+        if not self.config.pretrains:
+            raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
+        make_run_data(self.config, Path(folder))
+        data = open_run_data(self.config, Path(folder))
+        self.tokenizer = self.tokenizer or data.tokenizer
+        rows, size = self.program.local_rows, self.config.train.global_batch
+        return train_batches(data.train, rows=rows, global_batch=size, start_step=self.step)
+
+    @overload
+    def generate(self, prompts: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]: ...
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        """Continuations, without their prompts.
+
+        Args:
+            prompts: a text, several, or token ids of several.
+            options: `max_tokens` (64), `temperature` (0.8; 0: always the most probable token), `top_k`, `top_p`,
+                `seed`, `batch` (prompts at once, 8), as the flags of `megajax generate`.
+
+        Returns:
+            A text, or one for each prompt; of token ids new ids.
+
+        Raises:
+            UserError: an option or a prompt is not valid; the model or its mesh cannot generate, or has no tokenizer.
+        """
+        given = {field.name for field in dataclasses.fields(GenerateOptions)}
+        if unknown := set(options) - given:
+            raise UserError(f"generate: no option {min(unknown)!r}; valid: {', '.join(sorted(given))}")
+        chosen = GenerateOptions(**options)
+        check(chosen)
+        if isinstance(prompts, str):
+            return self.generate([prompts], **options)[0]
+        prompts, of_text = list(prompts), any(isinstance(prompt, str) for prompt in prompts)
+        if not prompts:
+            return []
+        ids = [self._encoded(prompt) if of_text else list(map(int, prompt)) for prompt in prompts]
+        length, vocabulary = self.config.model.sequence_length, self.config.model.vocab_size
+        for number, prompt in enumerate(ids, start=1):
+            if not 1 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                valid = f"valid: 1 to {length}, from 0 to {vocabulary - 1}"
+                raise UserError(f"generate: prompt {number} has {len(prompt)} tokens, or ids that are none; {valid}")
+        new: list[list[int]] = [[] for _ in ids]
+        for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
+            new[piece.number] += piece.ids
+        if not of_text:
+            return new
+        assert self.tokenizer is not None
+        return [continuation_text(self.tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
+
+    def evaluate(self, data: str | Path) -> dict[str, Any]:
+        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval
+        perplexity --data` says them; of BERT figures of each of its losses.
+
+        Args:
+            data: what `--data.path` can be.
+
+        Raises:
+            UserError: it cannot be used; the model has no tokenizer for it, or is of a task.
+        """
+        if self.config.model.head != "pretraining":
+            raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
+        tokenized = prepared_prefix(str(data), flag="data") is not None
+        if not tokenized or not continues_text(self.config):
+            self._check_tokenizer()
+        samples = given_samples(
+            self.config, str(data), self.tokenizer, overlap=self.config.model.sequence_length, flag="data"
+        )
+        mesh = self.config.mesh
+        program = self._program(mesh.data * mesh.pipe * self.config.train.microbatch)
+        return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
+
+    def weights(self) -> dict[str, Any]:
+        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; of a
+        layer's weights all layers are stacked, [L, …]."""
+        layout = self.program.layout
+        state, merged = self._state, layout.adapters is not None  # what adapters add is in what layers compute with
+        held = self._params if state is None or state.main is None or merged else state.main
+        return jax.device_put(jax.jit(layout.natural_weights)(held), self.program.mesh.devices.flat[0])
+
+    def save(self, run_dir: str | Path) -> None:
+        """Write a run directory that stands at the model's step, for `restore` and all commands.
+
+        Raises:
+            UserError: there is something already, it cannot be written, or the optimizer's state was not restored.
+            RunError: the checkpoint cannot be written.
+        """
+        if self._state is None:
+            raise UserError("save: the optimizer's state was not restored; valid: restore(…, training=True)")
+        check_new(Path(run_dir), "save")
+        config = dataclasses.replace(self.config, run_dir=str(run_dir))
+        with folder_atomically(Path(run_dir).absolute()) as new:
+            mark(new)
+            # `wait` tells of a failure: there is no training to go on.
+            checkpoints = Checkpoints(new, self.program.layout, config.checkpoint.keep, max_failures=2)
+            try:
+                checkpoints.save(self.step, self._state)
+                checkpoints.wait()
+            finally:
+                checkpoints.close()
+            if self.tokenizer:
+                self.tokenizer.save(new / "data" / "tokenizer")
+            write_atomically(new / "config.toml", to_toml(config))
+
+    def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+        """A function of `program/scoring.py` of the model's weights and a batch of any size."""
+        program = self._program(len(arrays["tokens"]))
+        whole = padded(program.form, arrays, program.config.train.global_batch)
+        return function(program)(self._params, program.put_batch(whole, program.local_rows))
+
+    def _program(self, rows: int) -> Program:
+        """The program for a batch of at least so many rows; made once."""
+        train, data = self.config.train, self.config.mesh.data
+        microbatch = min(train.microbatch, -(-rows // data))
+        size = -(-rows // (data * microbatch)) * data * microbatch
+        if size not in self._forward:
+            train = dataclasses.replace(train, global_batch=size, microbatch=microbatch)
+            self._forward[size] = Program(dataclasses.replace(self.config, train=train), self.program.mesh)
+        return self._forward[size]
+
+    def _decoder(self, options: GenerateOptions) -> Decoder:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        if not continues_text(self.config) or self.config.model.head != "pretraining":
+            raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
+        if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:
+            raise UserError("generate: the mesh has a pipe, or zero is 3; valid: mesh.pipe 1, optimizer.zero 0 or 1")
+        if sampling in self._decoders:
+            self._decoders[sampling].renew(self._params)
+        else:
+            ends = self.tokenizer.ends if self.tokenizer else []
+            self._decoders = {sampling: Decoder(self.program, self._params, sampling, ends)}
+        return self._decoders[sampling]
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
+        return self._check_tokenizer().encode_prompt(prompt)
+
+    def _check_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer for text; valid: tokenizer.path, batches(…), or token ids")
+        return self.tokenizer

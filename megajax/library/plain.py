@@ -1,0 +1,108 @@
+"""A model as plain functions of its weights, on one device and without a mesh: to be called, differentiated and
+compiled as anything else in JAX.
+
+Letters: B sequences, T tokens, V vocabulary, C classes, L layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from megajax.backend import backend_of
+from megajax.config import Config
+from megajax.library.batches import Given, batch_of, inputs_of
+from megajax.mesh import make_mesh
+from megajax.models.family import CutModel
+from megajax.parallel.borders import F_AND_G
+from megajax.parallel.collectives import TENSOR
+from megajax.parallel.random import Dropout
+from megajax.precision import COMPUTE_DTYPE
+from megajax.program.program import batch_form
+
+Weights = Mapping[str, Any]
+_WHOLE = PartitionSpec()
+
+
+class PlainModel:
+    """The model of a configuration, dropout off. It holds no weights; all functions are pure.
+
+    Args:
+        config: of the model (`megajax.load_preset`).
+        device: where it runs, and where the weights lie; JAX's first one if not given.
+    """
+
+    def __init__(self, config: Config, device: jax.Device | None = None):
+        self.config, self.form = config, batch_form(config)
+        self._mesh: Mesh = make_mesh(1, 1, 1, [device or jax.devices()[0]])
+        self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
+
+    def init(self, seed: int | None = None) -> dict[str, Any]:
+        """Fresh weights in fp32, of the configuration's seed or another: nested dicts, `shared` and `blocks`; of a
+        layer's weights all layers are stacked, [L, …]."""
+        here = jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+        fresh = jax.jit(self._cut.init, static_argnums=0, out_shardings=here)
+        return fresh(self.config.seed if seed is None else seed)
+
+    def __call__(self, weights: Weights, batch: Given) -> Array:
+        """Logits: of a model of text of the next token, or of BERT of every token, [B, T, V]; of one with a task's head
+        what it answers by, such as [B, C].
+
+        Args:
+            weights: as `init` makes them, or `Model.weights`.
+            batch: token ids [B, T]; of BERT a batch by names.
+        """
+        inputs = inputs_of(self.config, self.form, batch)
+
+        def logits(weights: Weights, batch: Mapping[str, Array]) -> Array:
+            model, x_BTD, _ = self._run(weights, batch)
+            if self.config.model.head != "pretraining":
+                return model.answers(x_BTD, batch)
+            found = model.logits(x_BTD)
+            return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
+
+        spec = PartitionSpec(None, None, TENSOR) if self.config.model.head == "pretraining" else _WHOLE
+        found = self._region(logits, spec)(weights, inputs)
+        return found[..., : self.config.model.vocab_size] if found.ndim == 3 else found
+
+    def loss(self, weights: Weights, batch: Given) -> Array:
+        """What training minimises, a scalar: the mean cross-entropy over the targets.
+
+        Args:
+            weights: as for a call.
+            batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
+        """
+        arrays = batch_of(self.config, self.form, batch)
+
+        def loss(weights: Weights, batch: Mapping[str, Array]) -> Array:
+            model, x_BTD, context = self._run(weights, batch)
+            totals, counts = model.losses(x_BTD, batch, context), self.form.counts(batch)
+            means = [
+                totals[name] / jnp.maximum(counts[name], 1).astype(totals[name].dtype) for name in self.form.targets
+            ]
+            return sum(means[1:], start=means[0])
+
+        return self._region(loss, _WHOLE)(weights, arrays)
+
+    def _region(self, function: Any, out_specs: PartitionSpec) -> Any:
+        return jax.shard_map(function, mesh=self._mesh, in_specs=(_WHOLE, _WHOLE), out_specs=out_specs, check_vma=True)
+
+    # Inside the region from here on.
+
+    def _run(self, weights: Weights, batch: Mapping[str, Array]) -> tuple[Any, Array, Any]:
+        """The model's ends, the last layer's output, and the context."""
+        computed = jax.tree.map(lambda weight: weight.astype(COMPUTE_DTYPE[self.config.precision]), dict(weights))
+        model = self._cut.ends(computed["shared"])
+        context = model.context(batch, Dropout.off())
+
+        def layer(x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
+            number, own = numbered
+            return self._cut.block(own)(x_BTD, context, number), None
+
+        numbers_L = np.arange(self.config.model.num_layers, dtype=np.int32)
+        x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))
+        return model, x_BTD, context

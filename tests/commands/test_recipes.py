@@ -1,0 +1,82 @@
+"""Recipes of docs/recipes.md: a batch that grows, and decays that branch off a stable run."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mistakes import assert_says, train_mistake
+from processes import Commands, Run, assert_close_losses, curve, training
+
+TOKENS = 32  # of a sequence
+SHORT = ("--train.eval-every", 100, "--train.eval-batches", 1, "--checkpoint.every", 100)
+
+
+def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
+    return "--train.ramp-start", start, "--train.ramp-increment", increment, "--train.ramp-samples", samples
+
+
+MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh", "sizes", "first"),
+    [
+        (ramp(4, 4, 8), (), [4, 4, 8], 1),
+        pytest.param(
+            ramp(4, 4, 12), ("--mesh.data", 2, "--simulate-devices", 2), [4, 4, 4, 8, 8], 2, marks=pytest.mark.full
+        ),
+        pytest.param(
+            (*ramp(4, 4, 24), "--train.global-batch", 12),
+            (*MESH_222, "--train.microbatch", 2),
+            [4, 4, 4, 8, 8, 12, 12],
+            4,
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_batch_that_grows(
+    commands: Commands, tmp_path: Path, flags: tuple, mesh: tuple, sizes: list[int], first: int
+) -> None:
+    """Every step counts its own tokens; a run that stops within the ramp goes on on another mesh as if it had not, and
+    compiles the sizes that are left."""
+    flags = (*flags, *SHORT)
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    told = commands.train(straight, *flags, "--train.steps", len(sizes)).out
+    different = sorted(set(sizes))
+    full = sizes.index(sizes[-1]) + 1
+    assert f"to {sizes[-1]}, which step {full} has first; {len(different)} sizes" in told
+    assert list(map(int, re.findall(r"compiled the step of (\d+) sequences", told))) == different
+    assert [record["tokens"] for record in training(straight)] == [size * TOKENS for size in sizes]
+
+    commands.train(parts, *flags, "--train.steps", first)
+    told = commands.train(parts, *flags, *mesh, "--train.steps", len(sizes)).out
+    assert list(map(int, re.findall(r"compiled the step of (\d+) sequences", told))) == sorted(set(sizes[first:]))
+    assert_close_losses(curve(parts), curve(straight))
+    assert [record["tokens"] for record in training(parts)] == [record["tokens"] for record in training(straight)]
+
+
+def test_the_ramp_of_a_run_stays(commands: Commands, half: Run) -> None:
+    """It says which samples the run has seen."""
+    line = train_mistake(commands, half.folder, *ramp(4, 4, 12), "--train.steps", 20)
+    assert_says(line, r"train\.ramp_start 0, not 4; valid: the same, or another --run-dir")
+
+
+@pytest.mark.full
+def test_a_decay_branches_off_a_checkpoint(commands: Commands, half: Run, tmp_path: Path) -> None:
+    """A copy of the run with an older checkpoint alone: it goes on from there, decays, and has the samples that the
+    stable run goes on with. The run itself stays."""
+    before = curve(half.folder)
+    branch = tmp_path / "branch"
+    (branch / "checkpoints").mkdir(parents=True)
+    for name in ("config.toml", "run.json", "metrics.jsonl"):
+        shutil.copy(half.folder / name, branch)
+    shutil.copytree(half.folder / "data", branch / "data")
+    shutil.copytree(half.folder / "checkpoints" / "5", branch / "checkpoints" / "5")
+    flags = ("--optimizer.schedule", "wsd", "--optimizer.cooldown-steps", 2, "--optimizer.cooldown-shape", "linear")
+    told = commands.train(branch, *flags, "--optimizer.decay-steps", 8, "--train.steps", 8, *SHORT).out
+    assert "wsd learning rate up to 0.003 until step 6 and down (linear) to step 8" in told
+    rates = [record["learning_rate"] for record in training(branch)][5:]
+    np.testing.assert_allclose(rates, [3e-3, 3e-3, 1.5e-3], rtol=1e-6)  # of the steps 6, 7 and 8
+    assert curve(branch)[:6] == before[:6] and len(curve(branch)) == 8 and curve(half.folder) == before
