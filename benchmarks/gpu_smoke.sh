@@ -96,6 +96,8 @@ step train-lora "$python" -m megajax train "$run/config.toml" --init "$run" --ru
     --train.steps 4
 step eval-lora "$python" -m megajax eval perplexity --checkpoint "$folder/lora"
 train profiled demo --precision bf16 --model.dropout 0 --profile 3:5
+train recipes demo --precision bf16 --train.ramp-start 4 --train.ramp-increment 4 --train.ramp-samples 16 \
+    --optimizer.schedule wsd --optimizer.warmup-steps 2 --optimizer.cooldown-steps 3 --optimizer.decay-steps 8
 
 # The same bits twice.
 train same-1 demo --precision bf16 --model.dropout 0 --deterministic

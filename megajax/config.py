@@ -190,8 +190,10 @@ class Config:
 
     def with_decay(self, decay_steps: int = 0) -> "Config":
         """With an `optimizer.decay_steps`, where it has none: the one given, else `train.steps`, if that says when
-        training ends; a run that ends in its warm-up does not decay."""
+        training ends; a run that ends in its warm-up does not decay. A schedule that needs none is left without."""
         train, optimizer = self.train, self.optimizer
+        if not optimizer.ends_decay and not optimizer.warmup_fraction:
+            return self
         end = 0 if train.epochs or not train.steps else max(train.steps, optimizer.warmup_steps)
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 

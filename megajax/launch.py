@@ -59,7 +59,8 @@ def start(config: Config) -> None:
     if not runs:
         avoid_known_faults()
     if config.distributed.process_id <= 0 and reductions_are_faulty():
-        _warn_of_reductions("JAX was used before megajax could set" if runs else "XLA_FLAGS overrides what avoids it:")
+        why = "JAX was used before megajax could set" if runs else "XLA_FLAGS overrides what avoids it:"
+        _warn_of_reductions(why, os.environ.get("XLA_FLAGS", ""))
     _set_flags({} if runs else _PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
         _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
@@ -113,8 +114,8 @@ def start(config: Config) -> None:
 
 
 @functools.cache
-def _warn_of_reductions(why: str) -> None:
-    """Once."""
+def _warn_of_reductions(why: str, _flags: str) -> None:
+    """Once for the same flags."""
     print(
         f"warning: jaxlib {importlib.metadata.version('jaxlib')} can compute wrong sums on CPUs (jax#39103), and {why} "
         f"{_OFFLOADED}=-reduce",

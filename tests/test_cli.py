@@ -24,7 +24,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["--hlep"], "unknown command '--hlep'; did you mean --help?"),
-        (["convert", "import"], "convert import: no such action; did you mean import-hf?"),
+        (["convert", "import"], "convert import: no such action; did you mean import-hf? valid: import-hf, export-hf"),
         (["convert", "frobnicate"], "convert frobnicate: no such action; valid: import-hf, export-hf"),
         (["eval", "perplexitty", "--checkpoint", "x"], "TASK 'perplexitty'; did you mean perplexity? valid: "),
         (["train", "finetune/mnli-dmeo"], "no preset 'finetune/mnli-dmeo'; did you mean finetune/mnli-demo"),

@@ -126,11 +126,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"usage: megajax convert ACTION [--flag value ...]\n\n{helps}\n\nACTION --help lists an action's flags")
     else:
         valid = f"valid: {', '.join(ACTIONS)}"
-        raise UserError(
-            f"convert {argv[0]}: no such action; {suggest(argv[0], ACTIONS, valid)}"
-            if argv
-            else f"convert: ACTION missing; {valid}"
-        )
+        if not argv:
+            raise UserError(f"convert: ACTION missing; {valid}")
+        near = suggest(argv[0], ACTIONS, "")
+        raise UserError(f"convert {argv[0]}: no such action; {near}{' ' * bool(near)}{valid}")
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:

@@ -212,7 +212,8 @@ class Model:
         """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; of a
         layer's weights all layers are stacked, [L, …]."""
         layout = self.program.layout
-        held = self._params if self._state is None or self._state.main is None else self._state.main
+        state, merged = self._state, layout.adapters is not None  # what adapters add is in what layers compute with
+        held = self._params if state is None or state.main is None or merged else state.main
         return jax.device_put(jax.jit(layout.natural_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:
@@ -228,7 +229,8 @@ class Model:
         config = dataclasses.replace(self.config, run_dir=str(run_dir))
         with folder_atomically(Path(run_dir).absolute()) as new:
             mark(new)
-            checkpoints = Checkpoints(new, self.program.layout, max_failures=2)
+            # `wait` tells of a failure: there is no training to go on.
+            checkpoints = Checkpoints(new, self.program.layout, config.checkpoint.keep, max_failures=2)
             try:
                 checkpoints.save(self.step, self._state)
                 checkpoints.wait()

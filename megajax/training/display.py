@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 _EVERY = 60.0  # seconds between two plain lines about the same phase
-_BAR = 20  # columns
+_BAR = 15  # columns
 
 
 class _Clock(ProgressColumn):
@@ -107,8 +108,9 @@ class Display:
             print(text, file=self._console.file, flush=True)
 
     def _new_rows(self, *, transient: bool) -> Progress:
-        columns = TextColumn("{task.fields[head]}"), BarColumn(_BAR), _Clock(), TextColumn("{task.description}")
-        return Progress(*columns, console=self._console, transient=transient)
+        about = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))  # is cut, not the others
+        columns = TextColumn("{task.fields[head]}"), BarColumn(_BAR), _Clock(), about
+        return Progress(*columns, console=self._console, transient=transient, expand=True)
 
 
 def time_text(seconds: float) -> str:

@@ -16,8 +16,9 @@ from megajax.config import Config
 from megajax.data.corpus import has_only_tokenizer
 from megajax.errors import UserError
 from megajax.launch import start
+from megajax.phases import watched
 from megajax.plan.compiled import traced_step
-from megajax.processes import numbers_of_first_process, on_first_process, say
+from megajax.processes import is_first_process, numbers_of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
@@ -26,6 +27,7 @@ from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.training.begin import check_given, make_data, open_data
 from megajax.training.describe import describe
+from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
 from megajax.training.seeds import seed_runs
 from megajax.validation import validate
@@ -52,14 +54,17 @@ def dry_run(config: Config) -> None:
             found = _read_data(config, program, Path(folder), told)
         known[:] = found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps
 
-    on_first_process(read)
+    display = Display(is_first_process())
+    with watched(display.phase):
+        on_first_process(read)
     steps, decay_steps, warmup_steps = numbers_of_first_process(known)
     train = dataclasses.replace(config.train, steps=steps)
     optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps, warmup_steps=warmup_steps)
     config = dataclasses.replace(config, train=train, optimizer=optimizer)
     say("\n".join(told))
     began = time.perf_counter()
-    compiled = traced_step(config, jax.devices()).lower().compile()
+    with display.phase("compiling the step"):
+        compiled = traced_step(config, jax.devices()).lower().compile()
     seconds, needed = time.perf_counter() - began, compiled.memory_analysis()
     say(
         f"compiled the step in {seconds:.1f} s: {needed.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch on "

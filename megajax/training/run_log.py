@@ -172,9 +172,7 @@ class RunLog:
             self._writing.close()
             self._step_written = writing
             if writing is not None:
-                self._writing.enter_context(
-                    self._display.phase(f"writing the checkpoint of step {writing}", announced=False)
-                )
+                self._writing.enter_context(self._display.phase(f"checkpoint of step {writing}", announced=False))
         if complete is not None and complete > self._written:
             self._written = complete
             self._progress.show_checkpoint(complete, str(folder / str(complete)))

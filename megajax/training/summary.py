@@ -21,6 +21,8 @@ _WRITTEN = {
     "loss.png": "loss curves",
     "tensorboard": "events for TensorBoard",
     "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
+    "wandb": "what Weights & Biases keeps here",
+    "mlflow": "MLflow's database and texts",
     "checkpoints": "state, mesh-independent",
     "data": "tokens and tokenizer",
 }

@@ -2,6 +2,7 @@
 whose names in the program's text say where they come from (`jax.named_scope`)."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
     found: dict[tuple[str, str], float] = defaultdict(float)
     devices, begins, ends = 0, [], []
     for file in sorted(session.glob("*.xplane.pb")):
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+        data = jax.profiler.ProfileData.from_file(str(file))
+        planes = list(data.planes)
         gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
         devices += len(gpus) or jax.local_device_count()
         for plane in gpus or [plane for plane in planes if plane.name == "/host:CPU"]:
@@ -129,10 +131,11 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
 def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
     """Begin and end in nanoseconds and operation of all that a thread or stream ran, in order."""
     found = []
-    for event in events:
-        names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
-        if (name := names[0].lstrip("%")) in known:
-            found.append((event.start_ns, event.start_ns + event.duration_ns, name))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12's, of JAX's own types
+        for event in events:
+            names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
+            if (name := names[0].lstrip("%")) in known:
+                found.append((event.start_ns, event.start_ns + event.duration_ns, name))
     return sorted(found, key=lambda each: (each[0], -each[1]))
 
 

@@ -39,12 +39,25 @@ def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
 
 
-def test_a_run_that_goes_on(commands: Commands, straight: Run, temporary: Path) -> None:
+def without_decay(commands: Commands, folder: Path) -> Path:
+    """The tests' preset, which says nothing of the decay's end."""
+    preset = folder / "mine.toml"
+    text = commands.preset.read_text().replace("decay_steps = 20\n", "").replace("warmup_steps = 5", "warmup_steps = 1")
+    preset.write_text(text)
+    return preset
+
+
+def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
+    """With the end of the decay that it began with, where no other is given."""
     before = contents(straight.folder)
-    out = tried(commands, straight.folder / "config.toml", "--train.steps", 30)
+    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, "--train.steps", 30)
     assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "trains steps 21 to 30 in")
-    assert "nothing to train" in tried(commands, commands.preset, "--run-dir", straight.folder)
     assert contents(straight.folder) == before and not list(temporary.iterdir())
+
+
+@pytest.mark.full
+def test_a_run_that_is_finished(commands: Commands, straight: Run) -> None:
+    assert "nothing to train" in tried(commands, straight.folder / "config.toml")
 
 
 def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
@@ -72,11 +85,10 @@ def test_a_task_with_several_seeds(tuning: Finetuning, tmp_path: Path, temporary
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
 
 
+@pytest.mark.full
 def test_a_decay_that_nobody_gives_is_that_of_the_run_s_beginning(commands: Commands, tmp_path: Path) -> None:
     """A run of 4 steps that goes on to 6 keeps its learning rates; it says so once."""
-    preset, run = tmp_path / "mine.toml", tmp_path / "run"
-    text = commands.preset.read_text().replace("decay_steps = 20\n", "").replace("warmup_steps = 5", "warmup_steps = 1")
-    preset.write_text(text)
+    preset, run = without_decay(commands, tmp_path), tmp_path / "run"
     flags = ("--train.eval-batches", 1, "--train.eval-every", 10)
     first = commands.train(run, "--train.steps", 4, *flags, preset=preset).out
     assert "is past" not in first and "\ndecay_steps = 4\n" in (run / "config.toml").read_text()

@@ -63,6 +63,7 @@ def test_the_ramp_of_a_run_stays(commands: Commands, half: Run) -> None:
     assert_says(line, r"train\.ramp_start 0, not 4; valid: the same, or another --run-dir")
 
 
+@pytest.mark.full
 def test_a_decay_branches_off_a_checkpoint(commands: Commands, half: Run, tmp_path: Path) -> None:
     """A copy of the run with an older checkpoint alone: it goes on from there, decays, and has the samples that the
     stable run goes on with. The run itself stays."""

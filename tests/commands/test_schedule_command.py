@@ -149,7 +149,15 @@ def test_a_large_schedule_in_parts(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "titles"),
     [
-        (LARGE, ["warm-up: ticks 0 to 46", "steady: ticks 512 to 543", "cool-down: ticks 1,023 to 1,069"]),
+        (
+            ("--mesh.pipe", 4, "--microbatches", 256),
+            ["warm-up: ticks 0 to 6", "steady: ticks 128 to 135", "cool-down: ticks 255 to 261"],
+        ),
+        pytest.param(
+            LARGE,
+            ["warm-up: ticks 0 to 46", "steady: ticks 512 to 543", "cool-down: ticks 1,023 to 1,069"],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ("--mesh.pipe", 8, "--pipeline.schedule", "gpipe", "--microbatches", 300, *DEFERRED),
             ["warm-up: ticks 0 to 15", "the turn: ticks 299 to 314", "cool-down: ticks 598 to 613"],

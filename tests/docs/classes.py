@@ -22,6 +22,15 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     'megajax generate --checkpoint runs/demo --prompt "import " --top-k 40 --top-p 0.95 --seed 1 --json',
     "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
     "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
+    "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 60 --checkpoint.every 20 "
+    "--checkpoint.keep-every 20",
+    "mkdir -p runs/decay/checkpoints",
+    "cp -r runs/stable/config.toml runs/stable/run.json runs/stable/metrics.jsonl runs/stable/data runs/decay",
+    "cp -r runs/stable/checkpoints/40 runs/decay/checkpoints",
+    "megajax train runs/decay/config.toml --optimizer.schedule wsd --train.steps 50 --optimizer.decay-steps 50 "
+    "--optimizer.cooldown-steps 10",
+    "megajax train runs/stable/config.toml --optimizer.schedule wsd --train.steps 75 --optimizer.decay-steps 75 "
+    "--optimizer.cooldown-steps 15",
 ]
 
 NOT_RUN = {  # reason -> patterns of whole commands
@@ -29,6 +38,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
+        r"megajax train llama-demo --init runs/llama-demo .*",
+        r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
     ],
@@ -55,4 +66,9 @@ NOT_RUN = {  # reason -> patterns of whole commands
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
     "minutes for each planted fault; test_mutants.py runs ten of them": [r"python tests/mutants/.*"],
+}
+
+STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`
+    "runs/gpt2/config.toml": "gpt2-355m",
+    "runs/qwen/config.toml": "qwen3-0.6b",
 }

@@ -1,9 +1,10 @@
 """A command line read by the parser of its command, and no further."""
 
 import argparse
-import re
 from typing import Any
 from unittest import mock
+
+from classes import STAND_INS
 
 from megajax.cli import main
 from megajax.flags import Parser
@@ -16,13 +17,13 @@ class _Read(BaseException):
 
 
 def read(words: list[str]) -> None:
-    """Let `megajax WORDS...` read its command line; of presets the configuration on its mesh is checked, too. A preset
-    of a run that is not there counts as one of ours.
+    """Let `megajax WORDS...` read its command line; of presets the configuration on its mesh is checked, too. A run's
+    config.toml, which is not there, is the preset that `classes.py` says.
 
     Raises:
         UserError: what the command would say.
     """
-    words = ["gpt2-355m" if re.fullmatch(r"(runs/\S+|RUN)/config\.toml", word) else word for word in words]
+    words = [STAND_INS.get(word, "demo") if word.endswith("/config.toml") else word for word in words]
     parse = Parser.parse_args
 
     def parse_and_leave(self: Parser, *arguments: Any) -> argparse.Namespace:

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -77,6 +78,14 @@ def _holds(text: str, parts: list[str]) -> bool:
             return False
         place += len(part)
     return True
+
+
+def test_extras_exist() -> None:
+    """Those that pages and messages tell to install."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    texts = [*_texts(), *(page.read_text() for page in PAGES)]
+    named = {name for text in texts for found in re.findall(r"megajax\[([\w,]+)\]", text) for name in found.split(",")}
+    assert named and named <= extras, named - extras
 
 
 def test_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_the_printed_line_is_what_was_planned():
         parser = Parser("", "")
         parser.add_config_flags()
         again = resolve(load_preset(preset), parser.overrides(parser.parse_args(flags)))
-        assert [program, script] == ["python", "train.py"] and again == each.config
+        assert [program, script] == ["megajax", "train"] and again == each.config
         validate(again, 2)
 
 

@@ -27,6 +27,7 @@ def begun(**values: Any) -> Config:
         ({"train__steps": 300}, 100, 100),
         ({"train__steps": 300, "optimizer__decay_steps": 200}, 100, 200),
         ({"optimizer__schedule": "linear", "train__steps": 60}, 0, 60),
+        ({"optimizer__schedule": "constant", "train__steps": 60}, 0, 0),  # another one can follow
     ],
 )
 def test_the_decay_ends_with_the_training_that_the_run_began_with(

@@ -1,0 +1,111 @@
+"""Files on remote stores, by fsspec's own in memory; and what refuses URLs."""
+
+import gzip
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megajax import remote
+from megajax.data.inputs import check_input
+from megajax.data.text import TextDocuments
+from megajax.errors import UserError
+from megajax.flags import parse
+from megajax.paths import check_path, check_place, scheme
+from megajax.presets import load_preset
+
+FILES = {
+    "one.jsonl": b'{"text": "first"}\n{"text": "second"}\n',
+    "sub/three.txt": b"third",
+    "two.txt.gz": gzip.compress(b"fourth"),
+    ".hidden/no.txt": b"no",
+    ".hidden.txt": b"no",
+}
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    store = fsspec.filesystem("memory")
+    for name, content in FILES.items():
+        store.pipe(f"/bucket/texts/{name}", content)
+    yield "memory://bucket"
+    store.rm("/bucket", recursive=True)
+
+
+def test_a_folder_and_files(bucket: str) -> None:
+    assert list(TextDocuments(f"{bucket}/texts")) == ["first", "second", "third", "fourth"]
+    assert list(TextDocuments(f"{bucket}/texts/one.jsonl")) == ["first", "second"]
+    assert list(TextDocuments(f"{bucket}/texts/two.txt.gz")) == ["fourth"]
+    files, is_file = remote.find(f"{bucket}/texts", "INPUT")
+    assert not is_file and [file.size for file in files] == [len(FILES[n]) for n in list(FILES)[:3]]
+    assert files[0].url == "memory:///bucket/texts/one.jsonl"
+
+
+def test_parquet(bucket: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a row", "another"]}), tmp_path / "rows.parquet")
+    fsspec.filesystem("memory").pipe("/bucket/rows.parquet", (tmp_path / "rows.parquet").read_bytes())
+    assert list(TextDocuments(f"{bucket}/rows.parquet")) == ["a row", "another"]
+
+
+def test_one_line_for_each_mistake(bucket: str) -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe("/bucket/web.idx", b"")
+    store.pipe("/bucket/broken.gz", b"no gzip")
+    for url, problem in {
+        f"{bucket}/none": "does not exist; valid: ",
+        f"{bucket}/web": "mapped into memory where it lies; valid: a copy",
+        f"{bucket}/web.bin": "mapped into memory where it lies; valid: a copy",
+        f"{bucket}/broken.gz": "truncated or damaged: .*; valid: ",
+        "nowhere://bucket/texts": "Protocol not known: nowhere; valid: gs://, s3://",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            list(TextDocuments(url))
+
+
+@pytest.mark.parametrize(("url", "extra", "package"), [("gs://b/x", "gcs", "gcsfs"), ("s3://b/x", "s3", "s3fs")])
+def test_a_missing_package_names_its_extra(url: str, extra: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    with pytest.raises(UserError, match=rf"--data.path {url}: .*; valid: pip install 'megajax\[{extra}\]'"):
+        check_input(url, "--data.path")
+
+
+def test_a_store_that_fails_while_it_is_read(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = TextDocuments(f"{bucket}/texts/one.jsonl")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("connection\nlost")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.open", fail)
+    with pytest.raises(UserError, match=r"cannot read memory:///bucket/texts/one.jsonl: connection lost; valid: "):
+        list(documents)
+
+
+def test_a_preset(bucket: str) -> None:
+    text = b'base = "demo"\n[train]\nsteps = 7\n'
+    fsspec.filesystem("memory").pipe("/bucket/mine.toml", text)
+    found = load_preset(f"{bucket}/mine.toml")
+    assert (found["train.steps"], found["run_dir"]) == (7, "runs/mine")
+    with pytest.raises(UserError, match=r"PRESET memory://bucket/none.toml does not exist; valid: a file"):
+        load_preset(f"{bucket}/none.toml")
+
+
+def test_elsewhere_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of their name is made."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run"), "hf://some/thing"):
+        for check in (check_path, check_place):
+            with pytest.raises(UserError, match=r"--run-dir \S+: \w+:// is for .*; valid: a path on a file system"):
+                check(path, "--run-dir")
+    assert not scheme("a/path") and not scheme("C:") and scheme("S3://b") == "s3"
+    config = parse(["demo", "--run-dir", "gs://bucket/run"], "")
+    from megajax.commands.train import _check_paths
+
+    with pytest.raises(UserError, match="--run-dir gs://bucket/run"):
+        _check_paths(config)
+    assert not list(tmp_path.iterdir())
