@@ -50,6 +50,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
     ],
     "three minutes each; the tests of commands train the same families smaller": [
         r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",
+        r"megajax train demo --(track|profile) \S+",
     ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
@@ -61,6 +62,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"python3 -m venv .*",
         r"pip install .*",
         r"source \.venv/bin/activate",
+        r"tensorboard .*",
         r"eval .*register-python-argcomplete.*",
         r"make (train|test|lint|docs).*",
     ],
