@@ -22,6 +22,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     'megajax generate --checkpoint runs/demo --prompt "import " --top-k 40 --top-p 0.95 --seed 1 --json',
     "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
     "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
+    "megajax train demo --run-dir runs/profiled --train.steps 8 --profile 4:6",
     "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 60 --checkpoint.every 20 "
     "--checkpoint.keep-every 20",
     "mkdir -p runs/decay/checkpoints",
@@ -58,6 +59,10 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"CUDA_VISIBLE_DEVICES=1 .*",
     ],
     "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
+    "needs an extra, or shows what it has until it is ended": [
+        r"megajax train demo --track wandb",
+        r"tensorboard --logdir .*",
+    ],
     "changes an environment or a shell": [
         r"python3 -m venv .*",
         r"pip install .*",
