@@ -7,6 +7,7 @@ is mapped into memory where it lies.
 import atexit
 import errno
 import io
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from megajax.paths import scheme
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # the extra of megajax that a scheme needs
 _VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them
+_LOUD = ("gcsfs", "s3fs")  # log what they raise, with all of the stack
 _BLOCK_BYTES = 1 << 20
 _VALID = "valid: gs://, s3:// or another scheme that fsspec reads, or a path on a file system"
 
@@ -110,6 +112,8 @@ def _file_system(url: str, flag: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path there."""
     import fsspec
 
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:

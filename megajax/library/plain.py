@@ -44,7 +44,8 @@ class PlainModel:
     def init(self, seed: int | None = None) -> dict[str, Any]:
         """Fresh weights in fp32, of the configuration's seed or another: nested dicts, `shared` and `blocks`; of a
         layer's weights all layers are stacked, [L, …]."""
-        fresh = jax.jit(self._cut.init, static_argnums=0, device=self._mesh.devices.flat[0])
+        here = jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+        fresh = jax.jit(self._cut.init, static_argnums=0, out_shardings=here)
         return fresh(self.config.seed if seed is None else seed)
 
     def __call__(self, weights: Weights, batch: Given) -> Array:

@@ -54,7 +54,8 @@ class TaskData:
             if TASKS[config.task.name].continues_text:
                 kind = f"packed in {len(samples):,} rows"
             yield f"{config.task.name} {name}: {len(samples.records):,} records, {kind}{cut}"
-        yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps"
+        full = " of the full batch" if config.train.ramp_start else ""
+        yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps{full}"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
         if shared and TASKS[config.task.name].head != "classes":  # which share single sentences
             yield f"warning: the contexts of {shared:,} dev records are trained on, too"

@@ -19,19 +19,17 @@ from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
-from megajax.phases import phase
 from megajax.processes import Poll, is_first_process, say
 from megajax.program.program import Batch, Program
-from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
-from megajax.runs.init import first_state
 from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
 from megajax.training.remote import open_log
+from megajax.training.restore import restored
 from megajax.training.skips import SkippedSteps
 from megajax.training.speed import Speed
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
@@ -65,8 +63,7 @@ class Run:
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        with phase("preparing the state"):
-            self.state = self._restore()
+        self.state = restored(self.checkpoints, program, run_dir)
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, run_dir, self.first)
@@ -74,6 +71,7 @@ class Run:
         self.speed = Speed(config)
         self.watchdog = Watchdog(run_dir, config.distributed.patience)
         self.poll = Poll()
+        self.pending: _Pending | None = None
         self.stop_signal = 0  # that all processes know of
         self.minutes_over = False  # of the time between two checkpoints
         self.step = self.first  # under way
@@ -105,25 +103,11 @@ class Run:
         self.log.close()
         self.watchdog.close()
 
-    def _restore(self) -> TrainState:
-        state, step, damaged = self.checkpoints.restore_newest()
-        for message in damaged:
-            say(f"damaged checkpoint, the one before it is used: {message}")
-        if state is None:
-            state, told = first_state(self.program)
-            if self.config.init or not self.config.pretrains:
-                say(told)
-            return state
-        self.checkpoints.set_aside(after=step)
-        say(f"resumed from step {step} of {self.run_dir}")
-        return state
-
     def _steps(self) -> None:
         config = self.config
         sizes, program = config.train.batch_sizes, self.program
         rows_of = functools.cache(program.rows_of)
         batches = growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)
-        pending: _Pending | None = None
         at_once = runs_at_once(config)
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
@@ -135,38 +119,29 @@ class Run:
             size = sizes.at(step - 1).size
             if step_function is not None and size != program.config.train.global_batch:
                 step_function = None
-                if pending:
-                    self._read(pending)
-                    pending = None
-                    if self._saves(step - 1):  # who stops doesn't wait for a compiler
-                        self._validate_and_save(step - 1)
+                if self._catch_up() and self._saves(step - 1):  # who stops doesn't wait for a compiler
+                    self._validate_and_save(step - 1)
             if step_function is None:
                 program = self.program.with_batch(size)
             batch = program.put_batch(loaded, rows_of(size))
             if step_function is None:
                 step_function = self._compile(step, program, batch)
             if self.trace.begins(step):
-                if pending:
-                    self._read(pending)
-                    pending = None
+                self._catch_up()
                 self.trace.start()
             dispatched = time.perf_counter()
             self.watchdog.at(step, COMPUTING)
             with self.trace.step(step):
                 self.state, metrics = step_function(self.state, batch)
             asked_after = self.poll.ask(self._asks)
-            if pending:
-                self._read(pending)
-            pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
+            self._catch_up()
+            self.pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
             if at_once or self.trace.ends(step):
-                self._read(pending)
-                pending = None
+                self._catch_up()
             if self.trace.ends(step):
                 self._report_trace(step, step_function)
             if self._due(step, config.train.eval_every) or self._saves(step):
-                if pending:
-                    self._read(pending)
-                    pending = None
+                self._catch_up()
                 self._validate_and_save(step)
             for problem in self.checkpoints.news():
                 self.log.print(problem)
@@ -223,8 +198,12 @@ class Run:
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.config.train.steps
 
-    def _read(self, pending: _Pending) -> None:
-        """Wait for a step's metrics and log them; hear what was asked after it."""
+    def _catch_up(self) -> bool:
+        """Wait for the metrics of the step that was dispatched last and log them; hear what was asked after it. Whether
+        there was one whose metrics were not read yet."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return False
         metrics = {name: float(value) for name, value in pending.metrics.items()}
         self.stop_signal, over = pending.asked()
         self.minutes_over = bool(over)
@@ -247,6 +226,7 @@ class Run:
             self._stop(reason)
         if reason:
             self.log.print(f"{reason}: skipped")
+        return True
 
     def _stop(self, reason: str) -> NoReturn:
         with contextlib.suppress(RunError):  # of a write that failed: the reason comes first

@@ -37,6 +37,11 @@ class StepTrace:
                 f"--profile {config.profile}: this start takes the steps {finished + 1} to {steps}; valid: some of them"
             )
 
+    @property
+    def _is_there(self) -> bool:
+        """Whether the run directory was neither removed nor replaced."""
+        return self._folder is not None and identity(self._run_dir) == self._folder
+
     def begins(self, step: int) -> bool:
         """Whether a step is the first that is traced."""
         return step == self._first
@@ -47,11 +52,11 @@ class StepTrace:
 
     def start(self) -> None:
         """Begin the trace, before the first of the steps and with nothing under way."""
-        if not is_first_process() or self._folder is None or identity(self._run_dir) != self._folder:
+        if not is_first_process() or not self._is_there:
             return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # which would cost the host more than all it does
-        with contextlib.suppress(OSError):  # `finish` says that there is no trace
+        with contextlib.suppress(OSError, RuntimeError):  # `finish` says that there is no trace
             self._place = self._stack.enter_context(scratch(self._run_dir / "profile"))
             jax.profiler.start_trace(self._place, profiler_options=options)
 
@@ -63,7 +68,7 @@ class StepTrace:
 
     def close(self) -> None:
         """Give up a trace that has not come to its end."""
-        if self._place is not None:
+        if self._place is not None and self._is_there:
             with contextlib.suppress(OSError, RuntimeError):
                 jax.profiler.stop_trace()
             self._place = None
@@ -77,7 +82,7 @@ class StepTrace:
         """
         if not is_first_process():
             return []
-        if self._place is None:
+        if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew
             return [f"{self._run_dir / 'profile'} could not be written: nothing was traced"]
         try:
             jax.profiler.stop_trace()
@@ -93,4 +98,8 @@ class StepTrace:
             self._stack.close()
         count = self._last - self._first + 1
         title = f"profile of step {self._first}" if count == 1 else f"profile of steps {self._first} to {self._last}"
-        return [f"{title}: {target}", *report(target, program_text, count)]
+        try:
+            rows = report(target, program_text, count)
+        except Exception as error:  # of a format that is JAX's own
+            rows = [f"where its time went is not known: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+        return [f"{title}: {target}", *rows]

@@ -17,6 +17,8 @@ def test_every_step_is_recorded_once_with_its_figures(straight: Run) -> None:
         assert line.keys() >= {"step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second"}
         assert line["tokens"] == 8 * 32 and line["seconds"] > 0 and line["grad_norm"] > 0
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+        flops = 72 * 8 * 32 * 3 * 32**2 * (1 + 32 / (6 * 32) + 320 / (12 * 3 * 32))  # the paper's count, by hand
+        assert line["tflops_per_device"] == pytest.approx(flops / line["seconds"] / 1e12)
     assert any(len(repr(line["loss"])) > 10 for line in lines), "not rounded"
     rates = [line["learning_rate"] for line in lines]
     assert rates[0] < max(rates) == pytest.approx(3e-3) and rates[-1] < rates[10], "warm-up, then decay"

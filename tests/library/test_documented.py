@@ -32,6 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full  # half a minute of compiling
 def test_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = python_blocks(ROOT / "docs" / "library.md")
     assert len(blocks) == 3 and len(blocks[0].splitlines()) <= 10

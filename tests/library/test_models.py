@@ -1,0 +1,108 @@
+"""The library's models: on one device without a mesh, and on a mesh; what they refuse."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+import megajax
+from megajax.library.batches import batch_of, inputs_of
+from megajax.program.program import Program, batch_form
+
+IDS = np.random.default_rng(0).integers(0, 101, (3, 9), np.int32)
+
+
+def test_a_plain_model_is_a_function_of_plain_arrays() -> None:
+    """The loss is the mean cross-entropy of its logits, and a step against its gradient lowers it."""
+    plain = megajax.PlainModel(tiny_config(num_layers=2))
+    weights = plain.init()
+    logits_BTV = np.asarray(plain(weights, IDS[:, :-1]), np.float64)
+    assert logits_BTV.shape == (3, 8, 101)
+    log_sums_BT = np.log(np.exp(logits_BTV).sum(axis=-1))
+    targets_BT = np.take_along_axis(logits_BTV, IDS[:, 1:, None].astype(np.int64), axis=-1)[..., 0]
+    loss, gradients = jax.jit(jax.value_and_grad(plain.loss))(weights, IDS)
+    assert float(loss) == pytest.approx((log_sums_BT - targets_BT).mean(), rel=1e-6)
+    lower = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, gradients)
+    assert float(plain.loss(lower, IDS)) < float(loss)
+
+
+@pytest.mark.full  # programs on a mesh of eight devices take long to compile
+def test_a_mesh_changes_no_logits() -> None:
+    config = tiny_config((2, 2, 2), vocabulary="split", dropout=0.0)
+    model = megajax.init(config)
+    plain, weights = megajax.PlainModel(config), model.weights()
+    logits_BTV = np.asarray(model.logits(IDS[:, :-1]))  # 3 rows on 2 groups of devices
+    np.testing.assert_allclose(logits_BTV, np.asarray(plain(weights, IDS[:, :-1])), atol=2e-6)
+    assert model.loss(IDS) == pytest.approx(float(plain.loss(weights, IDS)), rel=1e-6)
+    rows = np.random.default_rng(1).integers(0, 101, (8, 17), np.int32)
+    step = model.train_step(rows)
+    assert step["loss"] == pytest.approx(float(plain.loss(weights, rows)), rel=1e-5)
+    assert model.step == 1 and model.loss(rows) != pytest.approx(step["loss"], rel=1e-7)
+    with pytest.raises(megajax.UserError, match=r"the mesh has a pipe.*; valid: mesh.pipe 1"):
+        model.generate([[1, 2, 3]])
+
+
+@pytest.mark.full
+def test_bert() -> None:
+    config = tiny_config(family="bert", norm_epsilon=1e-12, num_layers=2)
+    model, form = megajax.init(config), batch_form(config)
+    batch = form.padding(2, tokens=16) | {"length": np.array([16, 9], np.int32)}
+    batch["tokens"][:] = np.random.default_rng(2).integers(0, 101, (2, 16))
+    batch["targets"][:, 0] = 7
+    plain, weights = megajax.PlainModel(config), model.weights()
+    logits_BTV = np.asarray(model.logits(batch))
+    assert logits_BTV.shape == (2, 16, 101)
+    np.testing.assert_allclose(logits_BTV, np.asarray(plain(weights, batch)), atol=2e-6)
+    assert model.loss(batch) == pytest.approx(float(plain.loss(weights, batch)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([[1, 2], [3]], r"lists of different lengths; valid: token ids \[B, T \+ 1\]"),
+        ([1, 2, 3], r"ids of the shape \[3\]; valid"),
+        (np.ones((1, 18), np.int32), r"ids of the shape \[1, 18\]; valid: .*, T at most 16"),
+        ([[1, 101]], "an id 101; valid: .*from 0 to 100"),
+        ([[-1, 1]], "an id -1; valid"),
+        ([[0.5, 1.0]], "numbers of the type float64; valid"),
+        ({"tokens": [[1, 2]]}, r"a batch without targets; valid: tokens \[B, tokens\]"),
+        ({"tokens": [[1, 2]], "targets": [[1]]}, r"targets of the shape \[1, 1\]; valid"),
+        ({"tokens": [[1]], "targets": [[1]], "other": [[1]]}, "a batch with other; valid"),
+    ],
+)
+def test_what_is_no_batch_is_told_in_one_line(given, problem: str) -> None:
+    config = tiny_config()
+    with pytest.raises(megajax.UserError, match=problem):
+        batch_of(config, batch_form(config), given)
+
+
+def test_ids_are_for_models_of_text() -> None:
+    config = tiny_config(family="bert", norm_epsilon=1e-12)
+    with pytest.raises(megajax.UserError, match=r"ids for a model of --model.family bert; valid: a batch"):
+        inputs_of(config, batch_form(config), [[1, 2]])
+    with pytest.raises(megajax.UserError, match="a batch without length, token_types; valid: "):
+        inputs_of(config, batch_form(config), {"tokens": [[1, 2]]})
+
+
+def test_what_a_model_cannot_do_says_what_is_valid() -> None:
+    config = tiny_config(num_layers=1)
+    model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)  # restored without the optimizer
+    for function, problem in (
+        (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
+        (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
+        (lambda: model.generate("a text"), r"no tokenizer for text; valid: tokenizer.path"),
+        (lambda: model.generate(["a text", [1]]), r"no tokenizer for text; valid"),
+        (lambda: model.generate([[]]), "prompt 1 has 0 tokens.*; valid: 1 to 16"),
+        (lambda: model.generate([[101]]), "prompt 1 has 1 tokens, or ids that are none; valid: .*0 to 100"),
+        (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
+        (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
+        (lambda: model.evaluate("text.txt"), "no tokenizer for text; valid"),
+        (lambda: megajax.evaluate("run", "perplexty"), "task 'perplexty'; valid: .*perplexity"),
+        (lambda: megajax.restore("gs://bucket/run"), "gs:// is for texts .*; valid: a path on a file system"),
+        (lambda: megajax.load_preset("demo", {"train.stps": 3}), "unknown key|unknown flag"),
+        (lambda: megajax.init(dataclasses.replace(config, simulate_devices=3)), "--simulate-devices 3: JAX was used"),
+    ):
+        with pytest.raises(megajax.UserError, match=problem):
+            function()
