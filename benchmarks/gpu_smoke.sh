@@ -131,7 +131,7 @@ wait $!' sigterm "$folder/stopped"
 
 step plan "$python" -m megajax plan gpt2-355m --mesh.data 8 --no-compile
 [[ $device == gpu ]] && export JAX_PLATFORMS=cuda,cpu
-step tests-on-gpu "$python" -m pytest -q -m gpu -p no:cacheprovider
+step tests-on-gpu "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_gpu.py
 
 echo
 echo "$failed failed, $left_out left out, $SECONDS s; $device; what the steps said: $folder"
