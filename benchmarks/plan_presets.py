@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import MeshConfig
-from megajax.presets import load_preset, preset_names, resolve
+from megajax.preset_files import preset_names
+from megajax.presets import load_preset, resolve
 from megajax.validation import nearest_mesh
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,8 @@ from megajax import completion
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import Option, options, sections, shown, suggest
-from megajax.presets import Preset, load_preset, names_in_folders, preset_names, read_preset, resolve
+from megajax.preset_files import names_in_folders, preset_names
+from megajax.presets import Preset, load_preset, read_preset, resolve
 
 
 class _Formatter(argparse.HelpFormatter):

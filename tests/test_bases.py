@@ -12,7 +12,8 @@ from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.flags import parse
 from megajax.options import options
-from megajax.presets import load_preset, preset_folders, preset_names, read_preset, resolve
+from megajax.preset_files import preset_folders, preset_names
+from megajax.presets import load_preset, read_preset, resolve
 
 PRESETS = Path(__file__).parents[1] / "configs"
 

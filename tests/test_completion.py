@@ -13,7 +13,7 @@ from megajax.cli import COMMANDS
 from megajax.commands.evaluate import NAMES
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import MACHINES
-from megajax.presets import names_in_folders, preset_names
+from megajax.preset_files import names_in_folders, preset_names
 
 ROOT = Path(__file__).parents[1]
 ASK = """\

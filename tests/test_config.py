@@ -8,7 +8,8 @@ import pytest
 from megajax.config import Config, to_toml
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.presets import load_preset, preset_names, read_preset, resolve
+from megajax.preset_files import preset_names
+from megajax.presets import load_preset, read_preset, resolve
 from megajax.validation import validate, validate_imagined, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"

@@ -102,4 +102,4 @@ def repeat_part(
 
 def _filled(slots: Array) -> Array:
     """The same random numbers in every slot."""
-    return slots + jax.random.normal(jax.random.key(0), slots.shape[1:], slots.dtype)
+    return slots + jax.random.normal(jax.random.key(0), (1, *slots.shape[1:]), slots.dtype)

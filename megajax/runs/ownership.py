@@ -10,7 +10,7 @@ from megajax import reading
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.files import is_marked, write_atomically
 from megajax.errors import UserError
-from megajax.presets import is_of_run, read_toml
+from megajax.preset_files import is_of_run, read_toml
 from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import is_metrics
 from megajax.runs.parts import MARK, marked_format

@@ -9,7 +9,8 @@ import pytest
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.presets import load_preset, preset_folders, resolve
+from megajax.preset_files import preset_folders
+from megajax.presets import load_preset, resolve
 from megajax.validation import validate, validate_imagined
 from megajax.verify.fold import fold, sizes_of
 from megajax.verify.shrink import Shrunk, shrink

@@ -1,0 +1,91 @@
+"""The files of presets, TOML: where they are found, by name or path, and their tables."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax import reading, remote
+from megajax.errors import UserError
+from megajax.paths import check_path, scheme
+
+
+def preset_folders() -> tuple[Path, ...]:
+    """The folders where bare names are looked up: ./configs, then the package's, in a checkout a link to its own."""
+    return Path("configs"), Path(__file__).resolve().parent / "configs"
+
+
+def preset_names() -> list[str]:
+    """The bare names of all presets, sorted."""
+    return sorted({file.stem for folder in preset_folders() for file in folder.glob("*.toml")})
+
+
+def names_in_folders() -> list[str]:
+    """Names of the presets in folders of the preset folders, sorted."""
+    files = (file for folder in preset_folders() for file in folder.glob("*/*.toml"))
+    return sorted({f"{file.parent.name}/{file.stem}" for file in files})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = [each for each in known if each.rpartition("/")[2] == name]
+    near = near or difflib.get_close_matches(name, known, n=2)
+    near = near or difflib.get_close_matches("/".join(name.split("/")[-2:]), known, n=2)  # of a path, its end
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def find_preset(name_or_file: str | Path) -> Path:
+    """The file of a preset, given by its bare name, of one in a folder as finetune/mnli-336m, or as a file.
+
+    Raises:
+        UserError: there is none.
+    """
+    if scheme(name_or_file):
+        return remote.fetch(str(name_or_file), "PRESET")
+    check_path(name_or_file, "PRESET")
+    path, name = Path(name_or_file), str(name_or_file)
+    bare = path.name == name or (".." not in path.parts and not reading.kind(path))
+    if path.suffix != ".toml" and bare:
+        for candidate in (folder / f"{path}.toml" for folder in preset_folders()):
+            if reading.is_file(candidate):
+                return candidate
+    there = reading.kind(path)
+    if there == "a folder":
+        raise UserError(f"{path} is a folder; valid: a preset's name, or a TOML file such as {path / 'config.toml'}")
+    if there and there != "a file":
+        raise UserError(f"{path} is {there}; valid: a preset's name, or a TOML file")
+    if not there:
+        valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
+        known = [*preset_names(), *names_in_folders()]
+        beside = difflib.get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.toml")], n=1)
+        near = f"did you mean {path.with_name(beside[0])}.toml?" if beside else ""
+        raise UserError(f"no preset {name!r}; {near or _nearest(name.removesuffix('.toml'), known) or valid}")
+    return path
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        UserError: it cannot be read or is malformed, with the line.
+    """
+    try:
+        return reading.parse_toml(reading.read_bytes(path).decode())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; valid: a TOML file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
+
+
+_TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}
+_VALUES = {"seed", "precision", "run_dir", "resume", "simulate_devices"}
+
+
+def is_of_run(tables: Mapping[str, Any]) -> bool:
+    """Whether a preset has every value, as training writes one, which nobody does by hand, and no base, not even an
+    empty one, as `--print-config` writes it."""
+    whole = tables.keys() >= _TABLES | _VALUES and "base" not in tables
+    return whole and all(isinstance(tables[name], dict) for name in _TABLES)
