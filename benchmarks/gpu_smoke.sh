@@ -60,9 +60,9 @@ export python
 
 run=$folder/run corpus=$folder/corpus.txt
 find megajax -name '*.py' -exec cat {} + >"$corpus"
-small=(--data.path "$corpus" --model.num-layers 2 --model.hidden-size 128 --model.num-heads 2 --model.sequence-length 128
-    --train.global-batch 8 --train.microbatch 4 --train.steps 8 --train.eval-batches 2 --checkpoint.every 4
-    --sample.tokens 8)
+model=(--model.num-layers 2 --model.hidden-size 128 --model.num-heads 2 --model.sequence-length 128)
+small=(--data.path "$corpus" "${model[@]}" --train.global-batch 8 --train.microbatch 4 --train.steps 8
+    --train.eval-batches 2 --checkpoint.every 4 --sample.tokens 8)
 train() { # train NAME PRESET FLAGS...: a new run in $folder/NAME
     local name=$1 preset=$2
     shift 2
@@ -113,9 +113,8 @@ for split in train dev; do
         echo "{\"prompt\": \"$split $number: one more than $number is\", \"completion\": \" $((number + 1))\"}"
     done >"$folder/$split.jsonl"
 done
-step instructions "$python" -m megajax train "$run/config.toml" --init "$run" --run-dir "$folder/tuned" \
-    --task.name instructions --data.reset-attention --data.train "$folder/train.jsonl" \
-    --data.dev "$folder/dev.jsonl" --train.steps 4
+step instructions "$python" -m megajax train finetune/instructions-demo --init "$run" --run-dir "$folder/tuned" \
+    "${model[@]}" --data.train "$folder/train.jsonl" --data.dev "$folder/dev.jsonl" --train.steps 4 --precision bf16
 step eval-instructions "$python" -m megajax eval instructions --checkpoint "$folder/tuned" --data "$folder/dev.jsonl"
 
 # A signal: the run stops with a checkpoint and exit code 143.

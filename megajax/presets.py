@@ -1,6 +1,7 @@
 """Presets, TOML files with values of a configuration: finding and reading them, and replacing values by flags."""
 
 import difflib
+import posixpath
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -118,7 +119,7 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
         UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type;
             a base is missing, or based on this preset.
     """
-    own, *bases = _with_bases(find_preset(name_or_file))
+    own, *bases = _with_bases(str(name_or_file))
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in reversed(bases):
@@ -148,11 +149,14 @@ class _File:
     """What one file of a preset says itself.
 
     Attributes:
+        path: where it is read.
+        place: the same, of a file on a remote store its URL.
         base: the preset that it is based on, as it is named there; empty: none.
         of_run: whether training wrote it.
     """
 
     path: Path
+    place: str
     values: dict[str, Any]
     base: str
     of_run: bool
@@ -161,7 +165,7 @@ class _File:
     def words(self) -> str:
         """What it is called in words."""
         inside = next((folder for folder in preset_folders()[1:] if folder in self.path.parents), None)
-        name = f"preset {self.path.relative_to(inside).with_suffix('')}" if inside else str(self.path)
+        name = f"preset {self.path.relative_to(inside).with_suffix('')}" if inside else self.place
         return f"{name}, of a run" if self.of_run else name
 
     @property
@@ -173,31 +177,45 @@ class _File:
 _OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
 
 
-def _with_bases(path: Path) -> list[_File]:
+def _with_bases(name_or_file: str) -> list[_File]:
     """The files of a preset: its own, that of its base, and so on."""
-    files, seen = [_read(path)], [identity(path)]
+    path = find_preset(name_or_file)
+    url = bool(scheme(name_or_file))
+    files, seen = [_read(path, name_or_file if url else str(path))], [name_or_file if url else identity(path)]
     while (last := files[-1]).base:
-        told = f"{last.path}: base = {shown(last.base)}"
-        try:  # a file is looked for beside this one, a name where all names are
-            base = find_preset(last.path.parent / last.base if last.base.endswith(".toml") else last.base)
+        told = f"{last.place}: base = {shown(last.base)}"
+        name = _beside(last.place, last.base)
+        try:
+            path = find_preset(name)
         except UserError as error:
             raise UserError(f"{told}: {error}") from None
-        seen.append(identity(base))
+        place = name if scheme(name) else str(path)
+        seen.append(name if scheme(name) else identity(path))
         if seen[-1] in seen[:-1]:
-            circle = [str(file.path) for file in files[seen.index(seen[-1]) :]]
+            circle = [file.place for file in files[seen.index(seen[-1]) :]]
             raise UserError(
-                f"{told} goes in a circle: {' -> '.join([*circle, str(base)])}; valid: a preset that is not based on "
-                "this one"
+                f"{told} goes in a circle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this "
+                "one"
             )
-        files.append(_read(base))
+        files.append(_read(path, place))
     return files
 
 
-def _read(path: Path) -> _File:
+def _beside(place: str, base: str) -> str:
+    """A base as it is found: a name where all names are, a file from the folder of the preset that names it."""
+    if scheme(base) or not base.endswith(".toml"):
+        return base
+    if not scheme(place):
+        return str(Path(place).parent / base)
+    store, _, file = place.partition("://")
+    return f"{store}://{posixpath.normpath(posixpath.join(posixpath.dirname(file), base))}"
+
+
+def _read(path: Path, place: str) -> _File:
     tables = read_toml(path)
     of_run, base = is_of_run(tables), tables.pop("base", "")
     if not isinstance(base, str):
-        raise UserError(f"{path}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
+        raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
     values = {}
     for name, entry in tables.items():
         if isinstance(entry, dict) and name in sections(Config):
@@ -205,10 +223,12 @@ def _read(path: Path) -> _File:
         elif isinstance(entry, dict) or name in sections(Config):
             known = ", ".join(f"[{section}]" for section in sections(Config))
             near = suggest(name, sections(Config), "") if isinstance(entry, dict) else ""
-            raise UserError(f"{path}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
+            raise UserError(f"{place}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
-    return _File(path, {key: _convert(key, value, f"{path}: {key}") for key, value in values.items()}, base, of_run)
+    return _File(
+        path, place, {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}, base, of_run
+    )
 
 
 _TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}

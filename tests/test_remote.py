@@ -109,3 +109,19 @@ def test_elsewhere_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="--run-dir gs://bucket/run"):
         _check_paths(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_presets_that_are_based_on_remote_ones(bucket: str, tmp_path: Path) -> None:
+    """By a URL, and by a file beside a remote preset; a circle is one line."""
+    store = fsspec.filesystem("memory")
+    store.pipe("/bucket/presets/base.toml", b'base = "demo"\nseed = 3\n')
+    store.pipe("/bucket/presets/more/mine.toml", b'base = "../base.toml"\n[train]\nsteps = 7\n')
+    mine = tmp_path / "own.toml"
+    mine.write_text(f'base = "{bucket}/presets/more/mine.toml"\n[model]\nnum_layers = 2\n')
+    found = load_preset(str(mine))
+    assert (found["seed"], found["train.steps"], found["model.num_layers"]) == (3, 7, 2)
+    assert load_preset(f"{bucket}/presets/more/mine.toml")["run_dir"] == "runs/mine"
+    store.pipe("/bucket/presets/base.toml", b'base = "more/mine.toml"')
+    places = [f"{bucket}/presets/{name}" for name in ("base.toml", "more/mine.toml", "base.toml")]
+    with pytest.raises(UserError, match=f"goes in a circle: {' -> '.join(places)}; valid: "):
+        load_preset(places[0])

@@ -26,8 +26,8 @@ def main(argv: Sequence[str]) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, "
-        "or the word python-stdlib or python-docstrings",
+        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, also at gs:// or s3://; "
+        "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
     )
     output = Option("output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json")
     add_flag(parser, output, "", required=True)
