@@ -59,10 +59,6 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"CUDA_VISIBLE_DEVICES=1 .*",
     ],
     "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
-    "needs an extra, or shows what it has until it is ended": [
-        r"megajax train demo --track wandb",
-        r"tensorboard --logdir .*",
-    ],
     "changes an environment or a shell": [
         r"python3 -m venv .*",
         r"pip install .*",
