@@ -7,7 +7,7 @@ line of JSON per schedule: seconds, and `ratio` = measured / predicted.
 
 With `--deferred`: is a step with deferred weight gradients as much faster than one without as the tables say? Both are
 compiled beforehand and run in turn in the same processes, first one, then the other first, and between them all passes.
-Prints the median of the rounds' ratios beside the ratio that the tables give for the passes' medians.
+Prints the median of the rounds' ratios beside the ratio that the tables give for the passes' means.
 """
 
 import argparse
@@ -111,15 +111,15 @@ def compare(program: Any, rounds: int) -> dict:
     for when in steps:
         seconds(when)
     passes = Passes(program, params, batch)
+    passes.measure(1)  # the first time takes longer
     found = [one_round(number) for number in range(rounds)]
 
-    def median(when: str) -> StageTimes:
-        """Of every pass over the rounds: a table of single rounds' passes takes longer, since it waits for those that
-        something disturbed."""
+    def mean(when: str) -> StageTimes:
+        """Of every pass over the rounds. Not the median: a step has many passes, those that something disturbed too."""
         rows = [vars(each["times"][when]) for each in found]
-        return StageTimes(**{name: np.median([row[name] for row in rows], axis=0) for name in rows[0]})
+        return StageTimes(**{name: np.mean([row[name] for row in rows], axis=0) for name in rows[0]})
 
-    times = {when: median(when) for when in programs}
+    times = {when: mean(when) for when in programs}
     predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
     measured, expected = (
         statistics.median(each["ratio"] for each in found),

@@ -104,7 +104,7 @@ def test_a_copied_configuration_begins_a_run_of_its_own(commands: Commands, half
     shutil.copy(half.folder / "config.toml", tmp_path / "theirs.toml")
     done = commands.run("train.py", tmp_path / "theirs.toml", "--resume", "must")
     assert done.code == 2 and "--run-dir runs/theirs has no checkpoint" in done.err
-    assert f"a copy of a run's configuration: runs/theirs is used, not its run_dir {half.folder}" in done.out
+    assert f"the configuration of another run: runs/theirs is used, not its run_dir {half.folder}" in done.out
     assert contents(half.folder) == before
     moved = shutil.copytree(half.folder, tmp_path / "moved")
     done = commands.run("train.py", moved / "config.toml", "--resume", "never")
