@@ -21,7 +21,7 @@ from megajax.program.state import TrainState
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.runs.step_folders import complete
-from megajax.training import restore
+from megajax.training import loop, restore
 
 STEPS = 2
 
