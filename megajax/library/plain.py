@@ -40,6 +40,10 @@ class PlainModel:
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh(1, 1, 1, [device or jax.devices()[0]])
         self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
+        of_tokens = PartitionSpec(None, None, TENSOR)
+        spec = of_tokens if config.model.head == "pretraining" else _WHOLE
+        self._logits = self._compiled(self._logits_in_region, spec)  # once; compiled for every shape of a batch
+        self._loss = self._compiled(self._loss_in_region, _WHOLE)
 
     def init(self, seed: int | None = None) -> dict[str, Any]:
         """Fresh weights in fp32, of the configuration's seed or another: nested dicts, `shared` and `blocks`; of a
@@ -56,17 +60,7 @@ class PlainModel:
             weights: as `init` makes them, or `Model.weights`.
             batch: token ids [B, T]; of BERT a batch by names.
         """
-        inputs = inputs_of(self.config, self.form, batch)
-
-        def logits(weights: Weights, batch: Mapping[str, Array]) -> Array:
-            model, x_BTD, _ = self._run(weights, batch)
-            if self.config.model.head != "pretraining":
-                return model.answers(x_BTD, batch)
-            found = model.logits(x_BTD)
-            return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
-
-        spec = PartitionSpec(None, None, TENSOR) if self.config.model.head == "pretraining" else _WHOLE
-        found = self._region(logits, spec)(weights, inputs)
+        found = self._logits(weights, inputs_of(self.config, self.form, batch))
         return found[..., : self.config.model.vocab_size] if found.ndim == 3 else found
 
     def loss(self, weights: Weights, batch: Given) -> Array:
@@ -76,20 +70,12 @@ class PlainModel:
             weights: as for a call.
             batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
         """
-        arrays = batch_of(self.config, self.form, batch)
+        return self._loss(weights, batch_of(self.config, self.form, batch))
 
-        def loss(weights: Weights, batch: Mapping[str, Array]) -> Array:
-            model, x_BTD, context = self._run(weights, batch)
-            totals, counts = model.losses(x_BTD, batch, context), self.form.counts(batch)
-            means = [
-                totals[name] / jnp.maximum(counts[name], 1).astype(totals[name].dtype) for name in self.form.targets
-            ]
-            return sum(means[1:], start=means[0])
-
-        return self._region(loss, _WHOLE)(weights, arrays)
-
-    def _region(self, function: Any, out_specs: PartitionSpec) -> Any:
-        return jax.shard_map(function, mesh=self._mesh, in_specs=(_WHOLE, _WHOLE), out_specs=out_specs, check_vma=True)
+    def _compiled(self, function: Any, out_specs: PartitionSpec) -> Any:
+        in_specs = (_WHOLE, _WHOLE)
+        region = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+        return jax.jit(region)
 
     # Inside the region from here on.
 
@@ -106,3 +92,16 @@ class PlainModel:
         numbers_L = np.arange(self.config.model.num_layers, dtype=np.int32)
         x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))
         return model, x_BTD, context
+
+    def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
+        model, x_BTD, _ = self._run(weights, batch)
+        if self.config.model.head != "pretraining":
+            return model.answers(x_BTD, batch)
+        found = model.logits(x_BTD)
+        return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
+
+    def _loss_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
+        model, x_BTD, context = self._run(weights, batch)
+        totals, counts = model.losses(x_BTD, batch, context), self.form.counts(batch)
+        means = [totals[name] / jnp.maximum(counts[name], 1).astype(totals[name].dtype) for name in self.form.targets]
+        return sum(means[1:], start=means[0])
