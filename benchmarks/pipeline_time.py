@@ -32,6 +32,7 @@ from megajax.pipeline.config import PipelineConfig
 
 CASES = [("1f1b", 1, "replicated"), ("interleaved", 2, "replicated"), ("gpipe", 1, "replicated"), ("1f1b", 1, "split")]
 DEFERRED_CASES = CASES[:2]
+PAIRS = 4  # of steps with and without, in every round
 
 
 def work(args: argparse.Namespace, process: int) -> None:
@@ -99,14 +100,17 @@ def compare(program: Any, rounds: int) -> dict:
         return time.perf_counter() - began
 
     def one_round(number: int) -> dict[str, Any]:
-        """The steps' times, and those of the passes, measured between them."""
-        first, second = sorted(steps, reverse=number % 2 == 0)
-        measured = {first: seconds(first)}
-        together, apart = passes.measure(1)
-        measured[second] = seconds(second)
+        """The times of `PAIRS` pairs of steps, and those of the passes, measured in their middle."""
+        pairs = []
+        for pair in range(PAIRS):
+            if pair == PAIRS // 2:
+                together, apart = passes.measure(1)
+            first, second = sorted(steps, reverse=(number + pair) % 2 == 0)
+            measured = {first: seconds(first)}
+            measured[second] = seconds(second)
+            pairs.append(measured)
         assert apart is not None
-        times = {"together": together, "deferred": apart}
-        return {"measured": measured, "times": times, "ratio": measured["deferred"] / measured["together"]}
+        return {"pairs": pairs, "times": {"together": together, "deferred": apart}}
 
     for when in steps:
         seconds(when)
@@ -121,17 +125,16 @@ def compare(program: Any, rounds: int) -> dict:
 
     times = {when: mean(when) for when in programs}
     predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
-    measured, expected = (
-        statistics.median(each["ratio"] for each in found),
-        predicted["deferred"] / predicted["together"],
-    )
+    pairs = [pair for each in found for pair in each["pairs"]]
+    ratios = [pair["deferred"] / pair["together"] for pair in pairs]
+    measured, expected = statistics.median(ratios), predicted["deferred"] / predicted["together"]
     return {
-        "measured_seconds": {when: statistics.median(each["measured"][when] for each in found) for when in programs},
+        "measured_seconds": {when: statistics.median(pair[when] for pair in pairs) for when in programs},
         "predicted_seconds": predicted,
         "ratio": measured,
         "predicted_ratio": expected,
         "ratio_over_predicted": measured / expected,
-        "ratios": [each["ratio"] for each in found],
+        "ratios": ratios,
         "load": os.getloadavg()[0],
         "times": {when: named(times[when]) for when in programs},
     }
