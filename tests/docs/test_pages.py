@@ -1,6 +1,7 @@
 """Links, quoted errors and examples of the pages."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -100,6 +101,15 @@ def test_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule.make_schedule("gpipe-fifo", stages, microbatches, 1, Deferring())
     backward = module.gpipe_fifo(4, 8, 1).backward
     assert (np.diff(backward, axis=0) == 1).all()
+
+
+def test_what_the_reference_names_is_there() -> None:
+    named = re.findall(
+        r"^\.\. auto(?:function|class|module):: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    assert len(named) > 10
+    for name in named:
+        pkgutil.resolve_name(name)
 
 
 @pytest.mark.full
