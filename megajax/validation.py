@@ -11,10 +11,9 @@ from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.models.checks import check_lora, check_model
 from megajax.models.registry import FAMILIES, Entry
-from megajax.optim.config import OptimizerConfig
+from megajax.optim.checks import check_cooldown
 from megajax.options import MOST, check, is_whole, options
-from megajax.pipeline.config import PipelineConfig
-from megajax.pipeline.schedule import SCHEDULES, schedule_names
+from megajax.pipeline.checks import check_schedule, check_table
 from megajax.tasks.registry import TASKS, Task
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -131,28 +130,6 @@ def _check_length(config: Config) -> None:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 
 
-def check_cooldown(optimizer: OptimizerConfig) -> None:
-    """Check that `wsd`, and no other schedule, has a decay of its own, which fits between warm-up and the decay's end
-    where that is known.
-
-    Raises:
-        UserError: it is not so.
-    """
-    given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
-    if optimizer.schedule != "wsd":
-        if optimizer.cooldown_steps:
-            raise UserError(
-                f"{given} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
-            )
-        return
-    end = optimizer.decay_steps
-    warmup = optimizer.warmup_steps or round(optimizer.warmup_fraction * end)
-    most = max(1, end - warmup) if end else MOST
-    if not 1 <= optimizer.cooldown_steps <= most:
-        why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
-        raise UserError(f"{given} with --optimizer.schedule wsd{why}; valid: 1 to {most}")
-
-
 def _check_ramp(train: TrainConfig) -> None:
     """That the batches of a ramp lead to the full one."""
     values = {
@@ -194,58 +171,6 @@ def _check_data(data: DataConfig) -> None:
                 f"--data.validation: name {entry.name!r}, path {entry.path!r}; "
                 "valid: a path and a name of its own, of a-z, A-Z, 0-9, - and _"
             )
-
-
-def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
-    """Check a schedule's chunks against the stages, and against the layers where there is a model.
-
-    Raises:
-        UserError: the schedule cannot have them.
-    """
-    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
-    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
-    if not SCHEDULES[pipeline.schedule].chunked:
-        if chunks != 1:
-            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
-            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
-        return
-    if pipe == 1:
-        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
-    most = None if num_layers is None else num_layers // pipe
-    if most is not None and most < 2:
-        raise UserError(
-            f"{schedule}: --model.num-layers {num_layers} are too few for 2 chunks on each of "
-            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
-        )
-    if chunks < 2 or (most is not None and chunks > most):
-        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
-        raise UserError(
-            f"--pipeline.chunks {chunks} with {schedule}{why}; "
-            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
-        )
-
-
-_MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
-
-
-def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
-    """Check that a schedule's table is not too large to make.
-
-    Args:
-        pipeline: schedule and chunks.
-        pipe: stages.
-        microbatches: of a step.
-        name: of their number, for error messages.
-
-    Raises:
-        UserError: it is.
-    """
-    size = pipe * pipeline.chunks * microbatches
-    if size > _MOST_CELLS or pipe**2 > _MOST_CELLS:
-        raise UserError(
-            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
-            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
-        )
 
 
 def validate(config: Config, num_devices: int) -> None:

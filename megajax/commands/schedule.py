@@ -13,6 +13,7 @@ from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, between
 from megajax.paths import check_place
+from megajax.pipeline.checks import check_schedule, check_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import make_schedule
@@ -29,7 +30,6 @@ from megajax.pipeline.timing import (
     wall_time,
 )
 from megajax.runs.parts import check_outside_runs
-from megajax.validation import check_schedule, check_table
 
 PLOT_FORMATS = (".png", ".svg")
 _PASSES = {

@@ -16,6 +16,7 @@ from megajax.program.parts import factor_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
+from megajax.training.speed import memory_figures
 
 
 def describe(program: Program, data: RunData | TaskData) -> str:
@@ -97,12 +98,11 @@ def _step_memory(program: Program) -> str:
 
 def memory_in_use(devices: list[jax.Device]) -> str | None:
     """What the fullest of these devices has had in use at most; None where they do not say it, as CPUs."""
-    stats = [found for device in devices if (found := device.memory_stats())]
-    used = max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+    used = memory_figures(devices).get("peak_memory_bytes")
     if used is None:
         return None
-    limit = min((found["bytes_limit"] for found in stats if "bytes_limit" in found), default=None)
-    of = "" if limit is None else f" of {limit / 2**20:,.1f}"
+    limits = [stats["bytes_limit"] for device in devices if "bytes_limit" in (stats := device.memory_stats() or {})]
+    of = f" of {min(limits) / 2**20:,.1f}" if limits else ""
     return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
 
 

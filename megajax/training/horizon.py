@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from megajax.config import Config
-from megajax.validation import check_cooldown
+from megajax.optim.checks import check_cooldown
 
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:

@@ -1,0 +1,56 @@
+"""Which pipelines there are, and whose tables are not too large to make. No JAX here."""
+
+from megajax.errors import UserError
+from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.schedule import SCHEDULES, schedule_names
+
+_MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
+
+
+def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
+    """Check a schedule's chunks against the stages, and against the layers where there is a model.
+
+    Raises:
+        UserError: the schedule cannot have them.
+    """
+    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
+    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
+    if not SCHEDULES[pipeline.schedule].chunked:
+        if chunks != 1:
+            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
+            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
+        return
+    if pipe == 1:
+        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
+    most = None if num_layers is None else num_layers // pipe
+    if most is not None and most < 2:
+        raise UserError(
+            f"{schedule}: --model.num-layers {num_layers} are too few for 2 chunks on each of "
+            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
+        )
+    if chunks < 2 or (most is not None and chunks > most):
+        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
+        raise UserError(
+            f"--pipeline.chunks {chunks} with {schedule}{why}; "
+            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
+        )
+
+
+def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
+    """Check that a schedule's table is not too large to make.
+
+    Args:
+        pipeline: schedule and chunks.
+        pipe: stages.
+        microbatches: of a step.
+        name: of their number, for error messages.
+
+    Raises:
+        UserError: it is.
+    """
+    size = pipe * pipeline.chunks * microbatches
+    if size > _MOST_CELLS or pipe**2 > _MOST_CELLS:
+        raise UserError(
+            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
+            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
+        )
