@@ -3,25 +3,13 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from drawn import drawn_state
-from parity_grid import (
-    DECODERS,
-    DEFAULT,
-    FEW_DECODERS,
-    FEW_LORAS,
-    FEW_TASKS,
-    LORAS,
-    OF_DECODERS,
-    OF_LORAS,
-    OTHERS,
-    TASKS,
-    name,
-)
+from parity_grid import DEFAULT, FEW_DECODERS, FEW_TASKS, name
+from parity_rows import REST, ROWS, config_of, deferring, of
 from tiny import tiny_config, tiny_program
 
 from megajax import verify
@@ -34,7 +22,6 @@ from megajax.verify import Comparison, Trace, compare
 FEW, STEPS = 3, 5
 
 trace = functools.partial(verify.trace, quick_compile=True)  # the numbers count here, not the time
-ROWS = 24  # of the global batch
 
 
 @functools.cache
@@ -42,20 +29,6 @@ def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
     size = {"num_layers": num_layers, "vocab_size": vocab_size, **of(model)}
     config = tiny_config(microbatch=ROWS, global_batch=ROWS, **size)
     return trace(config, STEPS, natural=initial(num_layers, vocab_size, model))
-
-
-def of(model: str) -> dict[str, Any]:
-    """The words of its configuration."""
-    if model in DECODERS | LORAS:
-        return (DECODERS | LORAS)[model]
-    family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
-    return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
-
-
-def deferring(weight_gradients: str) -> dict[str, Any]:
-    """What a word of the grid says."""
-    word, _, most = weight_gradients.partition("-")
-    return {"weight_gradients": word, "max_deferred": int(most or -1)}
 
 
 @functools.cache
@@ -68,62 +41,34 @@ def first(steps: int, whole: Trace) -> Trace:
     return Trace(whole.losses[:steps], whole.gradients[:steps])
 
 
-def check_row(
-    mesh, schedule, vocabulary, remat, weight_gradients, microbatches, layers, zero, sequence_parallel, model
-) -> None:
-    data, pipe, _ = mesh
-    schedule, _, number = schedule.rpartition("-")
-    chunks = int(number)
-    virtual = pipe * chunks
-    # Few models, so that few references are needed. Of 9 layers, 16 virtual stages have some without any.
-    num_layers, vocab_size = 9, 101  # whose vocabulary is padded
-    if layers == "divisible":
-        num_layers, vocab_size = virtual * -(-8 // virtual), 128
-    multiple = {1: 3, 2: 4, 4: 8, 8: 8}[pipe]
-    number = {"fewer": max(1, pipe // 2), "not a multiple": pipe + pipe // 2, "a multiple": multiple}[microbatches]
-    assert ROWS % (data * number) == 0
-    config = tiny_config(
-        mesh,
-        schedule=schedule,
-        chunks=chunks,
-        vocabulary=vocabulary,
-        remat=remat,
-        **deferring(weight_gradients),
-        microbatch=ROWS // data // number,
-        global_batch=ROWS,
-        num_layers=num_layers,
-        vocab_size=vocab_size,
-        zero=zero,
-        sequence_parallel=sequence_parallel,
-        **of(model),
-    )
-    steps = STEPS if zero == 3 else FEW
-    result = compare(
-        first(steps, reference(num_layers, vocab_size, model)),
-        trace(config, steps, natural=initial(num_layers, vocab_size, model)),
-    )
+def check_row(row: tuple) -> None:
+    config, model = config_of(row), row[-1]
+    size = config.model.num_layers, config.model.vocab_size
+    steps = STEPS if config.optimizer.zero == 3 else FEW
+    expected, actual = reference(*size, model), trace(config, steps, natural=initial(*size, model))
+    result = compare(first(steps, expected), actual)
     assert result.within(), result
 
 
 @pytest.mark.parametrize("row", DEFAULT, ids=name)
 def test_pairwise(row):
-    check_row(*row)
+    check_row(row)
 
 
 @pytest.mark.parametrize("row", FEW_TASKS, ids=name)
 def test_heads_of_tasks(row):
-    check_row(*row)
+    check_row(row)
 
 
 @pytest.mark.parametrize("row", FEW_DECODERS, ids=name)
 def test_decoders(row):
-    check_row(*row)
+    check_row(row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*OTHERS, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name)
+@pytest.mark.parametrize("row", REST, ids=name)
 def test_rest_of_the_grid(row):
-    check_row(*row)
+    check_row(row)
 
 
 EXACT = [  # schedule, chunks, vocabulary, zero, model

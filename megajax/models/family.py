@@ -85,6 +85,8 @@ class Family:
         reset_form: what its batch holds where attention starts anew with every document, if it can.
         linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
             its forward pass.
+        bidirectional: tokens see all of their text, whose length the layers are told, and the head of pretraining
+            predicts those that were chosen; else each sees those before it and predicts the next.
     """
 
     model: Callable[[ModelConfig, NamedKey, Borders, Backend], Any]
@@ -92,6 +94,7 @@ class Family:
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
     reset_form: BatchForm | None = None
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
+    bidirectional: bool = False
 
 
 def family_of(config: ModelConfig) -> Family:

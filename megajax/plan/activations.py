@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megajax.backend import Backend
 from megajax.config import Config
+from megajax.models.family import family_of
 from megajax.plan.sizes import ITEM_SIZE, Sizes
 
 _WORD = 4  # bytes of an int32 or uint32
@@ -122,7 +123,7 @@ def _small(config: Config, sizes: LayerSizes, remat: str) -> int:
         count += (sizes.rows if config.data.reset_attention else 1) * sizes.tokens
     if config.data.reset_attention:
         count += sizes.rows * sizes.tokens
-    if model.family == "bert":
+    if family_of(model).bidirectional:
         count += sizes.rows
     angles = 2 * (sizes.head_size // 2) * sizes.wide if model.rotary and recomputed else 0
     return count * _WORD + angles

@@ -5,7 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from megajax.batch import most_masked
 from megajax.config import Config
+from megajax.models.family import family_of
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
 
@@ -45,7 +47,10 @@ class Sizes:
     Attributes:
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
+        counted: bytes of a count.
         microbatches, rows, tokens: of a step, of a microbatch (texts, of a choice), of a sequence.
+        bidirectional: of the family, see `Family`.
+        predicted: tokens of a sequence that the head of pretraining predicts.
         whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
         ticks: of the schedule's table.
         layers_of_chunk: slots of a chunk.
@@ -63,10 +68,13 @@ class Sizes:
         self.wide = max(4, self.item)
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
+        self.counted = 8 if config.precision == "fp64" else 4  # JAX counts in 64 bits where it computes in them
         self.microbatches = max(1, config.train.global_batch // (mesh.data * config.train.microbatch))
         rows = config.train.global_batch // (mesh.data * self.microbatches)
         self.rows = rows * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
+        self.bidirectional = family_of(model).bidirectional
+        self.predicted = most_masked(self.tokens) if self.bidirectional else self.tokens
         shared_by = mesh.tensor if self.splits_sequence else 1
         self.whole: Shape = (self.rows, self.tokens, model.hidden_size)
         self.own: Shape = (self.rows, self.tokens // shared_by, model.hidden_size)

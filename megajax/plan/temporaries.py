@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import prod
 
 from megajax.backend import CPU, Backend
-from megajax.batch import most_masked
 from megajax.models.visibility import Visibility
 from megajax.plan.activations import LayerSizes, chunk_layers, fused, layer_bytes
 from megajax.plan.shapes import Held
@@ -148,8 +147,7 @@ class Temporaries:
         if model.head != "pretraining":
             return 0
         split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
-        predicted = most_masked(layer.tokens) if model.family == "bert" else layer.tokens
-        return layer.rows * predicted * (model.padded_vocab_size // split)
+        return layer.rows * self.step.predicted * (model.padded_vocab_size // split)
 
     def _one_layer(self, remat: str) -> int:
         """A layer's backward: what is computed again, the gradients of its input and output, and of its two halves the
@@ -169,7 +167,7 @@ class Temporaries:
         if fused(self.step.config, self.backend):
             return 0
         window = model.sliding_window if 0 < model.sliding_window < layer.tokens else None
-        visible = Visibility(causal=model.family != "bert", window=window)
+        visible = Visibility(causal=not self.step.bidirectional, window=window)
         block, group = self.backend.block_of(layer.tokens), layer.heads // layer.kv_heads
         ends = [(start, min(start + block, layer.tokens)) for start in range(0, layer.tokens, block)]
         ranges = ((end - start, visible.key_range(start, end, layer.tokens)) for start, end in ends)

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, fields
 
 from megajax.backend import GPU
-from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.plan.machines import Machine, peak_of
 from megajax.plan.shapes import held
@@ -127,7 +126,7 @@ class Work:
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency
         length = self.sizes.tokens
         seen: float = length
-        if model.family != "bert" and not passes.all_scores:
+        if not self.sizes.bidirectional and not passes.all_scores:
             window = model.sliding_window if 0 < model.sliding_window < length else length
             seen = window * (1 - window / (2 * length))  # on average, of a token
         scores = self.sizes.rows * self.heads * length * seen
@@ -136,7 +135,7 @@ class Work:
         plain = model.dropout == 0 and not self.config.data.reset_attention and not model.sliding_window
         if self.machine.fused_attention and half and plain:
             return flops / (self.peak * efficiency.attention), 0.0
-        if not passes.all_scores and model.family != "bert":  # by blocks of queries, each with its last one's keys
+        if not passes.all_scores and not self.sizes.bidirectional:  # by blocks, each with its last query's keys
             block = GPU.block_of(length)
             scores *= min(length, seen + block / 2) / seen
         padded = -(-model.head_size // _TILE) * _TILE / model.head_size
@@ -152,7 +151,7 @@ class Work:
         model = self.config.model
         if model.head != "pretraining":
             return Seconds()
-        rows = self.tokens if model.family != "bert" else self.sizes.rows * most_masked(self.sizes.tokens)
+        rows = self.sizes.rows * self.sizes.predicted
         shapes = [(rows, self.hidden, self.vocabulary), (rows, self.vocabulary, self.hidden)]
         products = sum(self.product(*each) for each in [*shapes, (self.hidden, rows, self.vocabulary)])
         passes = self.machine.traffic

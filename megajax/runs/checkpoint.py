@@ -22,7 +22,7 @@ from megajax.runs import step_folders
 from megajax.runs.deferred import new_state
 from megajax.runs.failures import in_one_line
 from megajax.runs.formats import FORMAT
-from megajax.runs.metrics import read_metrics
+from megajax.runs.metrics import validation_losses
 from megajax.runs.mismatch import check_fits
 from megajax.runs.retention import Retention
 from megajax.runs.stored import FORMAT_NAME, DamagedCheckpoint, Reader, weights_of
@@ -272,15 +272,6 @@ class Checkpoints:
                         raise UserError(f"{self.folder}: {problem}; valid: a folder that can be written") from None
 
         on_first_process(rename)
-
-
-def validation_losses(run_dir: Path) -> dict[int, float]:
-    """The validation losses of a run by step, those that are finite."""
-    return {
-        record["step"]: record["validation_loss"]
-        for record in read_metrics(run_dir)
-        if record.get("validation_loss") is not None  # null: it was not finite
-    }
 
 
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from megajax.config import Config
 from megajax.data import gpt, pairs
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, make_corpus, open_corpus
+from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, open_corpus
+from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.prepared import prepared_prefix, prepared_tokens, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples

@@ -37,6 +37,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+def validation_losses(run_dir: Path) -> dict[int, float]:
+    """The validation losses of a run by step, those that are finite."""
+    return {
+        record["step"]: record["validation_loss"]
+        for record in read_metrics(run_dir)
+        if record.get("validation_loss") is not None  # null: it was not finite
+    }
+
+
 DEV = "dev/"  # begins the names of a task's figures on its dev records
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.corpus import Corpus, evaluation_tokens, make_corpus, open_corpus
+from megajax.data.corpus import Corpus, evaluation_tokens, open_corpus
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedWriter
+from megajax.data.making import make_corpus
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
@@ -199,7 +200,7 @@ def test_killed_while_tokenizing(tmp_path, small_tokenizer):
     """A process that dies at its worst moment leaves nothing that a later run would take for a corpus."""
     (tmp_path / "a.txt").write_text("some words\n\n" * 5000)
     script = (
-        "import os, signal, sys; from pathlib import Path; from megajax.data.corpus import make_corpus\n"
+        "import os, signal, sys; from pathlib import Path; from megajax.data.making import make_corpus\n"
         "Path.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
         "make_corpus(*sys.argv[1:3], 300, sys.argv[3])"
     )
@@ -236,7 +237,7 @@ def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypat
         used.extend(documents)
         return train_tokenizer(used, vocab_size, kind)
 
-    monkeypatch.setattr("megajax.data.corpus.train_tokenizer", record)
+    monkeypatch.setattr("megajax.data.making.train_tokenizer", record)
     monkeypatch.setattr("megajax.data.tokenizers.TRAINING_BYTES", TextDocuments(source).size // 4)
     assert texts_of(make_corpus(source, "", 300, tmp_path / "run")) == TEXTS
     numbers = [TEXTS.index(text) for text in used]

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from megajax.data.bpe import BytePairTokenizer
-from megajax.data.corpus import make_corpus, open_corpus
+from megajax.data.corpus import open_corpus
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import check_input, identity
+from megajax.data.making import make_corpus
 from megajax.data.records import TextFiles
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizers import named_tokenizer

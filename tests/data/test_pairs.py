@@ -13,9 +13,9 @@ from megajax.batch import IGNORED, pairs_form
 from megajax.data import pairs
 from megajax.data.bits import Bits, key_of
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import make_corpus
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.loader import evaluation_batches, train_batches
+from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import EvaluationPairs, TrainPairs, train_and_validation
 from megajax.data.wordpiece import WordPieceTokenizer

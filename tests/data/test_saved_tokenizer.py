@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from saved_tokenizers import KINDS, TEXTS, write_saved
 
-from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.corpus import kept_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
+from megajax.data.making import make_corpus
 from megajax.data.saved_tokenizer import SavedTokenizer
 from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer, train_tokenizer
 from megajax.errors import UserError

@@ -25,9 +25,10 @@ from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
-from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.corpus import kept_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import train_and_validation
 from megajax.data.prepared import prepared_tokens

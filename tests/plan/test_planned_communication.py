@@ -2,19 +2,8 @@
 
 import pytest
 from counting import collectives_of_a_step
-from parity_grid import (
-    DECODERS,
-    DEFAULT,
-    FEW_DECODERS,
-    FEW_LORAS,
-    FEW_TASKS,
-    LORAS,
-    OF_DECODERS,
-    OF_LORAS,
-    OTHERS,
-    TASKS,
-    name,
-)
+from parity_grid import DEFAULT, name
+from parity_rows import BY_DEFAULT, REST, config_of
 from tiny import LLAMA, QWEN3, tiny_config
 
 from megajax.config import Config
@@ -23,35 +12,10 @@ from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import bytes_by_axis, communication, totals
 from megajax.plan.sizes import num_ticks
 
-ROWS = 24  # of the global batch
-
 
 def check(config: Config) -> None:
     found, theory = totals(collectives_of_a_step(config)), totals(communication(config))
     assert found == theory, {key: (found[key], theory[key]) for key in {*found, *theory} if found[key] != theory[key]}
-
-
-def config_of(row: tuple, **others) -> Config:
-    """Of a row of the parity grid, as `test_parity.py` reads it."""
-    mesh, schedule, vocabulary, remat, weight_gradients, microbatches, layers, zero, sequence_parallel, model = row
-    data, pipe, _ = mesh
-    schedule, _, chunks = schedule.rpartition("-")
-    virtual = pipe * int(chunks)
-    size = {"num_layers": 9, "vocab_size": 101}
-    if layers == "divisible":
-        size = {"num_layers": virtual * -(-8 // virtual), "vocab_size": 128}
-    number = {"fewer": max(1, pipe // 2), "not a multiple": pipe + pipe // 2, "a multiple": max(3, pipe)}[microbatches]
-    words = (DECODERS | LORAS).get(model)
-    if words is None:
-        family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
-        words = {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
-    word, _, most = weight_gradients.partition("-")
-    options = {
-        **{"schedule": schedule, "chunks": int(chunks), "vocabulary": vocabulary, "remat": remat, "zero": zero},
-        **{"weight_gradients": word, "max_deferred": int(most or -1), "sequence_parallel": sequence_parallel},
-        **{"microbatch": 2, "global_batch": 2 * data * number},
-    }
-    return tiny_config(mesh, **options | size | words | others)
 
 
 SOME = {
@@ -76,9 +40,7 @@ def test_equals_the_jaxpr(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row", [*DEFAULT, *OTHERS, *FEW_TASKS, *TASKS, *FEW_DECODERS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS], ids=name
-)
+@pytest.mark.parametrize("row", [*BY_DEFAULT, *REST], ids=name)
 def test_equals_the_jaxpr_on_the_grid(row):
     check(config_of(row))
 

@@ -18,8 +18,8 @@ import pytest
 
 from megajax.commands.prepare import main
 from megajax.data import files
-from megajax.data.corpus import make_corpus
 from megajax.data.indexed import IndexedDataset
+from megajax.data.making import make_corpus
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
 

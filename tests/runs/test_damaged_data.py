@@ -11,9 +11,10 @@ import pytest
 from tiny import tiny_config
 
 from megajax.data.config import DataConfig, Source, TokenizerConfig
-from megajax.data.corpus import kept_tokenizer, make_corpus, open_corpus
+from megajax.data.corpus import kept_tokenizer, open_corpus
 from megajax.data.digests import BLOCK_BYTES
 from megajax.data.indexed import IndexedWriter
+from megajax.data.making import make_corpus
 from megajax.data.report import digests_of
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError

@@ -32,4 +32,5 @@ FAMILY = Family(
     form=_form,
     products=_products,
     linear_embedding=lambda config: config.layer_order == "pre" and config.head != "span",
+    bidirectional=True,
 )

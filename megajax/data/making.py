@@ -1,0 +1,199 @@
+"""From a user's text to a tokenized corpus in the run directory."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megajax import reading
+from megajax.data.chunks import count_sentences
+from megajax.data.corpus import Corpus, fitting, has_corpus, has_only_tokenizer, load_fitting, open_corpus
+from megajax.data.encoding import encode_documents
+from megajax.data.files import folder_atomically, put_back
+from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.library import WORDS
+from megajax.data.masking import WordPieces
+from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
+from megajax.data.report import (
+    CorpusReport,
+    digests_of,
+    read_report,
+    write_blocks,
+    write_report,
+)
+from megajax.data.text import TextDocuments
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import (
+    Kind,
+    is_on_hub,
+    is_tokenizer_folder,
+    named_tokenizer,
+    train_tokenizer,
+    training_part,
+)
+from megajax.errors import UserError
+from megajax.paths import scheme
+from megajax.phases import phase
+
+
+def make_corpus(
+    path: str,
+    tokenizer_path: str,
+    vocab_size: int,
+    output_dir: str | Path,
+    check: Callable[[Corpus], object] = lambda corpus: None,
+    flag: str = "--data.path",
+    sentences: bool = False,
+    kind: Kind = "bpe",
+) -> Corpus:
+    """Make the corpus of a run, or find it made. One process calls this, then all may `open_corpus`.
+
+    A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
+    of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
+    `TextDocuments`) is read and tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in
+    `output_dir/tokenizer` in all cases; one that lies there before, with no corpus yet, is that of imported weights and
+    is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
+
+    Args:
+        path: text file, `.jsonl` file, folder, URL, a word for the standard library or PREFIX.
+        tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
+            train one with up to `vocab_size` ids.
+        vocab_size: ids that the model knows, before padding.
+        output_dir: folder of the run's corpus, made if missing.
+        check: raises `UserError` where the corpus is not what the caller needs; it is then not kept.
+        flag: the flag that named the path, for error messages.
+        sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
+        kind: of the tokenizer that is trained.
+
+    Raises:
+        UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
+            `vocab_size`; `output_dir` holds another tokenizer, the corpus of another source or something that is no
+            corpus, or cannot be written; a prepared dataset has no sentences but should, or has and should not.
+    """
+    folder = Path(output_dir)
+    put_back(folder)
+    if has_corpus(folder):
+        _check_same_source(folder, path, tokenizer_path, flag)
+        return open_corpus(folder, vocab_size)
+    if Path(path).is_dir() and Path(path).resolve() in folder.resolve().parents:
+        raise UserError(f"{flag} {path}: all of this folder is read, and {folder} is in it; valid: a --run-dir outside")
+    tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
+    with folder_atomically(folder, ours=has_only_tokenizer) as new:
+        if prefix := prepared_prefix(path, flag=flag):
+            with phase(f"reading {prefix}"):
+                _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
+        else:
+            _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new, sentences, kind)
+        check(open_corpus(new, vocab_size))
+    return open_corpus(folder, vocab_size)
+
+
+def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
+    there = load_fitting(own, vocab_size) if reading.names(own) else None
+    given = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
+    if there and given and there != given:
+        raise UserError(
+            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
+        )
+    return given or there
+
+
+def _adopt(
+    prefix: Path,
+    tokenizer: Tokenizer | None,
+    tokenizer_path: str,
+    vocab_size: int,
+    folder: Path,
+    sentences: bool,
+    flag: str,
+) -> None:
+    """Record a dataset that was given tokenized."""
+    tokens, blocks = open_prepared(prefix)
+    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
+    beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
+    if tokenizer is None and beside:
+        tokenizer = load_fitting(beside, vocab_size)
+    if blocks is not None:
+        write_blocks(folder, blocks)
+    if tokenizer:
+        tokenizer.save(folder / "tokenizer")
+    tokens.check_vocabulary(vocab_size)
+    report = CorpusReport(
+        source=_absolute(str(prefix)),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
+        dataset=_absolute(str(prefix)),
+        vocab_size=vocab_size,
+        documents=tokens.num_documents,
+        tokens=tokens.num_tokens,
+        **_counts(tokens, sentences),
+        digests=digests_of(dataset_files(prefix)[0], blocks, folder / "tokenizer"),
+    )
+    write_report(folder, report)
+
+
+def _tokenize(
+    documents: TextDocuments,
+    tokenizer: Tokenizer | None,
+    tokenizer_path: str,
+    vocab_size: int,
+    folder: Path,
+    sentences: bool,
+    kind: Kind,
+) -> None:
+    started = time.perf_counter()
+    if tokenizer is None:
+        with phase(f"training a tokenizer on {documents.path}"):
+            tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
+    trained = time.perf_counter()
+    if sentences:
+        WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
+    with phase(f"tokenizing {documents.path}"), IndexedWriter(folder / "tokens", tokenizer.size) as writer:
+        for sequences in encode_documents(documents, tokenizer, sentences=sentences):
+            writer.add_document(*sequences)
+    tokenizer.save(folder / "tokenizer")
+    write_blocks(folder, writer.digests)
+    report = CorpusReport(
+        source=_absolute(documents.path),
+        tokenizer_source=_tokenizer_source(tokenizer_path),
+        dataset="",
+        vocab_size=tokenizer.size,
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        **_counts(IndexedDataset(folder / "tokens"), sentences),
+        text_bytes=documents.report.num_bytes,
+        skipped_files=documents.report.skipped_files,
+        tokenizer_seconds=trained - started,
+        encoding_seconds=time.perf_counter() - trained,
+        digests=digests_of(folder / "tokens.idx", writer.digests, folder / "tokenizer"),
+    )
+    write_report(folder, report)
+
+
+def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
+    """The part of a report about sentences."""
+    if not sentences:
+        return {}
+    counts = count_sentences(tokens)
+    return {"sentences": counts.sentences, "single_sentence_documents": counts.single}
+
+
+def _absolute(path: str) -> str:
+    """A path, whatever folder is the current one; words and URLs stay."""
+    return path if path in ("", *WORDS) or scheme(path) else str(Path(path).resolve())
+
+
+def _tokenizer_source(path: str) -> str:
+    return path if is_on_hub(path) else _absolute(path)
+
+
+def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
+    report = read_report(folder)
+    source = _absolute(path)
+    if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name it too
+        source = str(prepared_prefix(source) or source)
+    for flag, made_from, given in (
+        (path_flag, report.source, source),
+        ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
+    ):
+        if made_from != given:
+            raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that, or a new --run-dir")
