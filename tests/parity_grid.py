@@ -137,10 +137,14 @@ def pipeline_code(row: tuple) -> bool:
 
 
 OTHERS = [row for row in limited(dict.fromkeys([*TRIPLES, *filter(pipeline_code, ALL)])) if row not in DEFAULT]
-# Heads of tasks: every two columns meet; by default, on the mesh of all axes and one of a split sequence, few of them.
+# Heads of tasks: every two columns meet; by default few of them, on the mesh of all axes with a split sequence. A
+# choice has the head of classes.
 HEADS = [f"bert-{order}-{head}" for head in ("classes", "span") for order in ("pre", "post")]
 BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"]
-TASKS = pairwise([(*row, model) for row in BERTS for model in HEADS])
+CLASSES = (
+    (2, 2, 2), "1f1b-1", "replicated", "none", "together", "fewer", "not divisible", 1, True, "bert-post-classes"
+)  # fmt: skip
+TASKS = [CLASSES, *pairwise([(*row, model) for row in BERTS for model in HEADS])]
 FEW_TASKS = [
     (
         (2, 2, 2),
@@ -154,7 +158,6 @@ FEW_TASKS = [
         True,
         "bert-pre-span",
     ),
-    ((2, 2, 2), "1f1b-1", "replicated", "none", "together", "fewer", "not divisible", 1, True, "bert-post-classes"),
     ((2, 2, 2), "gpipe-1", "split", "selective", "together", "a multiple", "not divisible", 0, True, "bert-pre-choice"),
 ]
 # Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from finetuning import TASKS, Finetuning, assert_same_figures
+from finetuning import Finetuning, assert_same_figures
 from mistakes import one_line, redundant
 from processes import Finished
 
@@ -14,7 +14,7 @@ def evaluate(tuning: Finetuning, task: str, *runs: Path) -> Finished:
     return tuning.commands.run("eval.py", task, "--checkpoint", *runs, "--data", tuning.file(task, "dev"))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*map(redundant, ["mnli", "qqp", "squad1", "race"]), "squad2"])
 def test_of_a_run_with_itself(tuning: Finetuning, task: str, tmp_path: Path) -> None:
     """Gives the run's figures and answers, exactly."""
     run, data = tuning.run(task), ("--data", tuning.file(task, "dev"))

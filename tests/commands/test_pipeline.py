@@ -33,7 +33,7 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4",
+        "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4 --train.remat layer",
         pytest.param(
             "--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred",
             marks=pytest.mark.full,
@@ -45,7 +45,7 @@ def test_profile(commands: Commands, flags: str, tmp_path: Path, monkeypatch: py
     deferred weight gradients would change; no run."""
     monkeypatch.setattr(profile, "ROUNDS", 1)
     monkeypatch.setattr(profile, "SECONDS_PER_MEASUREMENT", 0.01)
-    arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, *flags.split())
+    arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, "--model.dropout", 0, *flags.split())
     done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
     lines = done.out.splitlines()
