@@ -123,6 +123,49 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
     assert list((run / "checkpoints").iterdir()) == []
 
 
+SIGNALLED = """
+import os, signal, sys
+sys.path.insert(0, ".")
+import jax
+from megajax.commands import train
+from megajax.ending import run
+from megajax.training.loop import Run
+
+def compiling(plain):
+    def method(self, step, program, batch):
+        if step > 1 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, step, program, batch)
+    return method
+
+if __name__ == "__main__":
+    Run._compile = compiling(Run._compile)
+    run(lambda: train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_path: Path) -> None:
+    """While the step of the next size is compiled: both stop behind the same step, with a checkpoint of it; two
+    processes go on, trace some steps, and have the numbers of one that saw no signal."""
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    sizes = ("--train.ramp-start", 4, "--train.ramp-increment", 4, "--train.ramp-samples", 8, "--train.steps", 6)
+    rare = ("--train.eval-every", 100, "--train.eval-batches", 1, "--checkpoint.every", 100)
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    commands.train(straight, *sizes, *rare)
+    flags = (*sizes, *rare, *UNPIPED, "--simulate-devices", 2)
+    stopped = two_processes(commands, script, commands.preset, "--run-dir", parts, *flags)
+    assert {done.code for done in stopped} == {128 + signal.SIGTERM}, stopped
+    (step,) = (int(entry.name) for entry in (parts / "checkpoints").iterdir())
+    assert 2 <= step <= 4 and len(curve(parts)) == step
+    first, second = train_as_two(commands, parts, *sizes, *rare, "--profile", "5:6", mesh=UNPIPED)
+    assert first.code == second.code == 0, (first, second)
+    assert_silent(second)
+    assert "profile of steps 5 to 6" in first.out and list((parts / "profile").rglob("*.xplane.pb"))
+    assert_close_losses(curve(parts), curve(straight))
+
+
 @pytest.mark.full
 def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path: Path) -> None:
     """Process 1 is stopped while steps run: the other ends within patience, and its last line names process 1, its host
