@@ -2,6 +2,7 @@
 follows, beside the one predicted from equal stages; and what deferring the weight gradients would change."""
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.launch import start
+from megajax.phases import phase, watched
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.schedule import make_schedule
@@ -24,6 +26,7 @@ from megajax.program.parts import factor_bytes, one_part, residual_bytes
 from megajax.program.program import Batch, Program
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
+from megajax.training.display import Display
 from megajax.validation import validate
 
 Tree = Any
@@ -64,7 +67,9 @@ def profile_pipeline(config: Config) -> Profile:
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
-    found = measure(program)
+    display = Display(is_first_process())
+    with watched(functools.partial(display.phase, announced=False)):
+        found = measure(program)
     if is_first_process():
         print("\n".join(_report(program, found)), flush=True)
     return found
@@ -73,8 +78,11 @@ def profile_pipeline(config: Config) -> Profile:
 def measure(program: Program) -> Profile:
     """Time every chunk of every stage alone, then the whole step."""
     schedule, batch, params = program.schedule, synthetic_batch(program), program.layout.init().params
-    times, apart = Passes(program, params, batch).measure(ROUNDS)
-    whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
+    passes = Passes(program, params, batch)
+    with phase("measuring the passes"):
+        times, apart = passes.measure(ROUNDS)
+    with phase("compiling the step"):
+        whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
     step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
     own = times if schedule.deferral is None or apart is None else apart
     without = dataclasses.replace(own, hand_over=0.0)
@@ -99,7 +107,8 @@ class Passes:
         self.timers: dict[str, list[Callable[[], float]]] = {}
 
         def add(name: str, part: Part, of: Program = together, stages: Iterable[int] = stages) -> None:
-            run = one_part(of, part).lower(params, batch, np.int32(0), np.int32(1)).compile()
+            with phase("compiling the passes"):
+                run = one_part(of, part).lower(params, batch, np.int32(0), np.int32(1)).compile()
 
             def timer(k: int) -> Callable[[], float]:
                 return _timer(lambda repeats: run(params, batch, np.int32(k), np.int32(repeats)))
