@@ -1,7 +1,6 @@
 """`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
 
 import json
-import resource
 import time
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, machine_of, peak_of
 from megajax.presets import load_preset, resolve
+from megajax.resident import peak_resident_bytes
 from megajax.validation import validate_imagined
 
 _GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
@@ -54,9 +54,5 @@ def main(argv: Sequence[str]) -> None:
     from megajax.plan.report import Plan, figures, text
 
     compiled = compiled_step(plan_search.scanned(config), gpus=gpus) if compiles else None
-    plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, _peak_bytes())
+    plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, peak_resident_bytes())
     print(json.dumps(figures(plan)) if args.json else text(plan))
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from megajax.flags import Parser, add_flag
 from megajax.launch import in_cluster, start
 from megajax.options import Option, between
 from megajax.presets import load_preset, resolve
+from megajax.resident import peak_resident_bytes
 from megajax.validation import validate_imagined
 
 _OPTIONS = (
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
         report.stop()
     report.close(result)
     if args.json:
-        print(json.dumps(_finite(report.figures(result) | {"peak_bytes": _peak_bytes()})))
+        print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()})))
     if not result.passed:
         raise SystemExit(1)
 
@@ -68,10 +68,6 @@ def _start(devices: int, config: Config) -> None:
     if in_cluster(os.environ):
         raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
     start(dataclasses.replace(config, simulate_devices=devices, precision="fp32", distributed=DistributedConfig()))
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _finite(value: Any) -> Any:

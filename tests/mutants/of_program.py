@@ -116,7 +116,7 @@ STEP = [
     Mutant(
         "gradients are clipped before they are reduced",
         COMPLETE,
-        "grads = jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), grads)\n    " + COMPLETE,
+        "grads = jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), grads)\n        " + COMPLETE,
         ON_DATA,
         "numbers",
         gradient("", "data"),
