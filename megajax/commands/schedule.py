@@ -203,8 +203,9 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, timing: _Timing) 
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     together = _Timing.of(make_schedule(pipeline.schedule, *shape), times)
     formula = deferred_bubble(pipeline.schedule, *shape, deferring)
-    each, most = times.weight_gradient / table.num_chunks, 2 * (table.num_stages - 1)
-    allowed = deferring.waiting(table.num_stages)
+    each = times.weight_gradient / table.num_chunks
+    waiting, allowed = max(pending_weights(table)), deferring.waiting(table.num_stages)
+    help_of = "" if waiting == allowed else f"help of the {allowed} that "
     (h1, h1_kept), (h2, h2_kept) = published_zero_bubble(table.num_stages, times).values()
     kept = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
@@ -215,8 +216,8 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, timing: _Timing) 
         f"{together.idle:g} -> {timing.idle:g} ({of_formula})",
         f"published         idle time of ZB-H1 {h1:g} with {h1_kept} microbatches in flight, of ZB-H2 {h2:g} with "
         f"{h2_kept} (arXiv 2401.10241); here {timing.idle:g} with {max(kept) / table.num_chunks:g}",
-        f"pending chunks    {max(pending_weights(table))} of {allowed} allowed by --pipeline.max-deferred ({most} is "
-        f"all that helps); each saves up to {each:g}, {each / timing.wall:.1%} of the step,",
+        f"pending chunks    {waiting}, all that {help_of}--pipeline.max-deferred allows; each saves "
+        f"up to {each:g}, {each / together.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "
         "(none itself keeps 16 D, layer D)",
     ]

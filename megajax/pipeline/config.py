@@ -28,7 +28,7 @@ class PipelineConfig:
     ] = "together"
     max_deferred: Annotated[
         int,
-        "chunks of a stage whose weight gradients may wait at once; -1: 2 (mesh.pipe - 1), all that helps",
+        "chunks of a stage whose weight gradients may wait at once; -1: as many as help, at most 2 (mesh.pipe - 1)",
         between(-1, MOST),
     ] = -1
 

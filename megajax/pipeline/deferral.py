@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_ROUNDING = 1e-9  # of a number of passes that fit
+_ROUNDING = 1e-9  # of a number of passes that fit, and of the time of a table
+_Table = tuple[float, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Deferring:
 
     Attributes:
         times: what they are placed by.
-        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), all that helps; no more
-            wait where more may.
+        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), which no schedule needs
+            more than. Where fewer give the same time, fewer wait.
     """
 
     times: PassTimes = PassTimes()
@@ -53,7 +54,8 @@ def place(
     more than `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
 
     Where a weight gradient takes longer than a forward or an input gradient, it would not fit in the place of one. A
-    second rule then lets it make the half longer, and the shorter of the two tables is taken.
+    second rule then lets it make the half longer, and the shorter of the two tables is taken. Of equally short ones
+    that with the fewest chunks that may wait is: GPipe has no use for more than p-1.
 
     With times tF, tB, tW, v chunks and m >= 2p microbatches this leaves 1F1B, interleaved or not, a bubble of
     (p-1)(tF + tB - tW)/v where tW is at most tF and tB; with at most c <= 2(p-1) pending chunks
@@ -70,20 +72,29 @@ def place(
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
-    tables = [
-        _place(forward, backward, deferring, ring, widen) for widen in ((False,) if always_fits else (False, True))
-    ]
-    _, early, late = min(tables, key=lambda table: table[0])
-    return early, late
+    rules = (False,) if always_fits else (False, True)
+
+    def table(most: int) -> _Table:
+        tables = [_place(forward, backward, times, most, ring, widen) for widen in rules]
+        return min(tables, key=lambda table: table[0])
+
+    most = deferring.waiting(forward.shape[1])
+    shortest = best = table(most)
+    enough, too_few = most, -1
+    number = most - 1  # where this is too few, as it mostly is, no others are tried
+    while too_few < number < enough:
+        found = table(number)
+        if found[0] <= shortest[0] * (1 + _ROUNDING):
+            enough, best = number, found
+        else:
+            too_few = number
+        number = (too_few + enough) // 2
+    return best[1], best[2]
 
 
-def _place(
-    forward: np.ndarray, backward: np.ndarray, deferring: Deferring, ring: bool, widen: bool
-) -> tuple[float, np.ndarray, np.ndarray]:
+def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: int, ring: bool, widen: bool) -> _Table:
     """By the first rule, or `widen` by the second: the time all ticks take, and the two tables."""
     num_ticks, num_stages = forward.shape
-    times = deferring.times
-    most = deferring.waiting(num_stages)
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
     early, late = np.zeros((2, num_ticks, num_stages), np.int32)

@@ -85,11 +85,17 @@ def _legend(schedule: Schedule) -> list[Any]:
     return [
         Patch(
             color=COLOURS[part][chunk % 4],
-            label=f"{what}{f', chunk {chr(97 + chunk)}' if schedule.num_chunks > 1 else ''}",
+            label=what + (f", chunk {_letters(chunk, schedule.num_chunks)}" if schedule.num_chunks > 1 else ""),
         )
         for part, what in enumerate(passes)
         for chunk in range(min(schedule.num_chunks, 4))
     ]
+
+
+def _letters(colour: int, num_chunks: int) -> str:
+    """The chunks that share a colour."""
+    letters = [chr(97 + chunk) for chunk in range(colour, num_chunks, 4)]
+    return ", ".join(letters if len(letters) < 4 else [*letters[:2], "…"])
 
 
 def _cells(
@@ -100,8 +106,8 @@ def _cells(
 
     row = _rows(shown)
     spans = [span for span in spans if span.stage in row]
-    corners = np.array([[span.start, span.end, row[span.stage] - 0.42, row[span.stage] + 0.42] for span in spans])
-    bars = list(corners[:, [[0, 2], [0, 3], [1, 3], [1, 2]]])
+    corners = [[span.start, span.end, row[span.stage] - 0.42, row[span.stage] + 0.42] for span in spans]
+    bars = list(np.reshape(corners, (-1, 4))[:, [[0, 2], [0, 3], [1, 3], [1, 2]]])  # none: the stages shown wait
     colours = [COLOURS[span.part][span.chunk % 4] for span in spans]
     axes.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.8))
     for span in spans:

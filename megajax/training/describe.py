@@ -9,7 +9,7 @@ from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
-from megajax.pipeline.timing import StageTimes, bubble_overhead, wall_time
+from megajax.pipeline.timing import StageTimes, bubble_overhead, pending_weights, wall_time
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
 from megajax.program.parts import factor_bytes
@@ -70,7 +70,7 @@ def pipeline_lines(program: Program) -> list[str]:
     saved = deferring.times.weight_gradient / table.num_chunks / wall_time(together, StageTimes.equal(together))
     factors = factor_bytes(program) / 2**20
     lines.append(
-        f"weight gradients: deferred, up to {deferring.waiting(pipe)} chunks of a stage wait "
+        f"weight gradients: deferred, up to {max(pending_weights(table))} chunks of a stage wait "
         f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and costs {factors:,.1f} MiB, their "
         f"buffer {table.num_factor_slots * factors:,.1f} MiB"
     )

@@ -59,7 +59,7 @@ def test_weight_gradients_that_wait(capsys) -> None:
         "idle time of ZB-H1 3 with 4 microbatches in flight, of ZB-H2 0 with 7 (arXiv 2401.10241); here 3 with 8"
         in rest
     )
-    assert "6 of 6 allowed by --pipeline.max-deferred" in rest and "up to 1, 3.7% of the step" in rest
+    assert "pending chunks    6, all that --pipeline.max-deferred allows; each saves up to 1, 3.0% of the step" in rest
     assert "16 D numbers per token and layer" in rest
 
 

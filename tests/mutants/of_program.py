@@ -132,7 +132,8 @@ STEP = [
         "ZeRO's gradients are scattered twice",
         COMPLETE,
         COMPLETE.replace(
-            "grads = complete(", "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n    grads = complete("
+            "grads = complete(",
+            "grads = layout.per_step.scatter(grads, program.gradient_dtype)\n        grads = complete(",
         ),
         ON_DATA,
         "types",

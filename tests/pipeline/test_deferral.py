@@ -108,6 +108,19 @@ def test_gpipe_runs_weight_gradients_while_it_fills(p, times):
         saved = times.weight_gradient * (p - 1 if most is None else most)
         assert idle(schedule, times) == pytest.approx((p - 1) * total(times) - saved)
         assert deferred_bubble("gpipe", p, 2 * p, 1, Deferring(times, most)) == pytest.approx(idle(schedule, times))
+        if times in LAYERS:
+            assert max(pending_weights(schedule)) == (p - 1 if most is None else most)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v", "enough"), [("interleaved", 6, 5, 3, 5), ("interleaved", 4, 4, 2, 3), ("gpipe", 5, 6, 1, 4)]
+)
+def test_no_more_wait_than_help(name, p, m, v, enough):
+    """With few microbatches, too; one less takes longer."""
+    schedule = make_schedule(name, p, m, v, Deferring())
+    assert max(pending_weights(schedule)) == enough and schedule.deferral.num_slots == enough + 1
+    fewer = make_schedule(name, p, m, v, Deferring(most=enough - 1))
+    assert idle(fewer, PassTimes()) > idle(schedule, PassTimes())
 
 
 @pytest.mark.parametrize("times", LONG, ids=str)
