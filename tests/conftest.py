@@ -70,6 +70,16 @@ def test_data() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """What was compiled is forgotten where it has grown large: the whole grid has thousands of programs."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 3 * 2**30:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def quick_collections() -> Iterator[None]:
     """Python's collections of garbage look only at what is made from now on, for tests that have many of them."""
