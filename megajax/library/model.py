@@ -34,6 +34,7 @@ from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import given_samples, make_run_data, open_run_data
+from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.ownership import mark
 from megajax.training.begin import check_given
 
@@ -128,7 +129,8 @@ class Model:
         """The batches that a run of the configuration trains on from the model's step on, without end.
 
         `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
-        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given.
+        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given;
+        where it has one, the data is tokenized with that.
 
         Raises:
             UserError: data, tokenizer or folder cannot be used.
@@ -136,6 +138,12 @@ class Model:
         check_given(self.config)
         if not self.config.pretrains:
             raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
+        if self.tokenizer is not None:  # the weights know no other ids
+            keep_tokenizer(
+                self.tokenizer, self.config, Path(folder), "batches: the tokenizer of the model", "another folder"
+            )
+        elif self.config.init:
+            keep_init_tokenizer(self.config, Path(folder))
         make_run_data(self.config, Path(folder))
         data = open_run_data(self.config, Path(folder))
         self.tokenizer = self.tokenizer or data.tokenizer
