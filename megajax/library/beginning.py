@@ -62,8 +62,8 @@ def init(config: Config | str | Path) -> Model:
         config: of `load_preset`, or what that takes.
 
     Raises:
-        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer, or the run of `init`,
-            cannot be used.
+        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer or the run of
+            `init` cannot be used; adapters (`lora.rank`) without `init`.
     """
     config = config if isinstance(config, Config) else load_preset(config)
     program = make_program(config)

@@ -47,7 +47,7 @@ def test_of_the_run_whose_weights_a_model_begins_with(run: Path, tmp_path: Path)
     with pytest.raises(megajax.UserError, match=r"other: not the tokenizer of --init .*run; valid: that, or none"):
         megajax.init(config)
     model.tokenizer = load_tokenizer(tmp_path / "other")
-    with pytest.raises(megajax.UserError, match="tokenizer of the model: not the tokenizer in .*; valid: another fol"):
+    with pytest.raises(megajax.UserError, match=r"tokenizer of the model: not the tokenizer in .*; valid: another fol"):
         model.batches(tmp_path / "tokens")
 
 
