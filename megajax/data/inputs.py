@@ -101,6 +101,20 @@ def raise_unreadable(flag: str, error: OSError, path: object) -> NoReturn:
     ) from None
 
 
+def read_folders(path: str, flag: str) -> list[Path]:
+    """The folder that a source is, and those elsewhere that are read by links below it; none where it is no folder.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+    if path in WORDS or scheme(path) or not reading.is_folder(path):
+        return []
+    try:
+        return _walk(Path(path))[1]
+    except OSError as error:
+        raise_unreadable(flag, error, path)
+
+
 def _below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> list[Path]:
     """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths.
 
@@ -109,25 +123,33 @@ def _below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> li
     Raises:
         OSError: a folder cannot be read; with `follow`: a link leads nowhere.
     """
+    files, _ = _walk(root, skip, follow=follow)
+    if follow:
+        _check_links(files)
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+
+
+def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tuple[list[Path], list[Path]]:
+    """What is no folder below `root`, as `_below` finds it, and `root` with the links to folders that were followed."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
 
     files: list[Path] = []
     read: set[str] = set()
-    starts = [root]
-    while starts:
+    tops, all_tops = [root], [root]
+    while tops:
         links: list[Path] = []
-        for folder, subfolders, names in itertools.chain.from_iterable(os.walk(top, onerror=fail) for top in starts):
-            seen = os.path.realpath(folder) in read
-            read.add(os.path.realpath(folder))
+        for folder, subfolders, names in itertools.chain.from_iterable(os.walk(top, onerror=fail) for top in tops):
+            real = os.path.realpath(folder)
+            seen = real in read
+            read.add(real)
             subfolders[:] = [name for name in subfolders if not (seen or name.startswith(".") or name in skip)]
             links += [path for name in subfolders if (path := Path(folder, name)).is_symlink()]
             files += [Path(folder, name) for name in names if not (seen or name.startswith("."))]
-        starts = sorted(links, key=lambda link: link.parts) if follow else []
-    if follow:
-        _check_links(files)
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+        tops = sorted(links, key=lambda link: link.parts) if follow else []
+        all_tops += tops
+    return files, all_tops
 
 
 def _check_links(paths: Iterable[Path]) -> None:
