@@ -1,7 +1,8 @@
 """What a text source may be, and the files that one names."""
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,12 +38,13 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
 
     Raises:
         UserError: nothing is there.
-        OSError: a folder cannot be read.
+        OSError: a folder cannot be read, or a link in it leads nowhere.
     """
     if not path:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path in WORDS:
-        return [file for file in _below(library_folder(), skip=SKIPPED_FOLDERS) if file.suffix == ".py"], False
+        library = _below(library_folder(), SKIPPED_FOLDERS, follow=False)
+        return [file for file in library if file.suffix == ".py"], False
     if scheme(path) == HUB:
         return [HubSplit.parse(path, flag)], True
     if scheme(path):
@@ -99,14 +101,62 @@ def raise_unreadable(flag: str, error: OSError, path: object) -> NoReturn:
     ) from None
 
 
-def _below(root: Path, skip: Iterable[str] = ()) -> list[Path]:
-    """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths."""
+def read_folders(path: str, flag: str) -> list[Path]:
+    """The folder that a source is, and those elsewhere that are read by links below it; none where it is no folder.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+    if path in WORDS or scheme(path) or not reading.is_folder(path):
+        return []
+    try:
+        return _walk(Path(path))[1]
+    except OSError as error:
+        raise_unreadable(flag, error, path)
+
+
+def _below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> list[Path]:
+    """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths.
+
+    With `follow` links to folders are followed, but each folder is read once: where it lies, else by the first link.
+
+    Raises:
+        OSError: a folder cannot be read; with `follow`: a link leads nowhere.
+    """
+    files, _ = _walk(root, skip, follow=follow)
+    if follow:
+        _check_links(files)
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+
+
+def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tuple[list[Path], list[Path]]:
+    """What is no folder below `root`, as `_below` finds it, and `root` with the links to folders that were followed."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    files = []
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+    files: list[Path] = []
+    read: set[str] = set()
+    tops, all_tops = [root], [root]
+    while tops:
+        links: list[Path] = []
+        for folder, subfolders, names in itertools.chain.from_iterable(os.walk(top, onerror=fail) for top in tops):
+            real = os.path.realpath(folder)
+            seen = real in read
+            read.add(real)
+            subfolders[:] = [name for name in subfolders if not (seen or name.startswith(".") or name in skip)]
+            links += [path for name in subfolders if (path := Path(folder, name)).is_symlink()]
+            files += [Path(folder, name) for name in names if not (seen or name.startswith("."))]
+        tops = sorted(links, key=lambda link: link.parts) if follow else []
+        all_tops += tops
+    return files, all_tops
+
+
+def _check_links(paths: Iterable[Path]) -> None:
+    """Raise an `OSError` for the first link whose end is not there, or cannot be looked at."""
+    for path in sorted(filter(Path.is_symlink, paths)):
+        try:
+            path.stat()
+        except OSError as error:
+            problem = f"it is a link to {os.readlink(path)}: {error.strerror}"
+            raise OSError(error.errno, problem, str(path)) from None

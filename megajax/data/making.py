@@ -10,6 +10,7 @@ from megajax.data.corpus import Corpus, fitting, has_corpus, has_only_tokenizer,
 from megajax.data.encoding import encode_documents
 from megajax.data.files import folder_atomically, put_back
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.inputs import read_folders
 from megajax.data.library import WORDS
 from megajax.data.masking import WordPieces
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
@@ -74,7 +75,7 @@ def make_corpus(
     if has_corpus(folder):
         _check_same_source(folder, path, tokenizer_path, flag)
         return open_corpus(folder, vocab_size)
-    if Path(path).is_dir() and Path(path).resolve() in folder.resolve().parents:
+    if any(read.resolve() in folder.resolve().parents for read in read_folders(path, flag)):
         raise UserError(f"{flag} {path}: all of this folder is read, and {folder} is in it; valid: a --run-dir outside")
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:

@@ -1,5 +1,6 @@
 """What a user hands to a model: token ids, or the arrays of a batch by name. Letters: B sequences, T tokens."""
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import BatchForm
+from megajax.batch import IGNORED, BatchForm
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
@@ -60,8 +61,25 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
     ids = _array(given, valid)
     if ids.ndim != 2 or not ids.shape[0] or not 1 + more <= ids.shape[1] <= length + more:
         raise UserError(f"ids of the shape {list(ids.shape)}; {valid}")
-    if isinstance(ids, np.ndarray) and (ids.min() < 0 or ids.max() >= vocabulary):
-        raise UserError(f"an id {ids.min() if ids.min() < 0 else ids.max()}; {valid}")
+    if (beyond := _beyond(ids, 0, vocabulary - 1)) is not None:
+        raise UserError(f"an id {beyond}; {valid}")
+    return ids.astype(np.int32)
+
+
+def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
+    """The token ids of a prompt, which is the `number`-th.
+
+    Raises:
+        UserError: they are not ids of the model, or not as many as it can continue.
+    """
+    length, vocabulary = config.model.sequence_length, config.model.vocab_size
+    valid = f"valid: 1 to {length}, from 0 to {vocabulary - 1}"
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise UserError(f"generate: prompt {number} is no text and no list of token ids; {valid}") from None
+    if not 1 <= len(ids) <= length or not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise UserError(f"generate: prompt {number} has {len(ids)} tokens, or ids that are none; {valid}")
     return ids
 
 
@@ -70,25 +88,47 @@ def _named(config: Config, form: BatchForm, given: Mapping[str, Any], needed: Co
     valid = f"valid: {arrays}, whole numbers; tokens at most {config.model.sequence_length}"
     for problem, names in (("without", set(needed) - set(given)), ("with", set(given) - set(form.entries))):
         if names:
-            raise UserError(f"a batch {problem} {', '.join(sorted(names))}; {valid}")
+            raise UserError(f"a batch {problem} {', '.join(sorted(map(str, names)))}; {valid}")
     batch = {name: _array(array, valid) for name, array in given.items()}
     tokens = batch["tokens"]
-    shapes = form.shapes(tokens.shape[0], tokens=tokens.shape[-1]) if tokens.ndim > 1 else {}
+    rows, length = (tokens.shape[0], tokens.shape[-1]) if tokens.ndim > 1 else (0, 0)
+    shapes = form.shapes(rows, tokens=length) if rows and 1 <= length <= config.model.sequence_length else {}
     for name, array in batch.items():
-        if not 1 <= tokens.shape[-1] <= config.model.sequence_length or array.shape != shapes.get(name):
+        if array.shape != shapes.get(name):
             raise UserError(f"{name} of the shape {list(array.shape)}; {valid}")
-    return batch
+        low, high = IGNORED if form.entries[name].padding == IGNORED else 0, _largest(config, name, length)
+        if (beyond := _beyond(array, low, high)) is not None:
+            raise UserError(f"{name} with the number {beyond}; valid: from {low} to {high}")
+    return {name: array.astype(np.int32) for name, array in batch.items()}
+
+
+def _largest(config: Config, name: str, length: int) -> int:
+    """The largest number that an array of a batch of so many tokens may hold."""
+    ids = config.model.vocab_size - 1
+    return {
+        **{"tokens": ids, "targets": ids, "token_types": 1, "length": length, "order": 1},
+        **dict.fromkeys(("positions", "places", "start", "end"), length - 1),
+        "label": config.model.num_classes - 1,
+    }[name]
+
+
+def _beyond(array: Any, low: int, high: int) -> int | None:
+    """A number of an array that is not from `low` to `high`; None: there is none, or JAX traces it."""
+    if not isinstance(array, np.ndarray):
+        return None
+    least, most = int(array.min()), int(array.max())
+    return least if least < low else most if most > high else None
 
 
 def _array(given: Any, valid: str) -> Any:
-    """Whole numbers as int32: an array of the host, or, while JAX traces, what it traces."""
+    """Whole numbers: an array of the host, or, while JAX traces, what it traces."""
     try:
         array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     except ValueError:  # rows of different lengths
         raise UserError(f"lists of different lengths; {valid}") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"numbers of the type {array.dtype}; {valid}")
-    return array.astype(np.int32)
+    return array
 
 
 def padded(form: BatchForm, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:

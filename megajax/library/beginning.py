@@ -8,6 +8,7 @@ import jax
 
 from megajax import presets
 from megajax.config import Config
+from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.launch import start
@@ -15,7 +16,7 @@ from megajax.library.model import Model
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.directory import kept_config
-from megajax.runs.init import first_state
+from megajax.runs.init import check_first_weights, first_state, init_tokenizer
 from megajax.runs.trained import check_run, restore_params, restore_state, run_tokenizer
 from megajax.training.horizon import in_steps
 from megajax.validation import validate
@@ -61,20 +62,33 @@ def init(config: Config | str | Path) -> Model:
         config: of `load_preset`, or what that takes.
 
     Raises:
-        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer cannot be used.
+        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer or the run of
+            `init` cannot be used; adapters (`lora.rank`) without `init`.
     """
     config = config if isinstance(config, Config) else load_preset(config)
     program = make_program(config)
-    tokenizer = None
-    if config.tokenizer.path:
-        tokenizer = named_tokenizer(config.tokenizer.path)
-        if tokenizer.size > config.model.vocab_size:
-            raise UserError(
-                f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: at most model.vocab_size "
-                f"{config.model.vocab_size}"
-            )
+    check_first_weights(config)
+    tokenizer = _tokenizer(config)
     check_memory(program, training=True, rows=config.train.microbatch)
     return Model(program, first_state(program)[0], 0, tokenizer)
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of the run that `init` names, else the one that is given; None where neither has one."""
+    theirs = init_tokenizer(config) if config.init else None
+    if not config.tokenizer.path:
+        return theirs
+    given = named_tokenizer(config.tokenizer.path)
+    if theirs is not None and given != theirs:
+        raise UserError(
+            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
+        )
+    if given.size > config.model.vocab_size:
+        raise UserError(
+            f"--tokenizer.path {config.tokenizer.path} has {given.size} ids; valid: at most model.vocab_size "
+            f"{config.model.vocab_size}"
+        )
+    return given
 
 
 def restore(

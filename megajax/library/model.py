@@ -4,7 +4,7 @@ Letters: B sequences, T tokens, V vocabulary, C classes.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,7 +26,7 @@ from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import continuation_text
-from megajax.library.batches import Given, batch_of, continues_text, inputs_of, padded
+from megajax.library.batches import Given, batch_of, continues_text, inputs_of, padded, prompt_ids
 from megajax.options import check
 from megajax.program.program import Program
 from megajax.program.scoring import answers, logits, scores
@@ -34,6 +34,7 @@ from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import given_samples, make_run_data, open_run_data
+from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.ownership import mark
 from megajax.training.begin import check_given
 
@@ -54,7 +55,7 @@ class Model:
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights = weights
         self._forward: dict[int, Program] = {}  # by rows of a batch
-        self._decoders: dict[Sampling, Decoder] = {}  # the last one
+        self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # the last one
 
     @property
     def _params(self) -> Any:
@@ -128,7 +129,8 @@ class Model:
         """The batches that a run of the configuration trains on from the model's step on, without end.
 
         `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
-        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given.
+        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given;
+        where it has one, the data is tokenized with that.
 
         Raises:
             UserError: data, tokenizer or folder cannot be used.
@@ -136,6 +138,12 @@ class Model:
         check_given(self.config)
         if not self.config.pretrains:
             raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
+        if self.tokenizer is not None:  # the weights know no other ids
+            keep_tokenizer(
+                self.tokenizer, self.config, Path(folder), "batches: the tokenizer of the model", "another folder"
+            )
+        elif self.config.init:
+            keep_init_tokenizer(self.config, Path(folder))
         make_run_data(self.config, Path(folder))
         data = open_run_data(self.config, Path(folder))
         self.tokenizer = self.tokenizer or data.tokenizer
@@ -162,22 +170,21 @@ class Model:
         Raises:
             UserError: an option or a prompt is not valid; the model or its mesh cannot generate, or has no tokenizer.
         """
-        given = {field.name for field in dataclasses.fields(GenerateOptions)}
-        if unknown := set(options) - given:
-            raise UserError(f"generate: no option {min(unknown)!r}; valid: {', '.join(sorted(given))}")
+        known = {field.name for field in dataclasses.fields(GenerateOptions)}
+        if unknown := set(options) - known:
+            raise UserError(f"generate: no option {min(unknown)!r}; valid: {', '.join(sorted(known))}")
         chosen = GenerateOptions(**options)
         check(chosen)
         if isinstance(prompts, str):
             return self.generate([prompts], **options)[0]
-        prompts, of_text = list(prompts), any(isinstance(prompt, str) for prompt in prompts)
+        if not isinstance(prompts, Iterable):
+            raise UserError(f"generate: prompts {prompts!r}; valid: a text, a list of texts, or of lists of token ids")
+        prompts = list(prompts)
         if not prompts:
             return []
-        ids = [self._encoded(prompt) if of_text else list(map(int, prompt)) for prompt in prompts]
-        length, vocabulary = self.config.model.sequence_length, self.config.model.vocab_size
-        for number, prompt in enumerate(ids, start=1):
-            if not 1 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < vocabulary:
-                valid = f"valid: 1 to {length}, from 0 to {vocabulary - 1}"
-                raise UserError(f"generate: prompt {number} has {len(prompt)} tokens, or ids that are none; {valid}")
+        of_text = any(isinstance(prompt, str) for prompt in prompts)
+        given = [self._encoded(prompt) if of_text else prompt for prompt in prompts]
+        ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(given, start=1)]
         new: list[list[int]] = [[] for _ in ids]
         for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
             new[piece.number] += piece.ids
@@ -262,12 +269,13 @@ class Model:
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
         if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:
             raise UserError("generate: the mesh has a pipe, or zero is 3; valid: mesh.pipe 1, optimizer.zero 0 or 1")
-        if sampling in self._decoders:
-            self._decoders[sampling].renew(self._params)
+        ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may give it a tokenizer
+        key = sampling, ends
+        if key in self._decoders:
+            self._decoders[key].renew(self._params)
         else:
-            ends = self.tokenizer.ends if self.tokenizer else []
-            self._decoders = {sampling: Decoder(self.program, self._params, sampling, ends)}
-        return self._decoders[sampling]
+            self._decoders = {key: Decoder(self.program, self._params, sampling, ends)}
+        return self._decoders[key]
 
     def _encoded(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):

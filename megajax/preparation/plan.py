@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
-from megajax.data.inputs import Input, identity
+from megajax.data.inputs import Input, identity, read_folders
 from megajax.data.library import DOCSTRINGS
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
@@ -67,7 +67,9 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]
     inputs += [("--decontaminate", file) for file in tests if isinstance(file, Path)]
     inputs += [] if given in TRAINED else [("--tokenizer", Path(given))]
-    check_apart(task.output, inputs, [Path(path) for path in (*task.inputs, *task.test_sets) if Path(path).is_dir()])
+    folders = [folder for path in task.inputs for folder in read_folders(path, "INPUT")]
+    folders += [folder for path in task.test_sets for folder in read_folders(path, "--decontaminate")]
+    check_apart(task.output, inputs, folders)
     options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # which changes no document
     if not task.options.split_sentences:
         del options["split_sentences"]  # as in plans of before

@@ -44,6 +44,21 @@ _ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 
 
+def check_first_weights(config: Config) -> None:
+    """Check that a new run can begin with the weights that its configuration says, fresh or those of `--init`.
+
+    Raises:
+        UserError: as `check_init`; fresh weights would be frozen.
+    """
+    if config.init:
+        check_init(config)
+    elif config.lora.rank:
+        raise UserError(
+            f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with the run "
+            "whose weights get adapters, or --lora.rank 0"
+        )
+
+
 def check_init(config: Config) -> None:
     """Check that the run that `--init` names has the weights of this model.
 
@@ -89,16 +104,25 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
         UserError: it cannot be read, there is none, or an earlier start has made the corpora with another.
     """
     tokenizer = init_tokenizer(config)
-    if is_tokenizer_folder(folder / "tokenizer"):
-        if tokenizer is not None and kept_tokenizer(folder) != tokenizer:
-            raise UserError(f"--init {config.init}: not the tokenizer in {folder}; valid: another --run-dir")
-        return
-    if has_run_data(config, folder):
-        return
     if tokenizer is not None:
-        tokenizer.save(folder / "tokenizer")
+        keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")
+    elif is_tokenizer_folder(folder / "tokenizer") or has_run_data(config, folder):
+        return
     elif config.data.path and not config.tokenizer.path and not prepared_prefix(config.data.path):
         raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
+
+
+def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
+    """Put the tokenizer of a model's weights in a folder of data, unless corpora were made there already.
+
+    Raises:
+        UserError: another one is there; `source` says where this one is from, and `valid` what to do.
+    """
+    if is_tokenizer_folder(folder / "tokenizer"):
+        if kept_tokenizer(folder) != tokenizer:
+            raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
+    elif not has_run_data(config, folder):
+        tokenizer.save(folder / "tokenizer")
 
 
 def first_state(program: Program) -> tuple[TrainState, str]:

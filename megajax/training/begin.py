@@ -18,7 +18,7 @@ from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import claimed, has_checkpoints, kept_decay
-from megajax.runs.init import check_init, keep_init_tokenizer
+from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
@@ -121,13 +121,8 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
     Raises:
         UserError: what it trains on, the tokenizer or the run of `--init` cannot be used.
     """
-    if config.init and is_new:
-        check_init(config)
-    elif config.lora.rank and is_new:
-        raise UserError(
-            f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with the run "
-            "whose weights get adapters, or --lora.rank 0"
-        )
+    if is_new:
+        check_first_weights(config)
     if not config.pretrains:
         with phase("reading the records of the task"):
             make_task_data(config, folder, again=is_new)

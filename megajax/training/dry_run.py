@@ -14,6 +14,7 @@ import jax
 
 from megajax.config import Config
 from megajax.data.corpus import has_only_tokenizer
+from megajax.data.inputs import read_folders
 from megajax.errors import UserError
 from megajax.launch import start
 from megajax.phases import watched
@@ -100,7 +101,8 @@ def _check_apart(config: Config, run_dir: Path) -> None:
     named += [("--data.sources", source.path) for source in config.data.sources]
     named += [("--data.validation", entry.path) for entry in config.data.validation]
     for flag, path in named:
-        if path and Path(path).is_dir() and Path(path).resolve() in (run_dir / "data").resolve().parents:
+        folders = read_folders(path, flag) if path else []
+        if any(read.resolve() in (run_dir / "data").resolve().parents for read in folders):
             raise UserError(
                 f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
             )

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megajax.data.inputs import read_folders
+from megajax.data.making import make_corpus
 from megajax.data.pieces import pieces
 from megajax.data.records import DOCUMENT_CHARACTERS, _decoded
 from megajax.data.text import TextDocuments
@@ -96,7 +98,7 @@ def test_folder_in_the_order_of_paths(tmp_path):
     write(tmp_path / "image.png", b"\x89PNG\r\n\x1a\n\xff")
     write(tmp_path / "empty.txt", "")
     write(tmp_path / "blank.txt", " \n\n")
-    (tmp_path / "broken-link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".#a.txt").symlink_to(tmp_path / "nowhere")  # an editor's lock
     documents = TextDocuments(tmp_path)
     expected = ["B.txt", "a/c.txt", "d1", "d2", "a/z.md", "a.txt", "b.txt"]
     assert list(documents) == expected
@@ -104,6 +106,37 @@ def test_folder_in_the_order_of_paths(tmp_path):
     report = documents.report
     assert (report.files, report.documents, report.skipped_files) == (8, 7, 2)
     assert report.num_bytes == sum(map(len, expected))
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for name in ["text/b/x.txt", "text/a/y.txt", "away/z/1.txt", "away/2.txt", "away/.hidden/3.txt", "text/.old/4.txt"]:
+        write(tmp_path / name, name)
+    text, away = tmp_path / "text", tmp_path / "away"
+    (text / "0").symlink_to(text / "b")  # lies below as well
+    (text / "c").symlink_to(away / "z")
+    (text / "d").symlink_to(away)
+    (text / "e").symlink_to(away)
+    (text / "b" / "back").symlink_to(text)
+    (away / "z" / "home").symlink_to("..")  # the first link to `away` in the second round, so `d` comes before it
+    (text / ".links").symlink_to(away)
+    (text / "file.txt").symlink_to(away / "2.txt")
+    documents = TextDocuments(text)
+    found = [str(file.relative_to(text)) for file in documents._files.files]
+    assert found == ["a/y.txt", "b/x.txt", "c/1.txt", "d/2.txt", "file.txt"]
+    assert [folder.name for folder in read_folders(str(text), "")] == ["text", "0", "back", "c", "d", "e", "home"]
+    with pytest.raises(UserError, match=r"--data\.path .*: all of this folder is read, and .*/away/new/data is in it"):
+        make_corpus(str(text), "", 300, away / "new" / "data")
+    (tmp_path / "door").symlink_to(text)
+    assert list(TextDocuments(tmp_path / "door")) == list(documents)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "lost.txt"])
+def test_a_link_to_nowhere_is_told(tmp_path, target):
+    write(tmp_path / "a.txt", "text")
+    (tmp_path / "lost.txt").symlink_to(target)  # the second one leads to itself
+    problem = rf"^--data\.path: cannot read .*lost\.txt: it is a link to {target}: .*; valid: files to read$"
+    with pytest.raises(UserError, match=problem):
+        TextDocuments(tmp_path)
 
 
 def test_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):

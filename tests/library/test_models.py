@@ -1,6 +1,7 @@
 """The library's models: on one device without a mesh, and on a mesh; what they refuse."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -68,6 +69,16 @@ def test_bert() -> None:
         (np.ones((1, 18), np.int32), r"ids of the shape \[1, 18\]; valid: .*, T at most 16"),
         ([[1, 101]], "an id 101; valid: .*from 0 to 100"),
         ([[-1, 1]], "an id -1; valid"),
+        ([[2**32 + 5, 1]], "an id 4294967301; valid"),
+        (np.array([[2**64 - 1, 1]], np.uint64), "an id 18446744073709551615; valid"),
+        (np.ones((0, 3), np.int32), r"ids of the shape \[0, 3\]; valid"),
+        ({"tokens": [[101, 1]], "targets": [[1, 1]]}, "tokens with the number 101; valid: from 0 to 100"),
+        ({"tokens": [[-1, 1]], "targets": [[1, 1]]}, "tokens with the number -1; valid: from 0 to 100"),
+        ({"tokens": [[2**32, 1]], "targets": [[1, 1]]}, "tokens with the number 4294967296; valid"),
+        ({"tokens": [[1, 1]], "targets": [[1, 101]]}, "targets with the number 101; valid: from -1 to 100"),
+        ({"tokens": 5, "targets": 5}, r"tokens of the shape \[\]; valid"),
+        ({"tokens": np.ones((0, 2), int), "targets": np.ones((0, 2), int)}, r"tokens of the shape \[0, 2\]; valid"),
+        ({"tokens": [[1]], "targets": [[1]], 7: [[1]], "more": [[1]]}, "a batch with 7, more; valid"),
         ([[0.5, 1.0]], "numbers of the type float64; valid"),
         ({"tokens": [[1, 2]]}, r"a batch without targets; valid: tokens \[B, tokens\]"),
         ({"tokens": [[1, 2]], "targets": [[1]]}, r"targets of the shape \[1, 1\]; valid"),
@@ -78,6 +89,29 @@ def test_what_is_no_batch_is_told_in_one_line(given, problem: str) -> None:
     config = tiny_config()
     with pytest.raises(megajax.UserError, match=problem):
         batch_of(config, batch_form(config), given)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"family": "bert"}, *({"family": "bert", "head": head} for head in ("classes", "span", "choice"))],
+)
+def test_every_array_has_a_smallest_and_a_largest_number(words: dict[str, str]) -> None:
+    """What is padding is one of them."""
+    config = tiny_config(**words)
+    form = batch_form(config)
+    batch = form.padding(2, tokens=16)
+    assert batch_of(config, form, batch).keys() == batch.keys()
+    for name in batch:
+        for number, side in ((-2, "below"), (max(16, config.model.vocab_size) + 1, "above")):
+            with pytest.raises(megajax.UserError, match=f"{name} with the number {number}; valid: from") as refused:
+                batch_of(config, form, batch | {name: np.full_like(batch[name], number)})
+            assert "\n" not in str(refused.value), side
+
+
+def test_ids_that_are_traced_are_not_compared() -> None:
+    config = tiny_config()
+    ids = jax.eval_shape(lambda ids: batch_of(config, batch_form(config), ids)["tokens"], np.full((1, 3), 999))
+    assert (ids.shape, ids.dtype) == ((1, 2), np.int32)
 
 
 def test_ids_are_for_models_of_text() -> None:
@@ -98,6 +132,9 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.generate(["a text", [1]]), r"no tokenizer for text; valid"),
         (lambda: model.generate([[]]), "prompt 1 has 0 tokens.*; valid: 1 to 16"),
         (lambda: model.generate([[101]]), "prompt 1 has 1 tokens, or ids that are none; valid: .*0 to 100"),
+        (lambda: model.generate([1, 2, 3]), "prompt 1 is no text and no list of token ids; valid: 1 to 16"),
+        (lambda: model.generate([[1], [1.5]]), "prompt 2 is no text and no list of token ids; valid"),
+        (lambda: model.generate(5), "prompts 5; valid: a text"),
         (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
         (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
         (lambda: model.evaluate("text.txt"), "no tokenizer for text; valid"),
@@ -108,3 +145,24 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     ):
         with pytest.raises(megajax.UserError, match=problem):
             function()
+
+
+def test_a_continuation_ends_where_the_tokenizer_of_its_time_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`batches` gives a model its tokenizer, also after it has generated."""
+    made: list[tuple] = []
+    monkeypatch.setattr("megajax.library.model.Decoder", lambda *given: made.append(given) or Silent())
+    model = megajax.Model(Program.on(tiny_config(num_layers=1), jax.devices()[:1]), {}, 0, None)
+    for ends in ([], [7], [7], [7, 9]):
+        model.tokenizer = SimpleNamespace(ends=ends) if ends else None  # type: ignore[assignment]
+        model.generate([[1, 2]])
+    assert [sorted(given[-1]) for given in made] == [[], [7], [7, 9]]
+
+
+class Silent:
+    """A decoder that continues nothing."""
+
+    def stream(self, ids: object, **options: object) -> list[object]:
+        return []
+
+    def renew(self, params: object) -> None:
+        pass
