@@ -105,11 +105,12 @@ def _named(config: Config, form: BatchForm, given: Mapping[str, Any], needed: Co
 def _largest(config: Config, name: str, length: int) -> int:
     """The largest number that an array of a batch of so many tokens may hold."""
     ids = config.model.vocab_size - 1
-    return {
+    known = {
         **{"tokens": ids, "targets": ids, "token_types": 1, "length": length, "order": 1},
         **dict.fromkeys(("positions", "places", "start", "end"), length - 1),
         "label": config.model.num_classes - 1,
-    }[name]
+    }
+    return known.get(name, np.iinfo(np.int32).max)
 
 
 def _beyond(array: Any, low: int, high: int) -> int | None:
