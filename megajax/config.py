@@ -4,15 +4,17 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 (`megajax.presets`) and are checked by `megajax.validation`.
 """
 
+import functools
+import operator
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
-from megajax.options import AT_LEAST_ZERO, SEED, Range, between
+from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.registry import PRETRAINING
@@ -203,3 +205,9 @@ def to_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(asdict(config))
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """The configuration by key, as TOML and JSON hold it: a corpus of several is a dict."""
+    tables = asdict(config)
+    return {key: functools.reduce(operator.getitem, key.split("."), tables) for key in options(Config)}

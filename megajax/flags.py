@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Add the argument PRESET. Returns the values of the preset that a command line begins with, for `--help`.
+        """Add the argument PRESET. Returns the values of the preset that a command line with `--help` begins with, and
+        no values without it: a preset, which may be far away, is read once.
 
         Raises:
             UserError: that preset cannot be read.
@@ -46,7 +47,8 @@ class Parser(argparse.ArgumentParser):
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
         preset = self.add_argument("preset", metavar="PRESET", help=valid)
         completion.offer(preset, lambda: [*names, *inner], files=("toml",))
-        return load_preset(argv[0]) if argv and not argv[0].startswith("-") else {}
+        asks = any(word == "--help" or word.startswith("-h") for word in argv)
+        return load_preset(argv[0]) if asks and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
         """Add flags of the configuration.
@@ -227,4 +229,4 @@ def tell_left_out(given: Given, config: Config) -> None:
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
         told.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
     if told and config.distributed.process_id <= 0:
-        print(f"{preset.path} is the configuration of another run: {'; '.join(told)}")
+        print(f"{preset.place} is the configuration of another run: {'; '.join(told)}")

@@ -25,7 +25,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
         preset: the preset that it was made of.
         overrides: the values of the flags, by key.
     """
-    name = _comment(f"{preset.path}")
+    name = _comment(preset.place)
     lines = [f"# The configuration of {name}, with where every value is from.", 'base = ""  # none: all is here']
     of_task_only = of_task({**preset.values, **overrides})
     section = ""

@@ -39,8 +39,6 @@ def find_preset(name_or_file: str | Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    if scheme(name_or_file):
-        return remote.fetch(str(name_or_file), "PRESET")
     check_path(name_or_file, "PRESET")
     path, name = Path(name_or_file), str(name_or_file)
     bare = path.name == name or (".." not in path.parts and not reading.kind(path))
@@ -62,22 +60,34 @@ def find_preset(name_or_file: str | Path) -> Path:
     return path
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+def read_file(place: str) -> bytes:
+    """The content of a preset, at a path or a URL.
 
     Raises:
-        UserError: it cannot be read or is malformed, with the line.
+        UserError: it cannot be read.
+    """
+    if scheme(place):
+        return remote.read_bytes(place, "PRESET")
+    try:
+        return reading.read_bytes(place)
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror}; valid: a TOML file that can be read") from None
+
+
+def parse_toml(content: bytes, place: str) -> dict[str, Any]:
+    """The tables of a TOML file, which lies at `place`.
+
+    Raises:
+        UserError: it is malformed, with the line.
     """
     try:
-        return reading.parse_toml(reading.read_bytes(path).decode())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; valid: a TOML file that can be read") from None
+        return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
+        raise UserError(f"{place}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{path}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
+        raise UserError(f"{place}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
 
 
 _TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}

@@ -10,7 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options, sections, shown, suggest
 from megajax.paths import identity, scheme
-from megajax.preset_files import find_preset, is_of_run, preset_folders, read_toml
+from megajax.preset_files import find_preset, is_of_run, parse_toml, preset_folders, read_file
 from megajax.tasks.registry import PRETRAINING, TASKS
 from megajax.validation import check_values
 
@@ -20,14 +20,14 @@ class Preset:
     """What a preset says, and what it takes from the presets that it is based on.
 
     Attributes:
-        path: its file.
+        place: its file, a path or a URL.
         values: by key, in the types of the configuration; `run_dir` always has one.
         origins: by key, the file that says the value, in words; not there for what no file says.
         of_run: whether it is a run's own configuration, in its directory.
         left_out: by key, values of a run that its copy does not follow.
     """
 
-    path: Path
+    place: str
     values: dict[str, Any]
     origins: dict[str, str]
     of_run: bool = False
@@ -55,13 +55,14 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
         inherited = {key: value for key, value in file.values.items() if key not in file.of_start}
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
-    here = _lies_in_run(own.path) and (not run_dir or identity(run_dir) == identity(own.path.parent))
+    path = Path(own.place)
+    here = _lies_in_run(own.place) and (not run_dir or identity(run_dir) == identity(path.parent))
     left_out = {} if here or not own.of_run else {key: own.values[key] for key in _OF_START if key in own.values}
     kept = {key: value for key, value in own.values.items() if key not in left_out}
     values = _replaced(values, kept)
     origins |= dict.fromkeys(kept, own.words)
-    run_dir = str(own.path.parent) if here else kept.get("run_dir") or f"runs/{own.path.stem}"
-    return Preset(own.path, values | {"run_dir": run_dir}, origins, here, left_out)
+    run_dir = str(path.parent) if here else kept.get("run_dir") or f"runs/{path.stem}"
+    return Preset(own.place, values | {"run_dir": run_dir}, origins, here, left_out)
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
@@ -78,13 +79,11 @@ class _File:
     """What one file of a preset says itself.
 
     Attributes:
-        path: where it is read.
-        place: the same, of a file on a remote store its URL.
+        place: its path or its URL.
         base: the preset that it is based on, as it is named there; empty: none.
         of_run: whether training wrote it.
     """
 
-    path: Path
     place: str
     values: dict[str, Any]
     base: str
@@ -93,8 +92,9 @@ class _File:
     @property
     def words(self) -> str:
         """What it is called in words."""
-        inside = next((folder for folder in preset_folders()[1:] if folder in self.path.parents), None)
-        name = f"preset {self.path.relative_to(inside).with_suffix('')}" if inside else self.place
+        path = Path(self.place)
+        inside = next((folder for folder in preset_folders()[1:] if folder in path.parents), None)
+        name = f"preset {path.relative_to(inside).with_suffix('')}" if inside else self.place
         return f"{name}, of a run" if self.of_run else name
 
     @property
@@ -108,26 +108,34 @@ _OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its mac
 
 def _with_bases(name_or_file: str) -> list[_File]:
     """The files of a preset: its own, that of its base, and so on."""
-    path = find_preset(name_or_file)
-    url = bool(scheme(name_or_file))
-    files, seen = [_read(path, name_or_file if url else str(path))], [name_or_file if url else identity(path)]
+    place = _place(name_or_file)
+    files, seen = [_read(place, read_file(place))], [_identity(place)]
     while (last := files[-1]).base:
         told = f"{last.place}: base = {shown(last.base)}"
-        name = _beside(last.place, last.base)
         try:
-            path = find_preset(name)
+            place = _place(_beside(last.place, last.base))
+            content = read_file(place)
         except UserError as error:
             raise UserError(f"{told}: {error}") from None
-        place = name if scheme(name) else str(path)
-        seen.append(name if scheme(name) else identity(path))
+        seen.append(_identity(place))
         if seen[-1] in seen[:-1]:
             circle = [file.place for file in files[seen.index(seen[-1]) :]]
             raise UserError(
                 f"{told} goes in a circle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this "
                 "one"
             )
-        files.append(_read(path, place))
+        files.append(_read(place, content))
     return files
+
+
+def _place(name_or_file: str) -> str:
+    """The path or the URL of a preset."""
+    return name_or_file if scheme(name_or_file) else str(find_preset(name_or_file))
+
+
+def _identity(place: str) -> object:
+    """What tells a preset's file from any other."""
+    return place if scheme(place) else identity(place)
 
 
 def _beside(place: str, base: str) -> str:
@@ -140,8 +148,8 @@ def _beside(place: str, base: str) -> str:
     return f"{store}://{posixpath.normpath(posixpath.join(posixpath.dirname(file), base))}"
 
 
-def _read(path: Path, place: str) -> _File:
-    tables = read_toml(path)
+def _read(place: str, content: bytes) -> _File:
+    tables = parse_toml(content, place)
     of_run, base = is_of_run(tables), tables.pop("base", "")
     if not isinstance(base, str):
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
@@ -155,13 +163,16 @@ def _read(path: Path, place: str) -> _File:
             raise UserError(f"{place}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
-    return _File(
-        path, place, {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}, base, of_run
+    return _File(place, {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}, base, of_run)
+
+
+def _lies_in_run(place: str) -> bool:
+    path = Path(place)
+    return (
+        not scheme(place)
+        and path.name == "config.toml"
+        and any((path.parent / name).exists() for name in ("run.json", "checkpoints"))
     )
-
-
-def _lies_in_run(path: Path) -> bool:
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "checkpoints"))
 
 
 def _convert(key: str, value: object, name: str) -> Any:

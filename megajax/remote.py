@@ -4,15 +4,12 @@ Nothing is written there. A run directory needs a file system (locks, names that
 is mapped into memory where it lies.
 """
 
-import atexit
 import errno
 import io
 import logging
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO, Any
 
 from megajax import reading
@@ -86,8 +83,8 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
         raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: what can be") from None
 
 
-def fetch(url: str, flag: str) -> Path:
-    """A copy of a small file, by the same name in a folder that is removed when the process ends.
+def read_bytes(url: str, flag: str) -> bytes:
+    """The content of a small file.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
@@ -98,14 +95,9 @@ def fetch(url: str, flag: str) -> Path:
         raise UserError(f"{flag} {url} {problem}; valid: a file")
     try:
         with files[0].open() as content:
-            read = reading.whole(content, reading.SMALL_BYTES)
+            return reading.whole(content, reading.SMALL_BYTES)
     except (OSError, reading.TooLong) as error:
         raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that can be") from None
-    folder = tempfile.mkdtemp(prefix="megajax-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    copy = Path(folder, PurePosixPath(url).name)
-    copy.write_bytes(read)
-    return copy
 
 
 def _file_system(url: str, flag: str) -> tuple[Any, str]:

@@ -2,6 +2,7 @@
 
 import gzip
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from megajax import remote
 from megajax.data.inputs import check_input
 from megajax.data.text import TextDocuments
 from megajax.errors import UserError
-from megajax.flags import parse
+from megajax.flags import parse, read_command
+from megajax.origins import printed
 from megajax.paths import check_path, check_place, scheme
 from megajax.presets import load_preset
 
@@ -93,6 +95,27 @@ def test_a_preset(bucket: str) -> None:
     assert (found["train.steps"], found["run_dir"]) == (7, "runs/mine")
     with pytest.raises(UserError, match=r"PRESET memory://bucket/none.toml does not exist; valid: a file"):
         load_preset(f"{bucket}/none.toml")
+
+
+def test_a_preset_is_read_once_and_into_memory(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left behind however the command ends; its messages name the URL."""
+    store, opened = fsspec.filesystem("memory"), []
+    store.pipe("/bucket/mine.toml", b'base = "demo"\n')
+    store.pipe("/bucket/based.toml", b'base = "none.toml"\n')
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    system, given = type(store), type(store).open
+    monkeypatch.setattr(system, "open", lambda self, path, *more: opened.append(path) or given(self, path, *more))
+    command = read_command([f"{bucket}/mine.toml", "--seed", "3"], "", "train.py")
+    assert (command.config().seed, opened) == (3, ["/bucket/mine.toml"])
+    assert f"The configuration of {bucket}/mine.toml, with" in printed(command.config(), command.preset, {})
+    with pytest.raises(SystemExit):
+        read_command([f"{bucket}/mine.toml", "--help"], "", "train.py")
+    assert "CPU devices to simulate" in capsys.readouterr().out and opened == ["/bucket/mine.toml"] * 2
+    with pytest.raises(UserError, match=rf"{bucket}/based.toml: base = .*: PRESET {bucket}/none.toml does not exist; "):
+        read_command([f"{bucket}/based.toml"], "", "train.py")
+    assert not list(tmp_path.iterdir())
 
 
 def test_elsewhere_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

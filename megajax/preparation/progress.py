@@ -24,7 +24,8 @@ class Show:
         self._bar: Progress | None = None
         self._name, self._total, self._told = "", 0.0, 0.0
         if shown and self._console.is_terminal and not self._console.is_dumb_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+            name = TextColumn("{task.description}", markup=False)
+            columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
             self._task = self._bar.add_task("", total=None)
             self._bar.start()

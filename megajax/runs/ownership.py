@@ -10,7 +10,7 @@ from megajax import reading
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.files import is_marked, write_atomically
 from megajax.errors import UserError
-from megajax.preset_files import is_of_run, read_toml
+from megajax.preset_files import is_of_run, parse_toml, read_file
 from megajax.runs.formats import FORMAT
 from megajax.runs.metrics import is_metrics
 from megajax.runs.parts import MARK, marked_format
@@ -57,7 +57,7 @@ def _is_unmarked_run(folder: Path) -> bool:
 def _is_config(file: Path) -> bool:
     """Whether a file is a configuration with every value, as training leaves one, not one that somebody wrote."""
     try:
-        return is_of_run(read_toml(file))
+        return is_of_run(parse_toml(read_file(str(file)), str(file)))
     except UserError:
         return False
 

@@ -1,7 +1,6 @@
 """From a configuration to the training loop: what is checked first, the run directory and its lock, data, program."""
 
 import dataclasses
-from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -11,7 +10,6 @@ from megajax.data.files import write_atomically
 from megajax.ending import keep_traces_in
 from megajax.errors import UserError
 from megajax.launch import start
-from megajax.options import options
 from megajax.phases import phase, watched
 from megajax.processes import is_first_process, of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
@@ -106,7 +104,7 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
         lasting = lasting.with_decay(program.config.optimizer.decay_steps)
         on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
-        run.log.record_config(to_toml(lasting), {key: attrgetter(key)(lasting) for key in options(Config)})
+        run.log.record_config(lasting)
     run.go()
 
 

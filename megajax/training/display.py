@@ -108,8 +108,9 @@ class Display:
             print(text, file=self._console.file, flush=True)
 
     def _new_rows(self, *, transient: bool) -> Progress:
-        about = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))  # is cut, not the others
-        columns = TextColumn("{task.fields[head]}"), BarColumn(_BAR), _Clock(), about
+        last = Column(ratio=1, no_wrap=True)  # is cut, not the others
+        about = TextColumn("{task.description}", table_column=last, markup=False)
+        columns = TextColumn("{task.fields[head]}", markup=False), BarColumn(_BAR), _Clock(), about
         return Progress(*columns, console=self._console, transient=transient, expand=True)
 
 

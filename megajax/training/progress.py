@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megajax.training.display import Display, time_text
 
-_RECENT = 20  # steps whose median time gives the speed; a median leaves out the step that compiled
+_RECENT = 20  # steps whose median time per token gives the speed; a median leaves out the step that compiled
 
 
 class TrainingProgress:
@@ -22,13 +22,13 @@ class TrainingProgress:
 
     def __init__(self, total: int, finished: int, log_every: int, display: Display):
         self._total, self._log_every, self._display = total, log_every, display
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._seconds: deque[float] = deque(maxlen=_RECENT)  # per token: steps of a growing batch differ
         display.open_steps(total, finished)
 
     def show_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Show a finished step, its number counted from 1, and its figures as metrics.jsonl names them."""
-        self._seconds.append(figures["seconds"])
-        typical = max(statistics.median(self._seconds), 1e-9)
+        self._seconds.append(figures["seconds"] / figures["tokens"])
+        typical = max(figures["tokens"] * statistics.median(self._seconds), 1e-9)
         text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
         has_row = self._display.show_steps(step, self._total, text)
         if not has_row and (step % self._log_every == 0 or step == self._total):

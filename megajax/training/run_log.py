@@ -8,6 +8,7 @@ from typing import Self, SupportsFloat
 
 from rich.console import Console
 
+from megajax.config import Config, to_toml, to_values
 from megajax.errors import UserError
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.training.display import Display
@@ -78,8 +79,9 @@ class RunLog:
             LossPlot(self._run_dir, curves),
         ]
 
-    def record_config(self, text: str, values: Mapping[str, object]) -> None:
-        """Record what the run was started with: its `config.toml`, and its values by key."""
+    def record_config(self, config: Config) -> None:
+        """Record what the run was started with."""
+        text, values = to_toml(config), to_values(config)
         self._tell(lambda tracker: tracker.config(text, values))
 
     def record_step(

@@ -9,14 +9,16 @@ without a last one the run was killed. Answers are `{"where": …}` once, `{"pro
 import html
 import json
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-_LAST = 60  # seconds after which a process whose run was killed ends
+_LAST = 60.0  # seconds after the end of its input, killed run or not, at which this process ends at the latest
 _EVERY = 5.0  # seconds between two calls of MLflow's server
 _LONGEST = 500  # characters of a parameter, for MLflow
 
@@ -131,6 +133,7 @@ def main() -> None:
     """Record what comes until its end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the run, which says here how it ends
+    threading.Thread(target=_end_after_input, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print
 
@@ -143,12 +146,20 @@ def main() -> None:
         finished = False
         for line in sys.stdin:
             finished = _take(recorder, json.loads(line)) or finished
-        signal.alarm(_LAST)
         recorder.end(finished)
     except Exception as error:
         answer(problem=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         os._exit(1)
     answer(done=True)
+
+
+def _end_after_input() -> None:
+    """Wait until nobody writes to the standard input any more, read or not, and start the clock: SIGALRM ends the
+    process whatever the library does."""
+    ends = select.poll()
+    ends.register(0, 0)  # of a pipe without a writer the end is told, whatever is asked for
+    ends.poll()
+    signal.setitimer(signal.ITIMER_REAL, _LAST)
 
 
 def _take(recorder: Recorder, line: Mapping[str, Any]) -> bool:

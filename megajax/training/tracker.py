@@ -18,7 +18,8 @@ class Tracker:
     tries_again = False
 
     def config(self, text: str, values: Mapping[str, object]) -> None:
-        """What the run was started with: the text of its `config.toml`, and its values by key."""
+        """What the run was started with: the text of its `config.toml`, and its values by key, as `to_values`
+        gives them."""
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures after so many steps."""

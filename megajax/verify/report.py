@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from megajax.config import Config
 from megajax.verify.fold import shown, sizes_of
@@ -53,7 +54,7 @@ class Report:
         if not self._console.is_terminal:
             return
         self.stop()
-        self._status = self._console.status(f"{what}, after {time.monotonic() - self._began:.0f} s")
+        self._status = self._console.status(Text(f"{what}, after {time.monotonic() - self._began:.0f} s"))
         self._status.start()
 
     def found(self, finding: Finding) -> None:

@@ -1,5 +1,6 @@
 """Runs recorded by Weights & Biases, offline, and by MLflow, in SQLite, read back by these libraries themselves."""
 
+import dataclasses
 import importlib.util
 import json
 import sqlite3
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 
 from megajax.training import remote
 from megajax.training.remote import Remote
@@ -24,7 +26,7 @@ def log_run(library: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str
     monkeypatch.setattr(remote, "_LAST_OF_STOPPED", 60.0)  # the first start of MLflow's database takes some seconds
     for first, last in ((1, 3), (4, 5)):
         log = RunLog(run_dir, total_steps=5, finished_steps=first - 1, others=lambda: [Remote(library, run_dir)])
-        log.record_config("seed = 7\n", {"seed": 7, "train.steps": 5})
+        log.record_config(dataclasses.replace(tiny_config(), seed=7))
         for step in range(first, last + 1):
             log.record_step(step, loss=10.0 - step, speeds={"tflops_per_device": 3.5}, **STEP, **TIMES)
         log.record_text(last, "sample", "def <read>")

@@ -1,12 +1,17 @@
 """`--track`: what goes to another library, and that nothing that happens there ends the run or holds it up."""
 
+import dataclasses
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 
+from megajax.data.config import DataConfig, Source, ValidationSet
 from megajax.errors import UserError
 from megajax.training import plot, remote
 from megajax.training.remote import Remote, check_installed
@@ -14,6 +19,10 @@ from megajax.training.run_log import RunLog
 
 STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8}
 TIMES = {"seconds": 1.0, "data_seconds": 0.0}
+DATA = DataConfig(
+    sources=(Source(path="a[v1].txt", weight=0.5), Source(path="b.txt", weight=0.5)),
+    validation=(ValidationSet(name="held", path="c.txt"),),
+)
 
 FAKE = """\
 import json, os, sys, time
@@ -71,7 +80,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def log_run(run_dir: Path, steps: range, finished: bool = True) -> None:
     log = RunLog(run_dir, total_steps=9, finished_steps=steps.start - 1, others=lambda: [Remote("wandb", run_dir)])
-    log.record_config("seed = 1\n", {"seed": 1, "data.train": ()})
+    log.record_config(dataclasses.replace(tiny_config(), data=DATA))
     for step in steps:
         log.record_step(step, loss=float("nan") if step == 2 else 2.0, **STEP, **TIMES)
     log.record_text(steps[-1], "sample", "a <b>")
@@ -87,7 +96,15 @@ def test_a_run_and_one_that_goes_on(tmp_path: Path, fake, capsys: pytest.Capture
     inits = [call for call in found if call[0] == "init"]
     name = json.loads((tmp_path / "run" / "tracking.json").read_text())["wandb"]
     assert inits == [["init", name, "allow"]] * 2
-    assert found[1] == ["config", {"seed": 1, "data.train": []}]
+    assert found[1][0] == "config" and found[1][1] == json.loads(json.dumps(found[1][1]))
+    values = {
+        key: value for key, value in found[1][1].items() if key in ("data.sources", "data.validation", "data.train")
+    }
+    assert values == {
+        "data.sources": [{"path": "a[v1].txt", "weight": 0.5}, {"path": "b.txt", "weight": 0.5}],
+        "data.validation": [{"name": "held", "path": "c.txt"}],
+        "data.train": [],
+    }
     figures = [call[1] for call in found if call[0] == "log" and "tokens" in call[1]]
     assert [each["step"] for each in figures] == [1, 2, 3, 4, 5]
     assert figures[0]["loss"] == 2.0 and "loss" not in figures[1], "NaN is no figure"
@@ -114,6 +131,24 @@ def test_a_library_that_hangs(
     log_run(tmp_path / "run", range(1, 4))
     assert time.monotonic() - began < 5
     assert "Weights & Biases cannot be written: it did not end in time" in capsys.readouterr().out
+
+
+def test_a_library_that_hangs_when_the_run_is_killed(tmp_path: Path, fake) -> None:
+    """The process that records ends by itself, some time after nobody writes to it."""
+    fake("hangs")
+    code = "from megajax.training import service; service._LAST = 0.2; service.main()"
+    about = {"library": "wandb", "run_dir": str(tmp_path / "run"), "id": "a", "process": 1}
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        for line in (about, *({"step": step, "figures": {"loss": 1.0}} for step in range(9))):
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b'{"where": "https://there/run"}\n'
+        process.stdin.close()
+        try:
+            assert process.wait(20) == -signal.SIGALRM
+        finally:
+            process.kill()
 
 
 def test_a_library_that_takes_too_long(tmp_path: Path, fake, monkeypatch: pytest.MonkeyPatch) -> None:

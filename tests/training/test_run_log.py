@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.record_writer import RecordWriter
+from tiny import tiny_config
 
+from megajax.config import to_toml
 from megajax.errors import UserError
 from megajax.runs.metrics import read_metrics
 from megajax.training import display
@@ -171,6 +173,30 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     assert "[a] note\n" in shown
 
 
+def test_a_phase_is_shown_by_its_name_whatever_that_is() -> None:
+    """Of a file, which may hold what is markup to Rich."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
+    shower = Display(console=console)
+    with shower.phase("tokenizing data[v1]/corpus[/v1].txt"):
+        pass
+    shower.open_steps(9, 0)
+    shower.show_steps(1, 9, "loss[/v2]")
+    shower.close_steps()
+    assert "tokenizing data[v1]/corpus[/v1].txt" in screen.getvalue() and "loss[/v2]" in screen.getvalue()
+
+
+def test_the_speed_while_the_batch_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the tokens in twice the time are the same speed; the steps that are left have the new size."""
+    progress = TrainingProgress(100, 0, 1, Display())
+    figures = {"loss": 5.0, "learning_rate": 1e-3, "grad_norm": 2.0, "mfu": 0.5}
+    for step in range(1, 21):
+        progress.show_step(step, figures | {"tokens": 1000, "seconds": 0.5})
+    progress.show_step(21, figures | {"tokens": 2000, "seconds": 1.0})
+    *_, old, new = capsys.readouterr().out.splitlines()
+    assert "2,000 tokens/s  0:40 left  50.0% MFU" in old and "2,000 tokens/s  1:19 left  50.0% MFU" in new
+
+
 def test_durations() -> None:
     assert [time_text(seconds) for seconds in (0, 59.6, 3600, 90_061)] == ["0:00", "1:00", "1:00:00", "1d 01:01:01"]
 
@@ -236,7 +262,7 @@ def test_texts_for_tensorboard(tmp_path: Path) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
     with RunLog(tmp_path, total_steps=2) as log:
-        log.record_config("seed = 1\n", {"seed": 1})
+        log.record_config(config := tiny_config())
         log.record_text(2, "sample", "def read(")
     (path,) = (tmp_path / "tensorboard").iterdir()
     found, data = {}, path.read_bytes()
@@ -245,7 +271,8 @@ def test_texts_for_tensorboard(tmp_path: Path) -> None:
         for value in Event.FromString(data[12 : 12 + size]).summary.value:
             found[value.tag] = value.tensor.string_val[0].decode()
         data = data[16 + size :]
-    assert found == {"config/text_summary": "    seed = 1", "sample/text_summary": "    def read("}
+    lines = "\n".join(f"    {line}" for line in to_toml(config).splitlines())
+    assert found == {"config/text_summary": lines, "sample/text_summary": "    def read("}
 
 
 def test_a_phase_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
