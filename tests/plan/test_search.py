@@ -11,6 +11,7 @@ from tiny import tiny_config
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
+from megajax.pipeline import checks
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
 from megajax.plan.memory import memory
@@ -94,6 +95,19 @@ def test_what_is_given_stays():
     )  # fmt: skip
     for each in search(config, 4, H100, given=given).fitting:
         assert [value(each.config, key) for key in given] == [2, "layer", "gpipe", 0]
+
+
+def test_tables_too_large_to_make_are_left_out(monkeypatch):
+    """Though fewer microbatches tell their buffers."""
+    monkeypatch.setattr(checks, "_MOST_CELLS", 200)
+    train, given = replace(CONFIG.train, global_batch=64), ["mesh.pipe", "train.microbatch", "train.remat"]
+    config = replace(CONFIG, train=train, mesh=replace(CONFIG.mesh, pipe=2))
+    for each in search(config, 2, H100, given=given, count=1).fitting:
+        assert each.pipeline.schedule != "interleaved"  # which has twice as many cells
+        validate(each.config, 2)
+    config = replace(config, mesh=replace(CONFIG.mesh, pipe=4))
+    with pytest.raises(UserError, match=r"--mesh\.pipe 4 x .* is a table of 256 forwards; valid: at most 200"):
+        search(config, 4, H100, given=given)
 
 
 def impossible(config: Config, devices: int, gpu: str = "h100") -> str:
