@@ -11,11 +11,12 @@ from tiny import tiny_config
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
+from megajax.pictures import is_marked
 from megajax.pipeline import checks
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
 from megajax.plan.memory import memory
-from megajax.plan.picture import draw_search, is_own
+from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search, value
 from megajax.plan.time import step_time
 from megajax.presets import load_preset, resolve
@@ -145,4 +146,4 @@ def test_figures_and_lines(found):
 def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
     draw_search(file, "a search", found, H100)
-    assert is_own(file) and not is_own(tmp_path)
+    assert is_marked(file, MARK) and not is_marked(tmp_path, MARK)
