@@ -3,26 +3,22 @@
 import argparse
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from megajax.commands.plots import check_plot, plot_atomically
 from megajax.config import Config
-from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.flags import Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import Option, between
-from megajax.paths import check_place
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import Machine
-from megajax.runs.parts import check_outside_runs
 
 _DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
 _BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
 _COMPILED = 2  # of the best
 MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
-_FORMATS = (".png", ".svg")
 
 
 def add_flags(parser: Parser) -> None:
@@ -64,7 +60,9 @@ def print_search(
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot = Path(args.plot) if args.plot else None
     if plot:
-        _check_plot(plot)
+        from megajax.plan.picture import MARK
+
+        check_plot(plot, MARK, "picture of megajax plan")
     gpus = compiles_for(machine.name)
     compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
@@ -80,11 +78,8 @@ def print_search(
     compiled = [compiled_step(scanned(each.config), gpus=gpus) for each in planned]
     if plot:
         title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
-        try:
-            with file_atomically(plot) as new:
-                draw_search(new, title, found, machine)
-        except OSError as error:
-            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
+        with plot_atomically(plot) as new:
+            draw_search(new, title, found, machine)
     told = args.preset, original, machine, compiled
     print(json.dumps(figures(found, *told)) if args.json else "\n".join(lines(found, *told)))
 
@@ -92,16 +87,3 @@ def print_search(
 def scanned(config: Config) -> Config:
     """With the layers as one scan: the same step, whose program does not grow with their number."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
-
-
-def _check_plot(plot: Path) -> None:
-    """Raises `UserError` where the picture cannot be written, or would replace something else than a picture of a
-    search."""
-    from megajax.plan.picture import is_own
-
-    if plot.suffix.lower() not in _FORMATS:
-        raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(_FORMATS)}")
-    check_place(plot, "--plot")
-    check_outside_runs(plot, "--plot")
-    if os.path.lexists(plot) and not is_own(plot):
-        raise UserError(f"--plot {plot} is there already and is no picture of megajax plan; valid: another name")

@@ -1,18 +1,15 @@
 """`megajax schedule`: print and draw a pipeline schedule."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megajax.data.files import file_atomically
-from megajax.errors import UserError
+from megajax.commands.plots import check_plot, plot_atomically
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, between
-from megajax.paths import check_place
 from megajax.pipeline.checks import check_schedule, check_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.deferral import PassTimes
@@ -29,9 +26,7 @@ from megajax.pipeline.timing import (
     published_zero_bubble,
     wall_time,
 )
-from megajax.runs.parts import check_outside_runs
 
-PLOT_FORMATS = (".png", ".svg")
 _PASSES = {
     "forward": "forward",
     "input_gradient": "gradient of its input",
@@ -88,37 +83,24 @@ def main(argv: Sequence[str]) -> None:
     check_schedule(pipeline, stages)
     check_table(pipeline, stages, microbatches, "--microbatches")
     plot = Path(args.plot) if "plot" in args else None
-    if plot and plot.suffix.lower() not in PLOT_FORMATS:
-        raise UserError(f"--plot {plot}; valid: a file that ends in {' or '.join(PLOT_FORMATS)}")
     if plot:
-        _check_plot(plot)
+        from megajax.pipeline.picture import MARK
+
+        check_plot(plot, MARK, "timeline of megajax")
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
     timing = _Timing.of(table, times)
     if plot:
         from megajax.pipeline.picture import draw_timeline
 
         title = f"{_describe(pipeline, table)}: bubble {timing.bubble:.1%} of the ideal time"
-        try:
-            with file_atomically(plot) as new:
-                draw_timeline(new, title, table, StageTimes.equal(table, times), f"of a stage, {_words(times)}")
-        except OSError as error:
-            raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
+        with plot_atomically(plot) as new:
+            draw_timeline(new, title, table, StageTimes.equal(table, times), f"of a stage, {_words(times)}")
     if args.json:
         print(json.dumps(_figures(table, timing)))
     else:
         _print(pipeline, table, timing)
         if plot:
             print(f"timeline drawn: {plot}")
-
-
-def _check_plot(plot: Path) -> None:
-    """Raises `UserError` where the picture cannot be written, or would replace something else than a timeline."""
-    from megajax.pipeline.picture import is_own
-
-    check_place(plot, "--plot")
-    check_outside_runs(plot, "--plot")
-    if os.path.lexists(plot) and not is_own(plot):
-        raise UserError(f"--plot {plot} is there already and is no timeline of megajax; valid: another name")
 
 
 def _describe(pipeline: PipelineConfig, table: Schedule) -> str:

@@ -125,13 +125,6 @@ def weight_of(
     return whole
 
 
-def from_tensors(places: Places, read: Callable[[str], Tensor], config: ModelConfig) -> dict[str, Any]:
-    """All of our weights in natural form; arguments as of `weight_of`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, ours: weight_of(places, read, config, path, ours.shape), weight_shapes(config)
-    )
-
-
 def tensors_of(
     places: Places, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:

@@ -190,7 +190,7 @@ def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits])
 def _spans(
     name: str, how: TaskConfig, windows: SpanWindows, logits: Sequence[Logits]
 ) -> tuple[dict[str, float], list[Any]]:
-    unanswerable = name == "squad2"
+    unanswerable = TASKS[name].unanswerable
     start_WT, end_WT = (mean_logits(windows, [each[..., end] for each in logits]) for end in (0, 1))
     found = find_answers(windows, start_WT, end_WT, how, unanswerable=unanswerable)
     figures = squad_figures(windows.records, found, unanswerable=unanswerable)

@@ -102,7 +102,8 @@ def attend(
     On GPUs by cuDNN where it can: its dropout would depend on the mesh, it knows half precision only, and of what a
     query sees causality and padding here.
     """
-    if dropout.rate == 0 and visible.only_causal_or_padded and backend.fused_attention and fits_fused(q_BTHK):
+    fits = fits_fused(q_BTHK.shape[-1], q_BTHK.dtype.itemsize)
+    if dropout.rate == 0 and visible.only_causal_or_padded and backend.fused_attention and fits:
         heads_BTHK = jax.nn.dot_product_attention(
             q_BTHK,
             k_BSHK,
@@ -120,7 +121,6 @@ def attend(
     return blocked_attention(q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, dropout.rate, backend)
 
 
-def fits_fused(q_BTHK: Array) -> bool:
-    """Whether cuDNN's attention takes these heads: half precision, a size of at most 256 that 8 divides."""
-    head_size = q_BTHK.shape[-1]
-    return q_BTHK.dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+def fits_fused(head_size: int, item_size: int) -> bool:
+    """Whether cuDNN's attention takes such heads: half precision, a size of at most 256 that 8 divides."""
+    return item_size == 2 and head_size % 8 == 0 and head_size <= 256

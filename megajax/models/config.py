@@ -106,6 +106,10 @@ class ModelConfig:
         """Standard deviation of the weights right before each residual addition: scaled by 1/sqrt(2 · layers)."""
         return self.init_std / (2 * self.num_layers) ** 0.5
 
+    def window_in(self, length: int) -> int | None:
+        """How many tokens a token of a sequence sees; None: all before it, as in a window that is as long."""
+        return self.sliding_window if 0 < self.sliding_window < length else None
+
     @property
     def rotary(self) -> bool:
         """Whether positions turn queries and keys, and no weight depends on their number."""

@@ -20,9 +20,10 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
     }
     yield from _with_weights(sequences * model.sequence_length, shapes, layers)
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
+    window = model.window_in(length)
     for start in range(0, length, query_block):
         end = min(start + query_block, length)
-        first = max(0, start - model.sliding_window + 1) if model.sliding_window else 0
+        first = max(0, start - window + 1) if window else 0
         block, keys = end - start, (end if causal else length) - first
         # forward: scores; gradient of the probabilities
         yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)

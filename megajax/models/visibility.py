@@ -74,4 +74,3 @@ class Visibility:
 
 
 CAUSAL = Visibility(causal=True)
-EVERYTHING = Visibility()

@@ -36,6 +36,11 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
         )
 
 
+def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
+    """Whether a schedule's table is not too large to make."""
+    return pipe * pipeline.chunks * microbatches <= _MOST_CELLS and pipe**2 <= _MOST_CELLS
+
+
 def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
     """Check that a schedule's table is not too large to make.
 
@@ -48,8 +53,8 @@ def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: st
     Raises:
         UserError: it is.
     """
-    size = pipe * pipeline.chunks * microbatches
-    if size > _MOST_CELLS or pipe**2 > _MOST_CELLS:
+    if not has_table(pipeline, pipe, microbatches):
+        size = pipe * pipeline.chunks * microbatches
         raise UserError(
             f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
             f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"

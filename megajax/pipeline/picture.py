@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.pictures import is_marked, save
+from megajax.pictures import save
 from megajax.pipeline.drawing import cell_name
 from megajax.pipeline.excerpt import Excerpt, Part, excerpt
 from megajax.pipeline.table import Schedule
@@ -60,11 +60,6 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     legend, size = _legend(schedule), 8 if shown.is_whole else _size(inches)
     figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=size)
     save(figure, path, MARK)
-
-
-def is_own(file: Path) -> bool:
-    """Whether a file is a picture that `draw_timeline` drew."""
-    return is_marked(file, MARK)
 
 
 def _size(inches: float) -> float:

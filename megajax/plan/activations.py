@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megajax.backend import Backend
 from megajax.config import Config
+from megajax.models.attention import fits_fused
 from megajax.models.family import family_of
 from megajax.plan.sizes import ITEM_SIZE, Sizes
 
@@ -90,8 +91,8 @@ class LayerSizes:
 def fused(config: Config, backend: Backend) -> bool:
     """Whether attention is cuDNN's (`models/attention.py`)."""
     model = config.model
-    limited = 0 < model.sliding_window < model.sequence_length or config.data.reset_attention
-    fits = ITEM_SIZE[config.precision] == 2 and model.head_size % 8 == 0 and model.head_size <= 256
+    limited = model.window_in(model.sequence_length) is not None or config.data.reset_attention
+    fits = fits_fused(model.head_size, ITEM_SIZE[config.precision])
     return backend.fused_attention and model.dropout == 0 and not limited and fits
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megajax.config import Config
 from megajax.parallel.collectives import DATA, PIPE, TENSOR
-from megajax.plan.shapes import Placed, held
+from megajax.plan.shapes import Placed
 from megajax.plan.sizes import Shape, Sizes, Times
 from megajax.program.communication import Collective
 
@@ -48,10 +48,6 @@ class Borders(Sizes):
         super().__init__(config)
         self.of_end = Times(self.ticks, self.microbatches)
         self.of_layer = Times(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
-
-    @cached_property
-    def weights(self) -> tuple[Placed, ...]:
-        return held(self.config).weights
 
     @cached_property
     def vocabulary(self) -> Axes:

@@ -13,10 +13,6 @@ from megajax.program.program import batch_form
 class Once(Sizes):
     """The sizes of a step, and what it communicates before and after its loop over ticks."""
 
-    @cached_property
-    def weights(self) -> tuple[Placed, ...]:
-        return held(self.config).weights
-
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megajax.pictures import is_marked, save
+from megajax.pictures import save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found
 
@@ -55,11 +55,6 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
         if handle is not None:
             handle.set_alpha(1)
     save(figure, path, MARK)
-
-
-def is_own(file: Path) -> bool:
-    """Whether a file is a picture that `draw_search` drew."""
-    return is_marked(file, MARK)
 
 
 def _named(frontier: list[Candidate]) -> list[Candidate]:

@@ -12,6 +12,7 @@ from typing import Any
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.options import as_flag, options
+from megajax.pipeline.checks import has_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
@@ -214,8 +215,9 @@ def _as_fast(config: Config) -> Config:
 
 
 def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, PipelineConfig]]:
-    """Every schedule and number of chunks whose buffers can be told quickly, with the bytes that a device needs. Those
-    are told by fewer microbatches where the schedule's table has buffers of the same sizes with these."""
+    """Every schedule and number of chunks whose table can be made and its buffers told quickly, with the bytes that a
+    device needs. Those are told by fewer microbatches where the schedule's table has buffers of the same sizes with
+    these."""
     mesh, train, m = (
         config.mesh,
         config.train,
@@ -226,6 +228,8 @@ def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, Pipeline
         if any(
             f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
         ):
+            continue
+        if not has_table(pipeline, mesh.pipe, m):
             continue
         fewer = settled_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
@@ -261,6 +265,12 @@ def _nothing(
             f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
             "--devices, another --gpu, a smaller model or batch"
         )
+    for base in _on_meshes(config, devices, kept):
+        for each in itertools.islice(_of_mesh(base, kept), 1):
+            try:
+                validate(each, devices)
+            except UserError as error:
+                return error
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
     return UserError(

@@ -1,7 +1,7 @@
 """The sizes of a training step: plain numbers that its communication and its time are computed from."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from megajax.config import Config
 from megajax.models.family import family_of
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
+from megajax.plan.shapes import Placed, held
 
 Shape = tuple[int, ...]
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
@@ -86,6 +87,10 @@ class Sizes:
         self.defers = mesh.pipe > 1 and pipeline.weight_gradients == "deferred"
         self.regathers = self.splits_sequence and config.train.remat != "layer"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
+
+    @cached_property
+    def weights(self) -> tuple[Placed, ...]:
+        return held(self.config).weights
 
 
 @lru_cache(maxsize=1024)

@@ -166,8 +166,7 @@ class Temporaries:
         layer, model = self.layer, self.step.config.model
         if fused(self.step.config, self.backend):
             return 0
-        window = model.sliding_window if 0 < model.sliding_window < layer.tokens else None
-        visible = Visibility(causal=not self.step.bidirectional, window=window)
+        visible = Visibility(causal=not self.step.bidirectional, window=model.window_in(layer.tokens))
         block, group = self.backend.block_of(layer.tokens), layer.heads // layer.kv_heads
         ends = [(start, min(start + block, layer.tokens)) for start in range(0, layer.tokens, block)]
         ranges = ((end - start, visible.key_range(start, end, layer.tokens)) for start, end in ends)

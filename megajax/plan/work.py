@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from megajax.backend import GPU
 from megajax.config import Config
+from megajax.plan.activations import fused
 from megajax.plan.machines import Machine, peak_of
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
@@ -127,13 +128,11 @@ class Work:
         length = self.sizes.tokens
         seen: float = length
         if not self.sizes.bidirectional and not passes.all_scores:
-            window = model.sliding_window if 0 < model.sliding_window < length else length
+            window = model.window_in(length) or length
             seen = window * (1 - window / (2 * length))  # on average, of a token
         scores = self.sizes.rows * self.heads * length * seen
         flops = 4 * scores * model.head_size
-        half = self.sizes.item == 2 and model.head_size % 8 == 0 and model.head_size <= 256  # `attention.fits_fused`
-        plain = model.dropout == 0 and not self.config.data.reset_attention and not model.sliding_window
-        if self.machine.fused_attention and half and plain:
+        if self.machine.fused_attention and fused(self.config, GPU):
             return flops / (self.peak * efficiency.attention), 0.0
         if not passes.all_scores and not self.sizes.bidirectional:  # by blocks, each with its last query's keys
             block = GPU.block_of(length)

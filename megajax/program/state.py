@@ -187,15 +187,6 @@ class StateLayout:
         return jax.jit(self._staged, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
-    def params_from_natural(self):
-        """natural main weights -> the weights that layers compute with, on this mesh's stages."""
-
-        def staged(weights: Tree) -> Tree:
-            return self.params_of(_map_blocks(self.placement.to_stages, weights))
-
-        return jax.jit(staged, out_shardings=shardings(self.mesh, self.specs.params))
-
-    @cached_property
     def to_natural(self):
         """state -> the state in natural form, on this mesh."""
         return jax.jit(self._natural, out_shardings=shardings(self.mesh, self.natural_specs))

@@ -28,7 +28,7 @@ def read_records(
         UserError: a file cannot be used, or a record in it.
     """
     assert task_name in TASKS, task_name
-    if task_name.startswith("squad"):
-        return read_squad(paths, config, flag, impossible=task_name == "squad2", labelled=labelled)
+    if TASKS[task_name].head == "span":
+        return read_squad(task_name, paths, config, flag, labelled=labelled)
     read: Any = {"mnli": read_mnli, "qqp": read_qqp, "race": read_race, "instructions": read_instructions}[task_name]
     return read(paths, config, flag, labelled=labelled)

@@ -16,12 +16,14 @@ class Task:
         classes: how many classes, or options at most; of a span 2, its start and its end; of the next token any.
         labels: names of the classes in the order of their numbers, as the files have them; empty where there are none.
         figure: by which runs are compared on dev, one of the task's figures in percent.
+        unanswerable: of a span, whether questions may have no answer.
     """
 
     head: Literal["classes", "span", "choice", "pretraining"]
     classes: int
     figure: str
     labels: tuple[str, ...] = ()
+    unanswerable: bool = False
 
     @property
     def continues_text(self) -> bool:
@@ -33,7 +35,7 @@ TASKS = {
     "mnli": Task("classes", 3, "accuracy", ("entailment", "neutral", "contradiction")),
     "qqp": Task("classes", 2, "accuracy", ("0", "1")),
     "squad1": Task("span", 2, "f1"),
-    "squad2": Task("span", 2, "f1"),
+    "squad2": Task("span", 2, "f1", unanswerable=True),
     "race": Task("choice", 4, "accuracy", ("A", "B", "C", "D")),
     "instructions": Task("pretraining", 2, "accuracy"),
 }

@@ -6,11 +6,14 @@ from typing import Any
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import NOT_THERE, Answer, Question, Records
+from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import VALID, check_beginning, checked, entry, parsed, task_files, whole_text
+
+_TASKS = [name for name, task in TASKS.items() if task.head == "span"]
 
 
 def read_squad(
-    paths: Sequence[str], config: TaskConfig, flag: str, *, impossible: bool, labelled: bool = True
+    task: str, paths: Sequence[str], config: TaskConfig, flag: str, *, labelled: bool = True
 ) -> Records[Question]:
     """The questions of files, in their order.
 
@@ -19,20 +22,20 @@ def read_squad(
     start `NOT_THERE`.
 
     Args:
+        task: one of the tasks that these files are of.
         paths: JSON files.
         config: whether odd records end the reading.
         flag: that named the paths, for error messages.
-        impossible: whether questions may have no answer (SQuAD 2.0).
         labelled: whether questions must have the key `answers`; without it they have none.
 
     Raises:
         UserError: a file cannot be used, or a record in it; the message has its number and id.
     """
-    task = "squad2" if impossible else "squad1"
+    impossible = TASKS[task].unanswerable
     records: Records[Question] = Records(strict=config.strict)
     places: dict[str, str] = {}
     for file in task_files(paths, task, flag):
-        check_beginning(file, ["squad1", "squad2"], flag)
+        check_beginning(file, _TASKS, flag)
         value = parsed(whole_text(file, flag), f"{flag}: {file}", task)
         number = 0
         for context, found in _found(value, f"{flag}: {file}"):

@@ -38,14 +38,15 @@ def compare(reference: Trace, other: Trace) -> Comparison:
     worst, worst_leaf = -1.0, ""
     for expected, actual in zip(reference.gradients, other.gradients, strict=True):
         assert expected.keys() == actual.keys()
-        floor = GRADIENT_FLOOR * math.sqrt(sum(_norm(leaf) ** 2 for leaf in expected.values()))
+        floor = GRADIENT_FLOOR * math.sqrt(sum(norm(leaf) ** 2 for leaf in expected.values()))
         for name, leaf in expected.items():
-            error = _norm(actual[name].astype(np.float64) - leaf) / max(_norm(leaf), floor)
+            error = norm(actual[name].astype(np.float64) - leaf) / max(norm(leaf), floor)
             error = math.inf if math.isnan(error) else error
             if error > worst:
                 worst, worst_leaf = error, name
     return Comparison(max(math.inf if math.isnan(e) else e for e in loss_errors), worst, worst_leaf)
 
 
-def _norm(x: np.ndarray) -> float:
+def norm(x: np.ndarray) -> float:
+    """Of all numbers, in double precision."""
     return float(np.linalg.norm(x.astype(np.float64)))

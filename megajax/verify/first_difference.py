@@ -26,7 +26,6 @@ _LAYER = (
     "mlp_residual",
     "output",
 )
-_POST = {"attention_norm": "attention_residual"}  # where a norm follows the addition: site -> the one before it
 _LARGEST = 1e30
 _FLOOR = 1e-3  # of the norm of a place's largest sample: what is nearly nothing beside it is not held to its own size
 

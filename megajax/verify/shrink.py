@@ -168,7 +168,7 @@ class _Sizes:
             return max(1, round(length * tokens / model.sequence_length))
 
         sizes = {"sequence_length": length}
-        if 0 < model.sliding_window < model.sequence_length:
+        if model.window_in(model.sequence_length) is not None:
             sizes["sliding_window"] = min(length - 1, max(2, scaled(model.sliding_window)))
         elif model.sliding_window:
             sizes["sliding_window"] = length

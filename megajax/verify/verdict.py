@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.comparison import GRADIENT_FLOOR
+from megajax.verify.comparison import GRADIENT_FLOOR, norm
 from megajax.verify.limits import LIMITS, Limits
 from megajax.verify.run import Leaves, Run
 
@@ -122,10 +122,10 @@ def _gradients(name: str, reference: Run, other: Run, limit: float) -> Finding:
 
 
 def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix: str = "") -> Finding:
-    floor = GRADIENT_FLOOR * math.sqrt(sum(_norm(leaf) ** 2 for leaf in expected.values()))
+    floor = GRADIENT_FLOOR * math.sqrt(sum(norm(leaf) ** 2 for leaf in expected.values()))
     worst, figure, beyond = "", -1.0, 0
     for leaf, value in expected.items():
-        error = _finite(_norm(_minus(actual[leaf], value)) / max(_norm(value), floor))
+        error = _finite(norm(_minus(actual[leaf], value)) / max(norm(value), floor))
         beyond += error > limit
         if error > figure:
             worst, figure = leaf, error
@@ -141,9 +141,9 @@ def _layers(leaf: str, expected: np.ndarray, actual: np.ndarray, limit: float, f
     """The layers of a stacked leaf that are beyond the limit."""
     if not leaf.startswith("blocks/"):
         return ()
-    scale = max(_norm(expected), floor)
+    scale = max(norm(expected), floor)
     pairs = zip(expected, actual, strict=True)
-    return tuple(i for i, (a, b) in enumerate(pairs) if _finite(_norm(_minus(b, a)) / scale) > limit)
+    return tuple(i for i, (a, b) in enumerate(pairs) if _finite(norm(_minus(b, a)) / scale) > limit)
 
 
 def _metrics(name: str, reference: Run, other: Run, limit: float) -> Finding:
@@ -165,10 +165,6 @@ def _skipped(name: str, reference: Run, other: Run) -> Finding:
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a.astype(np.float64) - b.astype(np.float64)
-
-
-def _norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x.astype(np.float64)))
 
 
 def _relative(value: float, expected: float) -> float:

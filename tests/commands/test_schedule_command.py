@@ -193,7 +193,10 @@ def test_plot_of_a_large_schedule(capsys, tmp_path: Path, flags: tuple, titles: 
         ("--microbatches 2 --pipeline.schedule interleaved --pipeline.chunks 2", "--mesh.pipe 1; valid: --mesh.pipe 2"),
         ("--microbatches 2 --pipeline.schedule interleaved --mesh.pipe 2", "--pipeline.chunks 1 with"),
         ("--microbatches 2 --pipeline.chunks 2 --mesh.pipe 2", "--pipeline.chunks 2 with --pipeline.schedule 1f1b"),
-        ("--microbatches 2 --plot timeline.pdf", "--plot timeline.pdf; valid: a file that ends in .png or .svg"),
+        (
+            "--microbatches 2 --plot timeline.pdf",
+            "--plot timeline.pdf: unknown kind of picture; valid: a name that ends in .png or .svg",
+        ),
         ("--microbatches 2 --plot no/such/folder.png", "--plot no/such/folder.png: cannot be written"),
         ("--microbatches 100000000 --mesh.pipe 4", "a table of 400000000 forwards; valid: at most 250000"),
         ("--microbatches 1 --mesh.pipe 100000", "and 500 stages"),

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, class_of, write_bert
+from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
@@ -15,7 +16,7 @@ from megajax.config import Config, to_toml
 from megajax.convert.bert import EXCHANGE, places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors, to_tensors
+from megajax.convert.weights import to_tensors
 from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from hugging_face_bert import CLASSES, SETTINGS, TYPES, bert_tensors, write_bert
+from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
@@ -15,7 +16,6 @@ from megajax.config import to_toml
 from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints

@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hugging_face_decoders import KINDS, SETTINGS, decoder_tensors, write_decoder
+from natural_weights import from_tensors
 from refusals import refusal
 from safetensors import safe_open
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors, to_tensors
+from megajax.convert.weights import to_tensors
 from megajax.models.config import ModelConfig
 from megajax.presets import load_preset, resolve
 

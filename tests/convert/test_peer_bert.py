@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from drawn import drawn_state
 from hugging_face_bert import CLASSES, both_logits, peer_bert
+from natural_weights import from_tensors
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -17,7 +18,6 @@ from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.models.config import ModelConfig
 from megajax.pipeline.config import PipelineConfig

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from hugging_face_decoders import peer_decoder
+from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_program
 
@@ -16,7 +17,6 @@ from megajax.batch import IGNORED
 from megajax.config import MeshConfig
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors
 from megajax.program.scoring import next_logits
 from megajax.program.train_step import loss_and_gradients
 from megajax.runs.trained import restore_params

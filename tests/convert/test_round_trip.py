@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hugging_face import SETTINGS, random_tensors, write_model
+from natural_weights import from_tensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config, tiny_program
@@ -17,7 +18,6 @@ from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.gpt2 import places
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import from_tensors
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.presets import load_preset, resolve

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from hugging_face import peer_model
+from natural_weights import from_tensors
 from plain import place
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.convert.gpt2 import places
-from megajax.convert.weights import from_tensors
 from megajax.models.config import ModelConfig
 from megajax.program.scoring import next_logits
 from megajax.program.train_step import loss_and_gradients

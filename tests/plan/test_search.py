@@ -11,10 +11,12 @@ from tiny import tiny_config
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.flags import Parser
+from megajax.pictures import is_marked
+from megajax.pipeline import checks
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
 from megajax.plan.memory import memory
-from megajax.plan.picture import draw_search, is_own
+from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search, value
 from megajax.plan.time import step_time
 from megajax.presets import load_preset, resolve
@@ -96,6 +98,19 @@ def test_what_is_given_stays():
         assert [value(each.config, key) for key in given] == [2, "layer", "gpipe", 0]
 
 
+def test_tables_too_large_to_make_are_left_out(monkeypatch):
+    """Though fewer microbatches tell their buffers."""
+    monkeypatch.setattr(checks, "_MOST_CELLS", 200)
+    train, given = replace(CONFIG.train, global_batch=64), ["mesh.pipe", "train.microbatch", "train.remat"]
+    config = replace(CONFIG, train=train, mesh=replace(CONFIG.mesh, pipe=2))
+    for each in search(config, 2, H100, given=given, count=1).fitting:
+        assert each.pipeline.schedule != "interleaved"  # which has twice as many cells
+        validate(each.config, 2)
+    config = replace(config, mesh=replace(CONFIG.mesh, pipe=4))
+    with pytest.raises(UserError, match=r"--mesh\.pipe 4 x .* is a table of 256 forwards; valid: at most 200"):
+        search(config, 4, H100, given=given)
+
+
 def impossible(config: Config, devices: int, gpu: str = "h100") -> str:
     with pytest.raises(UserError) as error:
         search(config, devices, MACHINES[gpu])
@@ -131,4 +146,4 @@ def test_figures_and_lines(found):
 def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
     draw_search(file, "a search", found, H100)
-    assert is_own(file) and not is_own(tmp_path)
+    assert is_marked(file, MARK) and not is_marked(tmp_path, MARK)

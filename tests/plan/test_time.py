@@ -145,3 +145,11 @@ def test_unknown_gpus_and_precisions():
         machine_of("h1000")
     with pytest.raises(UserError, match=r"--precision bf16 with --gpu v100.*valid: fp16, fp32, fp64"):
         peak_of(MACHINES["v100"], "bf16")
+
+
+def test_a_window_as_long_as_the_sequence_is_none():
+    """Then attention is the fused one, and as fast; with a shorter one it is not."""
+    words = {"head_size": 64, "sequence_length": 256, "dropout": 0.0, "precision": "bf16"}
+    configs = [tiny_config(sliding_window=window, **words) for window in (0, 256, 300, 255)]
+    seconds = [step_time(config, H100).seconds for config in configs]
+    assert seconds[0] == seconds[1] == seconds[2] < seconds[3]

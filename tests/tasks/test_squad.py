@@ -20,7 +20,8 @@ def write(path: Path, *questions, beginning: str = "") -> str:
 
 
 def read(*paths: str, impossible: bool = False, labelled: bool = True, **change):
-    return read_squad(paths, TaskConfig(**change), "--data.dev", impossible=impossible, labelled=labelled)
+    task = "squad2" if impossible else "squad1"
+    return read_squad(task, paths, TaskConfig(**change), "--data.dev", labelled=labelled)
 
 
 def asked(name: str = "q", *answers: tuple[str, int], **more):

@@ -30,7 +30,7 @@ class TransformerDecoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
-        self.borders, self.backend, self.window = borders, backend, config.sliding_window
+        self.borders, self.backend, self.window_in = borders, backend, config.window_in
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
             return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
@@ -53,7 +53,7 @@ class TransformerDecoder(nnx.Module):
         """What every layer gets of a batch: its dropout, what its tokens see, and, of rotary positions, where they
         stand, in the sequence, or in their documents where the batch has those."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
-        window = self.window if 0 < self.window < length else None
+        window = self.window_in(length)
         visible = Visibility(causal=True, window=window)
         if position_BT is None:
             position_BT = jnp.arange(length, dtype=jnp.int32)[None]

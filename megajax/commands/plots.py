@@ -1,0 +1,47 @@
+"""The file of `--plot`."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megajax.data.files import file_atomically
+from megajax.errors import UserError
+from megajax.paths import check_place
+from megajax.pictures import is_marked
+from megajax.runs.parts import check_outside_runs
+
+FORMATS = (".png", ".svg")
+
+
+def check_plot(plot: Path, mark: bytes, what: str) -> None:
+    """Check that a picture can be written, and replaces none but its own kind.
+
+    Args:
+        plot: the file.
+        mark: that pictures of its kind bear.
+        what: its kind, in words.
+
+    Raises:
+        UserError: it cannot be, or would.
+    """
+    if plot.suffix.lower() not in FORMATS:
+        raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(FORMATS)}")
+    check_place(plot, "--plot")
+    check_outside_runs(plot, "--plot")
+    if os.path.lexists(plot) and not is_marked(plot, mark):
+        raise UserError(f"--plot {plot} is there already and is no {what}; valid: another name")
+
+
+@contextlib.contextmanager
+def plot_atomically(plot: Path) -> Iterator[Path]:
+    """The place to draw a picture at, which then becomes `plot`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        with file_atomically(plot) as new:
+            yield new
+    except OSError as error:
+        raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None

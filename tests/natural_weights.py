@@ -1,0 +1,16 @@
+"""All of a model's weights from tensors in Hugging Face's format, in natural form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from megajax.convert.weights import Places, Tensor, weight_of, weight_shapes
+from megajax.models.config import ModelConfig
+
+
+def from_tensors(places: Places, read: Callable[[str], Tensor], config: ModelConfig) -> dict[str, Any]:
+    """Arguments as of `weight_of`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, ours: weight_of(places, read, config, path, ours.shape), weight_shapes(config)
+    )
