@@ -11,7 +11,7 @@ import hypothesis
 import jax
 import pytest
 
-from megajax.launch import avoid_known_faults
+from megajax.launch import avoid_known_faults, give_back_freed_memory
 
 # Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
 XLA_FLAGS = [
@@ -70,14 +70,26 @@ def test_data() -> Path:
     return folder
 
 
+_room = 4 * 2**30  # bytes that a worker may have
+
+
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """What was compiled is forgotten where it has grown large: the whole grid has thousands of programs."""
+    """What was compiled is forgotten where it has grown large: the whole grid has thousands of programs. Not again
+    before 2 GiB more: not all that is free is given back."""
+    global _room
     yield
-    pages = Path("/proc/self/statm")
-    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 3 * 2**30:
+    if _resident() > _room:
         jax.clear_caches()
         gc.collect()
+        give_back_freed_memory()
+        _room = max(_room, _resident() + 2 * 2**30)
+
+
+def _resident() -> int:
+    """Bytes of this process; 0 where nobody says it."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 @pytest.fixture
