@@ -34,6 +34,7 @@ class Communication(Collective):
 
 
 def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:
+    """Of one operand, whose numbers have `item` bytes each."""
     return Communication(kind, axes, (shape,), math.prod(shape) * item, times.count, purpose, times.sent)
 
 
