@@ -41,7 +41,7 @@ PROJECTIONS = "query", "key", "value"
 
 
 def random_weights(model: ModelConfig) -> dict[str, Any]:
-    """Weights in our natural form, the same for every side; padded rows of the table are not drawn."""
+    """Weights in our canonical form, the same for every side; padded rows of the table are not drawn."""
     rng = np.random.default_rng(0)
     layers, hidden, heads = model.num_layers, model.hidden_size, (model.num_heads, model.head_size)
 
@@ -79,9 +79,9 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     from megajax.program.program import Program
 
     program = Program.on(config)
-    layout, natural = program.layout, random_weights(config.model)
-    staged = {"shared": natural["shared"], "blocks": jax.tree.map(layout.placement.to_stages, natural["blocks"])}
-    params = jax.device_put(layout.computed(staged), shardings(layout.mesh, layout.specs.params))
+    layout, canonical = program.layout, random_weights(config.model)
+    pipelined = {"shared": canonical["shared"], "blocks": jax.tree.map(layout.placement.to_stages, canonical["blocks"])}
+    params = jax.device_put(layout.computed(pipelined), shardings(layout.mesh, layout.specs.params))
     decoder = Decoder(program, params, Sampling(temperature=0), ends=())
 
     def generate(prompts: Prompts) -> Prompts:

@@ -66,7 +66,7 @@ def work(args: argparse.Namespace, process: int) -> None:
 
 def alone(program: Any) -> dict:
     """The step of a configuration beside its prediction."""
-    from megajax.training.profile import measure
+    from megajax.training.pipeline_timing import measure
 
     found = measure(program)
     return {
@@ -88,7 +88,7 @@ def compare(program: Any, rounds: int) -> dict:
 
     from megajax.pipeline.timing import StageTimes, wall_time
     from megajax.program.train_step import loss_and_gradients
-    from megajax.training.profile import Passes, synthetic_batch, with_weight_gradients
+    from megajax.training.pipeline_timing import Passes, synthetic_batch, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
     params, batch, first_step = program.layout.init().params, synthetic_batch(program), np.int32(0)

@@ -71,8 +71,8 @@ class Baseline:
         self.split = [weight for name, weight in named.items() if split_dim(name) is not None]
 
     def load(self, params: dict) -> None:
-        """Take the weights of our natural form, whole numpy arrays, layers stacked; the optimizer's state stays."""
-        whole = self.model.natural_weights(params)
+        """Take the weights of our canonical form, whole numpy arrays, layers stacked; the optimizer's state stays."""
+        whole = self.model.canonical_weights(params)
         for name, weight in self.model.named_parameters():
             self._set(name, weight, whole[name])
 

@@ -70,8 +70,8 @@ class Bert(nn.Module):
         """Of every loss in a batch."""
         return np.array([np.count_nonzero(arrays[name] != IGNORED) for name in ("targets", "order")])
 
-    def natural_weights(self, params: dict) -> dict[str, Tensor]:
-        """The parameters by name, from the nested dict of our natural weights; for tests, as it needs JAX."""
+    def canonical_weights(self, params: dict) -> dict[str, Tensor]:
+        """The parameters by name, from the nested dict of our canonical weights; for tests, as it needs JAX."""
         from megajax.convert.bert import places
         from megajax.convert.weights import to_tensors
 

@@ -220,9 +220,9 @@ class GPT(nn.Module):
         """Of the loss in a batch."""
         return np.array(np.count_nonzero(arrays["targets"] != IGNORED))
 
-    def natural_weights(self, params: dict) -> dict[str, Tensor]:
-        """The whole of every parameter by name, from the nested dict of our natural weights."""
-        return {name: natural_weight(params, name) for name, _ in self.named_parameters()}
+    def canonical_weights(self, params: dict) -> dict[str, Tensor]:
+        """The whole of every parameter by name, from the nested dict of our canonical weights."""
+        return {name: canonical_weight(params, name) for name, _ in self.named_parameters()}
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Rows of the table, [B, T, D]: every rank looks up the tokens it holds, `g` adds them up."""
@@ -234,8 +234,8 @@ class GPT(nn.Module):
         return g(rows_BTD * inside_BT[..., None], self.group)
 
 
-def natural_weight(params: dict, name: str) -> Tensor:
-    """The whole of a parameter in PyTorch's layout, from the nested dict of our natural weights."""
+def canonical_weight(params: dict, name: str) -> Tensor:
+    """The whole of a parameter in PyTorch's layout, from the nested dict of our canonical weights."""
     words = name.split(".")
     tree, layer = params["shared"], ...
     if words[0] == "blocks":

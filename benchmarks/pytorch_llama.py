@@ -83,8 +83,8 @@ class Llama(nn.Module):
         """Of the loss in a batch."""
         return np.array(np.count_nonzero(arrays["targets"] != IGNORED))
 
-    def natural_weights(self, params: dict) -> dict[str, Tensor]:
-        """The parameters by name, from the nested dict of our natural weights."""
+    def canonical_weights(self, params: dict) -> dict[str, Tensor]:
+        """The parameters by name, from the nested dict of our canonical weights."""
         found = {}
         for (*path, last), leaf in _leaves(params["shared"]):
             name = OF_ENDS[".".join(path) or last]

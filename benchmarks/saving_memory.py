@@ -50,17 +50,17 @@ def main() -> None:
         strict=True,
     ):
         placed = NamedSharding(layout.mesh, target.sharding.spec)
-        natural = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=placed)
+        canonical = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=placed)
         stage = [] if PIPE in spec_axes(placed.spec) or not is_stacked(path) or config.mesh.pipe == 1 else [0]
         if stage:
-            staged = NamedSharding(layout.mesh, PartitionSpec(None, PIPE, None, *placed.spec[1:]))
-            natural = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=staged)
-        there.append(needed(transfer.to_natural(is_stacked(path), spec, placed.spec), leaf, *map(np.int32, stage)))
-        back.append(needed(transfer.from_natural(is_stacked(path), placed.spec, spec), natural))
+            pipelined = NamedSharding(layout.mesh, PartitionSpec(None, PIPE, None, *placed.spec[1:]))
+            canonical = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=pipelined)
+        there.append(needed(transfer.to_canonical(is_stacked(path), spec, placed.spec), leaf, *map(np.int32, stage)))
+        back.append(needed(transfer.from_canonical(is_stacked(path), placed.spec, spec), canonical))
         largest = max(largest, target.size * target.dtype.itemsize)
     figures = {
         "state": sum(shard_bytes(leaf) for leaf in jax.tree.leaves(state)),
-        "all_at_once": needed(layout.to_natural, state),
+        "all_at_once": needed(layout.to_canonical, state),
         "save_leaf_by_leaf": max(there),
         "restore_leaf_by_leaf": max(back),
         "largest_leaf": largest,

@@ -39,12 +39,12 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
     from megajax.mesh import make_mesh
     from megajax.models.attention import attend
+    from megajax.models.attention_mask import CAUSAL
     from megajax.models.decoder.model import TransformerDecoder
     from megajax.models.norms import norm_of
     from megajax.models.stack import layer_of
-    from megajax.models.visibility import CAUSAL
     from megajax.optim.adam import clip_by_norm, global_norm, update
-    from megajax.parallel.borders import F_AND_G
+    from megajax.parallel.boundary import F_AND_G
     from megajax.parallel.collectives import DATA, TENSOR, vary
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program

@@ -1,7 +1,7 @@
 """What a batch holds: its arrays by name, their dims, what is counted in them, and what fills them up.
 
 A batch is a dict of arrays, int32 [rows, *dims]. Whoever makes, loads, places or reads one asks its form, so that a
-model of other arrays is another `BatchForm`, and nothing else.
+model of other arrays is another `BatchSpec`, and nothing else.
 """
 
 import math
@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class BatchForm:
+class BatchSpec:
     """The arrays of a batch, and the losses that are taken of it.
 
     Attributes:
@@ -62,7 +62,7 @@ class BatchForm:
         return {loss: found[name] for loss, name in arrays.items()}
 
 
-def text_form(*, with_positions: bool = False) -> BatchForm:
+def text_form(*, with_positions: bool = False) -> BatchSpec:
     """Text whose next tokens are predicted: `tokens` and `targets` [T].
 
     With `positions` [T], every token's place in its document, attention and positions start anew with every document.
@@ -70,7 +70,7 @@ def text_form(*, with_positions: bool = False) -> BatchForm:
     entries = {"tokens": Entry(("tokens",)), "targets": Entry(("tokens",), IGNORED)}
     if with_positions:
         entries["positions"] = Entry(("tokens",))
-    return BatchForm(entries, targets={"next_token": "targets"})
+    return BatchSpec(entries, targets={"next_token": "targets"})
 
 
 MASKED_SHARE = 0.15
@@ -83,7 +83,7 @@ def most_masked(sequence_length: int) -> int:
     return min(sequence_length, 8 * math.ceil((MASKED_SHARE * sequence_length + 16) / 8))
 
 
-def pairs_form() -> BatchForm:
+def pairs_form() -> BatchSpec:
     """Two segments of text, `[CLS] A [SEP] B [SEP]`, or one, with masked tokens, of which there are up to M
     (`most_masked`).
 
@@ -93,7 +93,7 @@ def pairs_form() -> BatchForm:
     one only.
     """
     tokens, masked, of_row = ("tokens",), ("masked",), ()
-    return BatchForm(
+    return BatchSpec(
         {
             "tokens": Entry(tokens),
             "token_types": Entry(tokens),
@@ -111,42 +111,42 @@ def pairs_form() -> BatchForm:
 _PAIR = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}  # of one input `[CLS] A [SEP] B [SEP]`
 
 
-def classes_form() -> BatchForm:
+def classes_form() -> BatchSpec:
     """A pair of texts, `[CLS] A [SEP] B [SEP]`, and its class.
 
     `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and of every row `length`, its tokens
     without padding, and `label`, the class.
     """
     inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
-    return BatchForm(
+    return BatchSpec(
         inputs | {"label": Entry((), IGNORED)},
         targets={"classes": "label"},
         measures={"accuracy/classes": "label"},
     )
 
 
-def span_form() -> BatchForm:
+def span_form() -> BatchSpec:
     """A question and a window of its context, and where the answer lies in it.
 
     As `classes_form`, but with `start` and `end`, the first and the last token of the answer, both 0, which is `[CLS]`,
     where the window does not have it.
     """
     inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
-    return BatchForm(
+    return BatchSpec(
         inputs | {"start": Entry((), IGNORED), "end": Entry((), IGNORED)},
         targets={"span": "start"},
         measures={"accuracy/span": "start"},
     )
 
 
-def choice_form(options: int) -> BatchForm:
+def choice_form(options: int) -> BatchSpec:
     """A question with each of its options, and an article: up to so many inputs, of which one is right.
 
     `tokens` and `token_types` [options, T], `length` [options], 0 where there is no such option, and of every row
     `label`, the number of the right one.
     """
     inputs = {name: Entry(("options", *dims)) for name, dims in _PAIR.items()}
-    return BatchForm(
+    return BatchSpec(
         inputs | {"label": Entry((), IGNORED)},
         targets={"choice": "label"},
         measures={"accuracy/choice": "label"},

@@ -97,7 +97,7 @@ class StopSignals:
             return
         stop = Stopped(number)
         if _imports(frame):  # C++ that is being loaded may crash where an exception comes through it
-            last_words(str(stop))
+            print_final_error(str(stop))
             os._exit(128 + number)
         raise stop
 
@@ -107,7 +107,7 @@ class StopSignals:
                 continue
             name = signal.Signals(received[0]).name
             if self.number:
-                last_words(f"ended at once by a second signal, {name}")
+                print_final_error(f"ended at once by a second signal, {name}")
                 os._exit(128 + received[0])
             self.number = received[0]
             if self._deferred:
@@ -167,23 +167,23 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except UserError as error:
-        last_words(f"error: {error}")
+        print_final_error(f"error: {error}")
         code = 2
     except RunError as error:
-        last_words(f"error: {error}")
+        print_final_error(f"error: {error}")
     except Stopped as stop:
-        last_words(str(stop))
+        print_final_error(str(stop))
         code = 128 + stop.number
     except KeyboardInterrupt:  # not in the main thread, whose signals these are
-        last_words("stopped by SIGINT; what was written is kept")
+        print_final_error("stopped by SIGINT; what was written is kept")
         code = 128 + signal.SIGINT
     except MemoryError as error:
-        last_words(f"error: out of memory; {_where_the_trace_is(error)}")
+        print_final_error(f"error: out of memory; {_where_the_trace_is(error)}")
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             code = 128 + signal.SIGPIPE
         else:
-            last_words(f"error: {_plain(error)}; {_where_the_trace_is(error)}")
+            print_final_error(f"error: {_plain(error)}; {_where_the_trace_is(error)}")
     _nobody_reads()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,11 +206,11 @@ def _nobody_reads() -> bool:
 
 def fail(text: str) -> None:
     """End the process from any thread with exit code 1 and a last line."""
-    last_words(f"error: {text}")
+    print_final_error(f"error: {text}")
     os._exit(1)
 
 
-def last_words(text: str) -> None:
+def print_final_error(text: str) -> None:
     """Print the last line on standard error: what other threads still write there goes nowhere."""
     sys.stderr.flush()
     stderr = os.dup(2)

@@ -53,7 +53,7 @@ def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Ax
     return {**RULES, **vocabulary} if split_kv_heads else {**RULES, **vocabulary, "kv_heads": None}
 
 
-def partly_used(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
+def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
     """Whether a weight is whole on every device of a tensor group, but each uses it for its own heads only, so that its
     gradients there are parts of a sum."""
     return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
@@ -92,7 +92,9 @@ def shard_over_data(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[st
     return PartitionSpec(*entries)
 
 
-def spread(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None) -> PartitionSpec:
+def shard_unused_axes(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None
+) -> PartitionSpec:
     """`spec` of an array with every axis that it lacks added on the dim of which most is left, among those of `dims`
     (all, by default) that the axis divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]

@@ -13,7 +13,7 @@ from tiny import tiny_config
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
 from megajax.models.attention import attend, fits_fused
-from megajax.models.visibility import CAUSAL, Visibility
+from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
 
@@ -64,7 +64,7 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, padded):
         @jax.jit
         @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
-            visible = Visibility.of_padded(jnp.asarray([length // 3, length], jnp.int32)) if padded else CAUSAL
+            visible = AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)) if padded else CAUSAL
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
             y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
             return y_BTHK, *pullback(grad_BTHK)

@@ -12,7 +12,7 @@ from megajax.backend import CPU
 from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, shard_over_data
 from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import spec_axes
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
@@ -90,7 +90,7 @@ def test_one_mesh_axis_splits_one_dim_only():
 
 
 def test_every_logical_name_has_a_rule():
-    """The names on the weights, and those of the staged layers' leading dims, are those of the table."""
+    """The names on the weights, and those of the pipelined layers' leading dims, are those of the table."""
     names = {"chunks", "stages"}
     for family in FAMILIES:
         model = CutModel(tiny_config(family=family).model, F_AND_G, CPU)
@@ -103,8 +103,8 @@ def test_every_logical_name_has_a_rule():
 def test_weights_are_split_as_in_the_paper():
     """Table by rows, first matrices by columns, second ones by rows, the rest duplicated; layers over the pipe."""
     specs = by_path(tiny_program(tiny_config((2, 2, 2))).layout.specs.params)
-    staged = {name: P(None, "pipe", None, *spec) for name, spec in BLOCK_SPECS.items()}
-    assert specs == SHARED_SPECS | staged
+    pipelined = {name: P(None, "pipe", None, *spec) for name, spec in BLOCK_SPECS.items()}
+    assert specs == SHARED_SPECS | pipelined
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

@@ -28,7 +28,7 @@ trace = functools.partial(verify.trace, quick_compile=True)  # the numbers count
 def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
     size = {"num_layers": num_layers, "vocab_size": vocab_size, **of(model)}
     config = tiny_config(microbatch=ROWS, global_batch=ROWS, **size)
-    return trace(config, STEPS, natural=initial(num_layers, vocab_size, model))
+    return trace(config, STEPS, canonical=initial(num_layers, vocab_size, model))
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def check_row(row: tuple) -> None:
     config, model = config_of(row), row[-1]
     size = config.model.num_layers, config.model.vocab_size
     steps = STEPS if config.optimizer.zero == 3 else FEW
-    expected, actual = reference(*size, model), trace(config, steps, natural=initial(*size, model))
+    expected, actual = reference(*size, model), trace(config, steps, canonical=initial(*size, model))
     result = compare(first(steps, expected), actual)
     assert result.within(), result
 
@@ -120,7 +120,7 @@ def test_as_users_compile(weight_gradients, monkeypatch):
     split = {"zero": 3, "sequence_parallel": True, "vocabulary": "split", **deferring(weight_gradients)}
     pipeline = {"schedule": "interleaved", "chunks": 2, "remat": "layer", "num_layers": 9}
     config = tiny_config((2, 2, 2), microbatch=4, global_batch=ROWS, **split, **pipeline)
-    actual = trace(config, FEW, natural=initial(9, 101))
+    actual = trace(config, FEW, canonical=initial(9, 101))
     monkeypatch.undo()
     result = compare(first(FEW, reference(9, 101)), actual)
     assert result.within(), result
@@ -140,13 +140,13 @@ RESET = [
 def test_with_attention_reset_at_documents(options):
     """The hardest mesh with a split sequence; what the numbers mean is tested elsewhere."""
     config = tiny_config((2, 2, 2), sequence_parallel=True, **RESET_MODEL, **options)
-    result = compare(reset_reference(), trace(config, 2, natural=initial(5, 101)))
+    result = compare(reset_reference(), trace(config, 2, canonical=initial(5, 101)))
     assert result.within(), result
 
 
 @functools.cache
 def reset_reference() -> Trace:
-    return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2, natural=initial(5, 101))
+    return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2, canonical=initial(5, 101))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient, 
     config = tiny_config((2, 2, 2), num_layers=9, global_batch=ROWS, **options)
     summed_in = precision if gradient_dtype == "half" else "fp32"
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype=summed_in)
-    actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, natural=initial(9, 101))
+    actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, canonical=initial(9, 101))
     result = compare(expected, actual)
     assert result.loss_error < loss and result.gradient_error < gradient, result
 
@@ -195,7 +195,7 @@ def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "dawdling", ScheduleKind(dawdling, chunked=True))
     options = {"schedule": "dawdling", "chunks": 2, "remat": "layer", "weight_gradients": weight_gradients}
     config = tiny_config((1, 2, 1), num_layers=9, microbatch=4, global_batch=ROWS, vocabulary="split", **options)
-    assert compare(first(2, reference(9, 101)), trace(config, 2, natural=initial(9, 101))).within()
+    assert compare(first(2, reference(9, 101)), trace(config, 2, canonical=initial(9, 101))).within()
 
 
 IDLE = [
@@ -217,7 +217,7 @@ def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, r
     options = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": remat}
     options |= deferring(weight_gradients)
     config = tiny_config((1, 4, 1), num_layers=9, global_batch=6, **options)  # 6: stretched groups, a real inbox
-    expected = trace(config, 2, natural=initial(9, 101))
+    expected = trace(config, 2, canonical=initial(9, 101))
     filled = []
 
     def nan(type_, leading=()):
@@ -231,7 +231,7 @@ def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, r
     real = stages.idle
     monkeypatch.setattr(executor, "idle", nan)
     monkeypatch.setattr(stages, "idle", nan)
-    actual = trace(config, 2, natural=initial(9, 101))
+    actual = trace(config, 2, canonical=initial(9, 101))
     assert sum(filled) >= 5
     assert actual.losses == expected.losses and compare(expected, actual).gradient_error == 0.0
 
@@ -241,7 +241,7 @@ def test_the_comparison_can_fail():
     expected = first(2, reference(9, 101))
     assert compare(expected, expected) == Comparison(0.0, 0.0, next(iter(expected.gradients[0])))
     config = tiny_config(microbatch=ROWS, global_batch=ROWS, num_layers=9)
-    other = trace(dataclasses.replace(config, seed=1), 2, natural=initial(9, 101))
+    other = trace(dataclasses.replace(config, seed=1), 2, canonical=initial(9, 101))
     assert not compare(expected, other).within()
     for leaf in expected.gradients[0]:
         doubled = [gradients | {leaf: 1.001 * gradients[leaf]} for gradients in expected.gradients]

@@ -33,7 +33,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
         dry_run(config)
     elif config.profile_pipeline:
-        from megajax.training.profile import profile_pipeline
+        from megajax.training.pipeline_timing import profile_pipeline
 
         profile_pipeline(config)
     elif config.seeds > 1:

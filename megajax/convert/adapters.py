@@ -28,7 +28,7 @@ from megajax.errors import UserError
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
 from megajax.runs.trained import weights_in_parts
 
@@ -87,7 +87,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), model)
     read, number = weights_in_parts(layout, run_dir, step)
     paths = [
-        path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if path[0].key == LORA
+        path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params) if path[0].key == LORA
     ]
     stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
     tensors = joined_tensors(run_dir, config, stored)
@@ -102,7 +102,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
 def joined_tensors(
     run_dir: Path, config: Config, adapters: Mapping[tuple[str, ...], npt.NDArray[Any]]
 ) -> dict[str, Tensor]:
-    """Adapters in natural form, or what has their shapes, by path as `peft`'s tensors by name."""
+    """Adapters in canonical form, or what has their shapes, by path as `peft`'s tensors by name."""
     tensors: dict[str, Tensor] = {}
     for module in _modules(run_dir, config):
         pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in module.products]

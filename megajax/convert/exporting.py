@@ -22,7 +22,7 @@ from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
 from megajax.runs.directory import kept_config
 from megajax.runs.trained import check_run, weights_in_parts

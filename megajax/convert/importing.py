@@ -22,7 +22,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.paths import check_place
 from megajax.presets import resolve
 from megajax.program.state import StateLayout

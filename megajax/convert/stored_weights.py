@@ -14,7 +14,7 @@ from megajax.convert.weights import Tensor, named, weight_of, weight_shapes
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 
 _LAYERS = 1000  # are soon looked for one by one
 
@@ -75,8 +75,8 @@ class StoredWeights:
         return self._tensors.read(self._spelled(name))
 
     def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
-        """(path, shape) of one of our weights in natural form, layers stacked `[L, …]` -> that weight; what is fresh is
-        what a run of this seed begins with. Raises `UserError` as `read`."""
+        """(path, shape) of one of our weights in canonical form, layers stacked `[L, …]` -> that weight; what is fresh
+        is what a run of this seed begins with. Raises `UserError` as `read`."""
         drawn = _drawn(self._config, seed, {name for names in self.fresh.values() for name in names})
 
         def weight(path: Any, shape: tuple[int, ...]) -> Tensor:
@@ -87,7 +87,7 @@ class StoredWeights:
 
         return weight
 
-    def natural(self, seed: int) -> dict[str, Any]:
+    def canonical(self, seed: int) -> dict[str, Any]:
         """All of our weights at once.
 
         Raises:

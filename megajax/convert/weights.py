@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megajax.backend import CPU
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 
 Tensor = npt.NDArray[np.float32]
 
@@ -104,7 +104,7 @@ class Places:
 def weight_of(
     places: Places, read: Callable[[str], Tensor], config: ModelConfig, path: Any, shape: tuple[int, ...]
 ) -> Tensor:
-    """One of our weights in natural form, layers stacked `[L, …]`, the padded rows of the vocabulary zero.
+    """One of our weights in canonical form, layers stacked `[L, …]`, the padded rows of the vocabulary zero.
 
     Args:
         places: of the model.
@@ -128,8 +128,8 @@ def weight_of(
 def tensors_of(
     places: Places, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors with their names, of natural weights; those of one weight, or of several that share tensors, are made
-    before the next weights are read.
+    """All tensors with their names, of canonical weights; those of one weight, or of several that share tensors, are
+    made before the next weights are read.
 
     Args:
         places: of the model.
@@ -162,13 +162,13 @@ def _tensors_in(
 
 
 def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """All tensors by name, of natural weights in memory."""
+    """All tensors by name, of canonical weights in memory."""
     leaves = {named(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
     return dict(tensors_of(places, config, lambda paths: [leaves[named(path)] for path in paths]))
 
 
 def weight_shapes(config: ModelConfig) -> Any:
-    """Our weights in natural form, as types."""
+    """Our weights in canonical form, as types."""
     return CutModel(config, F_AND_G, CPU).shapes
 
 

@@ -147,7 +147,7 @@ class TrainSamples:
 
 
 class EvaluationSamples:
-    """Samples that predict every token but the first exactly once, in natural order; the last one is padded.
+    """Samples that predict every token but the first exactly once, in canonical order; the last one is padded.
 
     They are windows of T tokens that advance by `overlap` targets. The first window counts all its targets, every other
     one its last `overlap`, each of which is predicted from at least T - `overlap` earlier tokens.

@@ -130,7 +130,7 @@ class TrainPairs:
 
 
 class EvaluationPairs:
-    """Samples of every sentence once, in natural order; pairs and masks depend on nothing but the documents.
+    """Samples of every sentence once, in canonical order; pairs and masks depend on nothing but the documents.
 
     All aim at T.
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import BatchForm
+from megajax.batch import BatchSpec
 
 Sample = dict[str, npt.NDArray[np.int32]]
 
@@ -26,7 +26,7 @@ class Samples(Protocol):
     """
 
     sequence_length: int
-    form: BatchForm
+    form: BatchSpec
 
     def __len__(self) -> int: ...
 

@@ -19,7 +19,7 @@ from megajax.data.continuations import ContinuationSamples
 from megajax.data.loader import evaluation_batches
 from megajax.data.samples import Samples
 from megajax.program.program import Program
-from megajax.program.scoring import answers, scores
+from megajax.program.scoring import scores, task_logits
 
 _AHEAD = 1  # batches that the devices compute while the host reads another
 
@@ -67,9 +67,9 @@ def score_samples(
 def answer_samples(
     program: Program, params: Any, samples: Samples, *, between: Callable[[], None] = lambda: None
 ) -> npt.NDArray[np.float32]:
-    """The logits that a task's samples are answered by (`Model.answers`), in order, [samples, …], dropout off; the
+    """The logits that a task's samples are answered by (`Model.task_logits`), in order, [samples, …], dropout off; the
     arguments are those of `score_samples`."""
-    rows = _rows(program, answers(program), params, samples, batches=0, between=between)
+    rows = _rows(program, task_logits(program), params, samples, batches=0, between=between)
     return np.stack([row.astype(np.float32) for row in rows])
 
 

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
-from megajax.models.cache import following, reading, visible_slots
+from megajax.models.cache import decode_step, prefill, visible_slots
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, vary
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.program.program import Program
@@ -179,7 +179,7 @@ class Decoder:
     def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
-        attend = reading(num_slots, context.visible, self._backend)
+        attend = prefill(num_slots, context.visible, self._backend)
         caches = []
         for layer in weights["layers"]:
             x_BTD, cache = self._model.block(layer).run(x_BTD, context, attend)
@@ -225,7 +225,7 @@ class Decoder:
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
         caches = []
         for layer, cache in zip(weights["layers"], state["caches"], strict=True):
-            x_B1D, cache = self._model.block(layer).run(x_B1D, context, following(cache, slot, visible_BS))
+            x_B1D, cache = self._model.block(layer).run(x_B1D, context, decode_step(cache, slot, visible_BS))
             caches.append(cache)
         return x_B1D, state | {"caches": caches}
 

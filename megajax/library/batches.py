@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, BatchForm
+from megajax.batch import IGNORED, BatchSpec
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
@@ -24,7 +24,7 @@ def continues_text(config: Config) -> bool:
     return FAMILIES[config.model.family].continues_text
 
 
-def inputs_of(config: Config, form: BatchForm, given: Given) -> Batch:
+def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     """The arrays that a model reads, of ids or a batch.
 
     Raises:
@@ -36,7 +36,7 @@ def inputs_of(config: Config, form: BatchForm, given: Given) -> Batch:
     return {"tokens": tokens_BT}
 
 
-def batch_of(config: Config, form: BatchForm, given: Given) -> Batch:
+def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     """A batch with its targets, of ids [B, T + 1], each of which is predicted by those before it, or as it is.
 
     Raises:
@@ -83,7 +83,7 @@ def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
     return ids
 
 
-def _named(config: Config, form: BatchForm, given: Mapping[str, Any], needed: Collection[str]) -> Batch:
+def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Collection[str]) -> Batch:
     arrays = ", ".join(f"{name} {['B', *entry.dims]}".replace("'", "") for name, entry in form.entries.items())
     valid = f"valid: {arrays}, whole numbers; tokens at most {config.model.sequence_length}"
     for problem, names in (("without", set(needed) - set(given)), ("with", set(given) - set(form.entries))):
@@ -132,7 +132,7 @@ def _array(given: Any, valid: str) -> Any:
     return array
 
 
-def padded(form: BatchForm, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
+def padded(form: BatchSpec, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
     """A batch filled up to so many rows."""
     free = rows - len(batch["tokens"])
     nothing = form.padding(free, tokens=batch["tokens"].shape[-1])

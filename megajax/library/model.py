@@ -29,7 +29,7 @@ from megajax.generation.text import continuation_text
 from megajax.library.batches import Given, batch_of, continues_text, inputs_of, padded, prompt_ids
 from megajax.options import check
 from megajax.program.program import Program
-from megajax.program.scoring import answers, logits, scores
+from megajax.program.scoring import logits, scores, task_logits
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -73,7 +73,7 @@ class Model:
         """
         arrays = inputs_of(self.config, self.program.form, batch)
         pretrains = self.config.model.head == "pretraining"
-        found = self._run(logits if pretrains else answers, arrays)[: len(arrays["tokens"])]
+        found = self._run(logits if pretrains else task_logits, arrays)[: len(arrays["tokens"])]
         return found[..., : self.config.model.vocab_size] if pretrains else found
 
     def loss(self, batch: Given) -> float:
@@ -221,7 +221,7 @@ class Model:
         layout = self.program.layout
         state, merged = self._state, layout.adapters is not None  # what adapters add is in what layers compute with
         held = self._params if state is None or state.main is None or merged else state.main
-        return jax.device_put(jax.jit(layout.natural_weights)(held), self.program.mesh.devices.flat[0])
+        return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:
         """Write a run directory that stands at the model's step, for `restore` and all commands.

@@ -18,7 +18,7 @@ from megajax.config import Config
 from megajax.library.batches import Given, batch_of, inputs_of
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR
 from megajax.parallel.random import Dropout
 from megajax.precision import COMPUTE_DTYPE
@@ -54,7 +54,7 @@ class PlainModel:
 
     def __call__(self, weights: Weights, batch: Given) -> Array:
         """Logits: of a model of text of the next token, or of BERT of every token, [B, T, V]; of one with a task's head
-        what it answers by, such as [B, C].
+        what it task_logits by, such as [B, C].
 
         Args:
             weights: as `init` makes them, or `Model.weights`.
@@ -96,7 +96,7 @@ class PlainModel:
     def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
         model, x_BTD, _ = self._run(weights, batch)
         if self.config.model.head != "pretraining":
-            return model.answers(x_BTD, batch)
+            return model.task_logits(x_BTD, batch)
         found = model.logits(x_BTD)
         return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
 

@@ -13,12 +13,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
+from megajax.models.attention_mask import AttentionMask
 from megajax.models.blocked_attention import blocked_attention
 from megajax.models.config import ModelConfig
 from megajax.models.norms import RMSNorm
 from megajax.models.rotary import Rotary, rotated
-from megajax.models.visibility import Visibility
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     one that its queries need.
     """
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         hidden, size = config.hidden_size, config.head_size
         heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
 
@@ -50,13 +50,13 @@ class Attention(nnx.Module):
                 return joint[:, part]
 
             shape, dims, bias = (heads[dim], size), (dim, "head_size"), config.bias != "none"
-            return ColumnParallelLinear(initial, borders, hidden, shape, dims, backend, bias=bias)
+            return ColumnParallelLinear(initial, boundary, hidden, shape, dims, backend, bias=bias)
 
         self.query, self.key = projection(0, "query", "heads"), projection(1, "key", "kv_heads")
         self.value = projection(2, "value", "kv_heads")
         residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size)
         self.output = RowParallelLinear(
-            residual, borders, shape, ("heads", "head_size"), hidden, backend, bias=config.bias == "all"
+            residual, boundary, shape, ("heads", "head_size"), hidden, backend, bias=config.bias == "all"
         )
         self.query_norm, self.key_norm = (
             RMSNorm(size, config.norm_epsilon, "head_size") if config.query_key_norm else None for _ in range(2)
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
 
 @jax.named_scope("attend")
 def attend(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: Visibility, dropout: Dropout, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, dropout: Dropout, backend: Backend
 ) -> Array:
     """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
-from megajax.models.visibility import Visibility
+from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.precision import at_least_fp32
 
@@ -24,7 +24,7 @@ Bits = RandomBits | None  # of every head of every sample; None without dropout
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def blocked_attention(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: Visibility, bits_BH: Bits, rate: float, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, bits_BH: Bits, rate: float, backend: Backend
 ) -> Array:
     """Attention of every head, [B, T, H, K]; probabilities are dropped at `rate` by `bits_BH` folded with query and
     key.
@@ -35,7 +35,7 @@ def blocked_attention(
 
 
 def _forward(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: Visibility, bits_BH: Bits, rate: float, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, bits_BH: Bits, rate: float, backend: Backend
 ) -> tuple[Array, tuple]:
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
@@ -73,7 +73,7 @@ blocked_attention.defvjp(_forward, _backward)
 
 
 def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: Visibility, bits_NG: Bits, *, rate: float, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, bits_NG: Bits, *, rate: float, block: int
 ) -> tuple:
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
     group = q_NGTK.shape[1]
@@ -98,7 +98,7 @@ def _backward_of_heads(
     grad_NGTK: Array,
     k_NSK: Array,
     v_NSK: Array,
-    visible: Visibility,
+    visible: AttentionMask,
     bits_NG: Bits,
     highest_NGT1: Array,
     total_NGT1: Array,
@@ -167,7 +167,7 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
     return total_NKS.at[:, :, keys].add(block)
 
 
-def _seen_scores(q_NGTK: Array, k_NSK: Array, visible: Visibility, queries: slice) -> tuple[slice, Array]:
+def _seen_scores(q_NGTK: Array, k_NSK: Array, visible: AttentionMask, queries: slice) -> tuple[slice, Array]:
     """Which keys these queries may see, and the scaled products with them, in at least fp32; of keys that a query does
     not see -inf."""
     first, last = visible.key_range(queries.start, queries.stop, k_NSK.shape[1])

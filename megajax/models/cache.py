@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.models.attention import Attend, attend
-from megajax.models.visibility import Visibility
+from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
@@ -52,7 +52,7 @@ def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Arra
     return visible_BS & (own_B1 - position_BS < window)
 
 
-def reading(num_slots: int, visible: Visibility, backend: Backend) -> Attend:
+def prefill(num_slots: int, visible: AttentionMask, backend: Backend) -> Attend:
     """Attention of whole prompts, which end anywhere, that remembers them in a cache of `num_slots` slots."""
 
     def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array) -> tuple[Array, Cache]:
@@ -62,7 +62,7 @@ def reading(num_slots: int, visible: Visibility, backend: Backend) -> Attend:
     return read
 
 
-def following(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
+def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
     """Attention of one token per row to what is visible of a cache, after the token is put into `slot`."""
 
     def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array) -> tuple[Array, Cache]:

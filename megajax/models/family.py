@@ -17,17 +17,17 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import CPU, Backend
-from megajax.batch import BatchForm
+from megajax.batch import BatchSpec
 from megajax.models.config import ModelConfig
 from megajax.models.flops import MatrixProduct
 from megajax.models.registry import FAMILIES
-from megajax.parallel.borders import Borders
-from megajax.parallel.deferred import Dummies, Factors, Seen
+from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.deferred import Dummies, FactorProbe, Factors
 from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
-Batch = Mapping[str, Array]  # the arrays of the family's `BatchForm`, of some rows
+Batch = Mapping[str, Array]  # the arrays of the family's `BatchSpec`, of some rows
 Scores = dict[str, tuple[Array, Array]]
 
 
@@ -67,7 +67,7 @@ class Model(Protocol):
         """This device's columns of the logits; of a language model."""
         ...
 
-    def answers(self, x_BTD: Array, batch: Batch) -> Array:
+    def task_logits(self, x_BTD: Array, batch: Batch) -> Array:
         """The logits that a task is answered by, in at least fp32, on every device alike: [B, C] of the classes, or of
         the texts to choose from, or [B, T, 2] of the tokens where a span begins and ends; of a model with such a
         head."""
@@ -79,7 +79,7 @@ class Family:
     """A kind of models.
 
     Attributes:
-        model: (configuration, key of the initial weights, borders, backend) -> `Model`.
+        model: (configuration, key of the initial weights, boundary, backend) -> `Model`.
         form: configuration -> what its batch holds.
         products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
         reset_form: what its batch holds where attention starts anew with every document, if it can.
@@ -89,10 +89,10 @@ class Family:
             predicts those that were chosen; else each sees those before it and predicts the next.
     """
 
-    model: Callable[[ModelConfig, NamedKey, Borders, Backend], Any]
-    form: Callable[[ModelConfig], BatchForm]
+    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]
+    form: Callable[[ModelConfig], BatchSpec]
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
-    reset_form: BatchForm | None = None
+    reset_form: BatchSpec | None = None
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
     bidirectional: bool = False
 
@@ -107,16 +107,16 @@ class CutModel:
     the last stage use, and `blocks`, those of the layers, stacked.
 
     Attributes:
-        borders: of its tensor-parallel regions.
+        boundary: of its tensor-parallel regions.
         linear_embedding: whether it is, see `Family`.
         shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers `[L, …]`.
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, boundary: RegionBoundary, backend: Backend):
         family = family_of(config)
-        self.borders, self.linear_embedding = borders, family.linear_embedding(config)
-        self._new = lambda key: family.model(config, key, borders, backend)
+        self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
+        self._new = lambda key: family.model(config, key, boundary, backend)
         self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
         self.shapes = nnx.to_pure_dict(weights)
         self._products = self._paths_of_products()
@@ -141,7 +141,7 @@ class CutModel:
 
     def factors(self, weights: Tree, x_BTD: Array, context: Tree) -> dict[str, Factors]:
         """What has the types of the factors of a layer's products, by name; to be used abstractly."""
-        seen = Seen()
+        seen = FactorProbe()
         self.block(weights)(x_BTD, context, jnp.zeros((), jnp.int32), seen)
         return dict(seen)
 
@@ -174,7 +174,7 @@ class CutModel:
 def count_parameters(config: ModelConfig) -> int:
     """Number of weights, the padded vocabulary included."""
     any_backend = CPU  # the weights are the same on all
-    return sum(leaf.size for leaf in jax.tree.leaves(CutModel(config, Borders(), any_backend).shapes))
+    return sum(leaf.size for leaf in jax.tree.leaves(CutModel(config, RegionBoundary(), any_backend).shapes))
 
 
 def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
 from megajax.models.attention import Attend, Attention, attend
+from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
+from megajax.models.mlp import MLP
 from megajax.models.norms import norm_of
-from megajax.models.transformer import MLP
-from megajax.models.visibility import Visibility
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import site
@@ -41,7 +41,7 @@ class Context:
     """
 
     dropout: Dropout
-    visible: Visibility
+    visible: AttentionMask
     position_BT: Array | None = None
 
     def of_layer(self, layer: Array | int) -> "Context":
@@ -52,12 +52,12 @@ class Context:
 class Block(nnx.Module):
     """One layer."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders, self.backend, self.order = borders, backend, config.layer_order
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary, self.backend, self.order = boundary, backend, config.layer_order
         self.attention_norm = norm_of(config)
-        self.attention = Attention(config, key / "attention", borders, backend)
+        self.attention = Attention(config, key / "attention", boundary, backend)
         self.mlp_norm = norm_of(config)
-        self.mlp = MLP(config, key / "mlp", borders, backend)
+        self.mlp = MLP(config, key / "mlp", boundary, backend)
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -78,8 +78,8 @@ class Block(nnx.Module):
     @jax.named_scope("layer")
     def run(self, x_BTD: Array, context: Context, attend: Attend, dummies: Dummies = NO_DUMMIES) -> tuple[Array, Any]:
         """The layer around any form of attention, with its own dropout; also returns what the attention remembers."""
-        dropout, token_T = context.dropout, self.borders.token_index(x_BTD)
-        watched = partial(site, split=self.borders.split)
+        dropout, token_T = context.dropout, self.boundary.token_index(x_BTD)
+        watched = partial(site, split=self.boundary.split)
 
         def attention(x_BTD: Array) -> tuple[Array, Any]:
             y_BTD, memory = self.attention(x_BTD, context.position_BT, attend, dummies)

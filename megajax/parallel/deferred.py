@@ -20,7 +20,7 @@ Dummies = Mapping[str, Any]  # `Factors` by the name of the products
 NO_DUMMIES: Dummies = {}
 
 
-class Seen(dict[str, Factors]):
+class FactorProbe(dict[str, Factors]):
     """In the place of dummies: takes down what each product gets and gives, which has the types of its factors."""
 
     def __bool__(self) -> bool:
@@ -33,7 +33,7 @@ def deferred(
     """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
     x, weights = vary(x, axes), vary(weights, axes)
-    if isinstance(dummies, Seen):
+    if isinstance(dummies, FactorProbe):
         dummies[name] = x, multiply(x, weights)
         return dummies[name][1]
 

@@ -1,5 +1,5 @@
 """Matrix products sharded over the `tensor` axis (paper §3): first by columns, then by rows, one `f` and one `g` around
-them (or, with sequence parallelism, the pair that takes their place: `parallel/borders.py`).
+them (or, with sequence parallelism, the pair that takes their place: `parallel/boundary.py`).
 
     Y = GeLU(f(X) A)    A = [A1, A2]   by columns: GeLU needs no synchronisation
     Z = g(Y B)          B = [B1; B2]   by rows
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.backend import Backend
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
 from megajax.parallel.deferred import NO_DUMMIES, Dummies, Factors, deferred
 from megajax.parallel.products import product, weight_gradient
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nnx.Module):
     def __init__(
         self,
         initial: Initializer,
-        borders: Borders,
+        boundary: RegionBoundary,
         in_size: int,
         out_shape: tuple[int, ...],
         out_dims: tuple[str, ...],
@@ -73,7 +73,7 @@ class ColumnParallelLinear(nnx.Module):
         *,
         bias: bool = True,
     ):
-        self.borders, self.backend = borders, backend
+        self.boundary, self.backend = boundary, backend
         self.weight = param((in_size, *out_shape), ("embed", *out_dims), initial)
         self.bias = zeros_param(out_shape, out_dims) if bias else None
         self.parts = out_shape[0]  # on all devices of a tensor group
@@ -82,7 +82,7 @@ class ColumnParallelLinear(nnx.Module):
         return column_parallel(x_BTD, self)[0]
 
     @property
-    def held_several_times(self) -> bool:
+    def replicated(self) -> bool:
         """Whether this device has parts that it does not compute with: there are fewer than devices, and each has
         all."""
         return self.weight.shape[1] > max(1, self.parts // axis_size(TENSOR))
@@ -90,11 +90,11 @@ class ColumnParallelLinear(nnx.Module):
     def own(self, x: Array, dim: int) -> Array:
         """Of weight or bias, with the parts along `dim`, what this device computes with: all that it has, or, of parts
         that are held several times, the one that it shares with its neighbours."""
-        return lax.dynamic_slice_in_dim(x, self._part, 1, dim) if self.held_several_times else x
+        return lax.dynamic_slice_in_dim(x, self._part, 1, dim) if self.replicated else x
 
     def of_all_parts(self, gradient: Array) -> Array:
         """The gradient of the weight that this device has, from that of its `own`."""
-        if not self.held_several_times:
+        if not self.replicated:
             return gradient
         nothing = jnp.zeros_like(gradient, shape=self.weight.shape)
         return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, self._part, 1)
@@ -102,7 +102,7 @@ class ColumnParallelLinear(nnx.Module):
     @property
     def first_part(self) -> Array | None:
         """Of parts that are held several times, which one this device computes with."""
-        return self._part if self.held_several_times else None
+        return self._part if self.replicated else None
 
     @property
     def _part(self) -> Array:
@@ -111,8 +111,8 @@ class ColumnParallelLinear(nnx.Module):
     @staticmethod
     def weight_gradients(factors: Factors, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
         """The weights' gradients from the factors of `column_parallel`."""
-        (x_BTD, grads), borders, backend = factors, linears[0].borders, linears[0].backend
-        entered_BTD = borders.enter(x_BTD) if borders.regathers else x_BTD
+        (x_BTD, grads), boundary, backend = factors, linears[0].boundary, linears[0].backend
+        entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
         pairs = zip(linears, grads, strict=True)
         return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend)) for linear, grad in pairs]
 
@@ -122,12 +122,12 @@ def column_parallel(
 ) -> list[Array]:
     """The outputs of several layers of one input, which enters their region once. With `dummies` their weight
     gradients are left for later, under their `name`."""
-    borders, backend = linears[0].borders, linears[0].backend
+    boundary, backend = linears[0].boundary, linears[0].backend
     weights = [linear.weight[...] for linear in linears]
-    input_BTD = x_BTD if borders.regathers else borders.enter(x_BTD)
+    input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
 
     def multiply(times: Callable[[Array, Array, int], Array], input_BTD: Array, weights: list[Array]) -> list[Array]:
-        entered_BTD = borders.enter(input_BTD) if borders.regathers else input_BTD
+        entered_BTD = boundary.enter(input_BTD) if boundary.regathers else input_BTD
         own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
         return [times(entered_BTD, weight, 1) for weight in own]
 
@@ -135,7 +135,7 @@ def column_parallel(
         outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, dummies)
     else:
         together: Callable[[Array, list[Array]], list[Array]] = partial(multiply, partial(product, backend=backend))
-        if borders.regathers or any(linear.held_several_times for linear in linears):  # nor is a part of a weight kept
+        if boundary.regathers or any(linear.replicated for linear in linears):  # nor is a part of a weight kept
             together = jax.checkpoint(together)
         outputs = together(input_BTD, weights)
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
@@ -148,7 +148,7 @@ class RowParallelLinear(nnx.Module):
     def __init__(
         self,
         initial: Initializer,
-        borders: Borders,
+        boundary: RegionBoundary,
         in_shape: tuple[int, ...],
         in_dims: tuple[str, ...],
         out_size: int,
@@ -156,7 +156,7 @@ class RowParallelLinear(nnx.Module):
         *,
         bias: bool = True,
     ):
-        self.borders, self.backend = borders, backend
+        self.boundary, self.backend = boundary, backend
         self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
         self.bias = zeros_param((out_size,), ("embed",)) if bias else None
 
@@ -171,7 +171,7 @@ class RowParallelLinear(nnx.Module):
             )
         else:
             product_BTD = product(y, weight, contracted, self.backend)
-        y_BTD = self.borders.leave(product_BTD)
+        y_BTD = self.boundary.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 
     @staticmethod

@@ -22,7 +22,7 @@ HEAD = "head"
 
 
 @dataclass(frozen=True)
-class Seen:
+class SiteRecord:
     """What one device had at a site.
 
     Attributes:
@@ -48,7 +48,7 @@ class Seen:
     device: tuple[int, ...]
 
 
-Record = Callable[[Seen], None]
+Record = Callable[[SiteRecord], None]
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 _PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
 
@@ -130,4 +130,4 @@ def _tell(
     arrays = (np.array(array) for array in (value, samples))
     coordinates = tuple(int(index) for index in np.asarray(device))
     own, rows = arrays
-    record(Seen(name, backward, int(layer), rows, own, split, int(first), shared, coordinates))
+    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates))

@@ -14,7 +14,7 @@ from jax import Array
 
 from megajax.backend import Backend
 from megajax.batch import IGNORED
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
 from megajax.parallel.products import product
 from megajax.precision import at_least_fp32
@@ -28,22 +28,27 @@ def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
-def embedding_lookup(table_VD: Array, tokens_BT: Array, borders: Borders) -> Array:
+def embedding_lookup(table_VD: Array, tokens_BT: Array, boundary: RegionBoundary) -> Array:
     """Rows of the sharded table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
-    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], borders.vocabulary)
+    ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], boundary.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
-    return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)
+    return boundary.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), boundary.vocabulary)
 
 
 def output_logits(
-    x_BTD: Array, table_VD: Array, vocab_size: int, borders: Borders, backend: Backend, bias_V: Array | None = None
+    x_BTD: Array,
+    table_VD: Array,
+    vocab_size: int,
+    boundary: RegionBoundary,
+    backend: Backend,
+    bias_V: Array | None = None,
 ) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
-    logits_BTV = product(borders.enter(x_BTD, borders.vocabulary), table_VD.T, 1, backend)
+    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_VD.T, 1, backend)
     if bias_V is not None:
         logits_BTV += bias_V[None, None]
     local_size = table_VD.shape[0]
-    column_V = axis_index(borders.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+    column_V = axis_index(boundary.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
 

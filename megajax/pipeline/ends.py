@@ -49,7 +49,7 @@ class StageFunctions:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbeddingAndHead:
     """Embedding and head of one step.
 
     Attributes:

@@ -24,7 +24,7 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.pipeline.ends import Ends, Microbatch, StageFunctions
+from megajax.pipeline.ends import EmbeddingAndHead, Microbatch, StageFunctions
 from megajax.pipeline.rows import Row, Turns, Work, rows_of
 from megajax.pipeline.stages import NO_FACTORS, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
@@ -58,7 +58,7 @@ class Pipeline:
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
         self.num_microbatches = num_microbatches
         microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-        self.ends = Ends(functions, weights["shared"], microbatches, vocabulary_split)
+        self.ends = EmbeddingAndHead(functions, weights["shared"], microbatches, vocabulary_split)
         self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), self.ends.take(0)), (PIPE,)))
 
     def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree]:

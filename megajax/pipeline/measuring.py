@@ -14,7 +14,7 @@ from megajax.pipeline.stages import when
 
 Tree = Any
 OfStage = Literal["forward", "both", "all"]
-Part = OfStage | Literal["embed", "head", "embed_backward", "hand_over"]
+Part = OfStage | Literal["embed", "head", "embed_backward", "p2p_transfer"]
 
 
 def repeat_part(
@@ -28,8 +28,8 @@ def repeat_part(
     Args:
         part: `forward`, `both` (and backward, where weight gradients are deferred without them) or `all` (and the
             weight gradients that were deferred) of one microbatch through virtual stage `k`, which its stage runs while
-            the others skip it; `embed`, `head` or `embed_backward` of ends that all stages run together; `hand_over` up
-            and down.
+            the others skip it; `embed`, `head` or `embed_backward` of ends that all stages run together; `p2p_transfer`
+            up and down.
         k: virtual stage; none is run where it is negative.
         num_slots, num_factor_slots: of the schedule's table.
     """
@@ -52,7 +52,7 @@ def repeat_part(
         row = Row(work, oldest, embed=at_first, finish=at_last, head=at_last, embed_backward=at_first)
         end = dataclasses.replace(at_first, here=pipeline.stage == 0)
         on_first = Row(work, work, embed=end, finish=end, head=end, embed_backward=end)
-        if part == "hand_over":
+        if part == "p2p_transfer":
             x = pipeline.send(send_down, pipeline.send(send_up, x))
         elif part == "embed":
             x = ends.input(on_first, x)

@@ -1,9 +1,9 @@
-"""Which layers live on which stage, and the two forms of the stacked layers: natural `[L, …]` and staged `[chunks,
+"""Which layers live on which stage, and the two forms of the stacked layers: canonical `[L, …]` and pipelined `[chunks,
 stages, n, …]`.
 
-Layers keep their natural order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved
+Layers keep their canonical order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved
 placement. Where their number is not divisible, the first virtual stages hold one layer more and the others are padded
-with a layer that is never run. Checkpoints hold the natural form.
+with a layer that is never run. Checkpoints hold the canonical form.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Placement:
 
     @property
     def layer_index(self) -> np.ndarray:
-        """Natural index of the layer in each slot, -1 in a padded one; int32 [chunks, stages, layers per chunk]."""
+        """Canonical index of the layer in each slot, -1 in a padded one; int32 [chunks, stages, layers per chunk]."""
         base, extra = divmod(self.num_layers, self.num_virtual)
         index = np.full((self.num_virtual, self.layers_per_chunk), -1, np.int32)
         first = 0
@@ -46,17 +46,17 @@ class Placement:
             first += count
         return index.reshape(self.num_chunks, self.num_stages, self.layers_per_chunk)
 
-    def to_stages(self, natural: Array) -> Array:
+    def to_stages(self, canonical: Array) -> Array:
         """`[L, …]` to `[chunks, stages, n, …]`, zeros in padded slots."""
         index = self.layer_index
         if not self.padded:
-            return natural.reshape(*index.shape, *natural.shape[1:])
+            return canonical.reshape(*index.shape, *canonical.shape[1:])
         outside = np.where(index < 0, self.num_layers, index)  # a negative index would count from the end
-        return jnp.take(natural, outside, axis=0, mode="fill", fill_value=0)
+        return jnp.take(canonical, outside, axis=0, mode="fill", fill_value=0)
 
-    def to_natural(self, staged: Array) -> Array:
+    def to_canonical(self, pipelined: Array) -> Array:
         """`[chunks, stages, n, …]` back to `[L, …]`."""
-        flat = staged.reshape(-1, *staged.shape[3:])
+        flat = pipelined.reshape(-1, *pipelined.shape[3:])
         if not self.padded:
             return flat
         return jnp.take(flat, np.flatnonzero(self.layer_index.ravel() >= 0), axis=0)

@@ -21,7 +21,7 @@ class StageTimes:
             weight gradients, `backward` is without them.
         weight_gradient: of a chunk's deferred weight gradients, [chunks, stages].
         embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
-        hand_over: of sending to one neighbour while receiving from the other.
+        p2p_transfer: of sending to one neighbour while receiving from the other.
     """
 
     forward: np.ndarray
@@ -30,7 +30,7 @@ class StageTimes:
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
-    hand_over: float = 0.0
+    p2p_transfer: float = 0.0
 
     @classmethod
     def equal(cls, schedule: Schedule, times: PassTimes | None = None) -> "StageTimes":
@@ -183,7 +183,7 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
         if not ring:
             sent[0 if shift > 0 else -1] = 0.0
         np.maximum(now, sent, out=now)
-        now[:] += times.hand_over
+        now[:] += times.p2p_transfer
 
     def on_any_stage(table: Pass, k: int) -> list[bool]:
         return schedule.at_virtual(table, k).max(axis=1).tolist()

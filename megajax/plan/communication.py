@@ -16,9 +16,9 @@ from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE, TENSOR
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
-from megajax.plan.borders import PERMUTE, REDUCE, Borders, Communication, one
+from megajax.plan.boundary_traffic import PERMUTE, REDUCE, BoundaryTraffic, Communication, one
 from megajax.plan.once import Once
-from megajax.plan.sizes import Times, settled_microbatches
+from megajax.plan.sizes import Times, steady_state_microbatches
 from megajax.program.communication import Collective
 
 
@@ -27,7 +27,7 @@ def communication(config: Config) -> list[Communication]:
     loop, once = _Loop(config), Once(config)
     return [
         *once.targets(),
-        *loop.hand_overs(),
+        *loop.p2p_transfers(),
         *loop.embedding(),
         *loop.layers(),
         *loop.head(),
@@ -68,10 +68,10 @@ def _loops_of_weight_gradients(schedule: str, pipe: int, microbatches: int, chun
     return int(deferral.early.any()) + int(deferral.late.any())
 
 
-class _Loop(Borders):
+class _Loop(BoundaryTraffic):
     """The sizes of a step, and the parts that stand in its loop over ticks."""
 
-    def hand_overs(self) -> Iterator[Communication]:
+    def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage, gradients to the one before, in every tick."""
         if self.config.mesh.pipe > 1:
             for what in ("up", "down"):
@@ -159,7 +159,7 @@ class _Loop(Borders):
         pipeline, deferring = self.config.pipeline, self.config.pipeline.deferring()
         assert deferring is not None
         pipe, name = self.config.mesh.pipe, pipeline.schedule
-        settled = settled_microbatches(name, pipe, self.microbatches)
+        settled = steady_state_microbatches(name, pipe, self.microbatches)
         table = name, pipe, settled, pipeline.chunks, deferring
         times = Times(_loops_of_weight_gradients(*table) * self.of_layer.count, self.of_layer.sent)
         for _ in range(2 if self.regathers else 0):

@@ -81,7 +81,7 @@ class Overlap:
         tensor_forward, tensor_backward: all-reduces of a layer; 50 of 65 of the backward pass have products beside
             them.
         gathers, scatters: of a split sequence: 87 of 194 and 44 of 130.
-        hand_overs: between stages: all of them, beside a forward or backward.
+        p2p_transfers: between stages: all of them, beside a forward or backward.
         shards: ZeRO-3's, beside some of the same layer's products.
         gradients: over data: none, they follow the loop.
     """
@@ -90,7 +90,7 @@ class Overlap:
     tensor_backward: float = 50 / 65
     gathers: float = 87 / 194
     scatters: float = 44 / 130
-    hand_overs: float = 1.0
+    p2p_transfers: float = 1.0
     shards: float = 0.5
     gradients: float = 0.0
 
@@ -176,8 +176,8 @@ MACHINES = {
             efficiency=Efficiency(products=0.75, traffic=0.421, fixed=4e-3),
             # PyTorch of 2019: one after the other, but for the gradients, which are added over data while the backward
             # pass runs; masking, softmax and dropout go over the scores one by one, counted by hand.
-            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, hand_overs=0.0, shards=0.0, gradients=1.0),
-            traffic=Traffic(scores=36.0, all_scores=True, scanned=1.0),
+            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, p2p_transfers=0.0, shards=0.0,
+            gradients=1.0), traffic=Traffic(scores=36.0, all_scores=True, scanned=1.0),
         ),
         Machine("b200", 180 * 10**9, _peak(2250e12, 75e12, 37e12), 8e12, 8, 900e9, 50e9, 148, efficiency=_SHARP),
     )

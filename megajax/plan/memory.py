@@ -34,7 +34,7 @@ class Memory:
             gets.
         kept: of activations, until their backward pass.
         factors: of weight gradients that wait.
-        hand_overs: activations and gradients on their way between stages, and those that wait to be used.
+        p2p_transfers: activations and gradients on their way between stages, and those that wait to be used.
         temporaries: of the layer and the end that run, and of the optimizer.
     """
 
@@ -45,7 +45,7 @@ class Memory:
     gradients: int
     kept: int
     factors: int
-    hand_overs: int
+    p2p_transfers: int
     temporaries: int
 
     @property
@@ -83,7 +83,7 @@ def memory(config: Config, backend: Backend = GPU) -> Memory:
         gradients=weights.computed * step.summed + losses + others,
         kept=kept,
         factors=factors,
-        hand_overs=table.activations * layer.between,
+        p2p_transfers=table.activations * layer.between,
         temporaries=Temporaries(step, layer, weights, backend, kept, factors).phases.most,
     )
 

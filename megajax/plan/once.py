@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from megajax.parallel.collectives import DATA, PIPE, TENSOR, spec_axes
-from megajax.plan.borders import GATHER, REDUCE, SCATTER, Communication, one
+from megajax.plan.boundary_traffic import GATHER, REDUCE, SCATTER, Communication, one
 from megajax.plan.shapes import Placed, held
 from megajax.plan.sizes import ONCE, Shape, Sizes
 from megajax.program.program import batch_form
@@ -23,13 +23,13 @@ class Once(Sizes):
         yield from self._gathered_adapters("gradients: adapters")
         item = self.wide if self.adapters else self.summed
         for placed in self._divided if self.zero == 1 or self.adapters else ():
-            yield one("gradients: over data", SCATTER, (DATA,), _staged(placed, placed.whole, self), item, ONCE)
+            yield one("gradients: over data", SCATTER, (DATA,), _pipelined(placed, placed.whole, self), item, ONCE)
         for placed in self.trained:
             missing = tuple(sorted(self._varying(self._product_of(placed)) - self._axes_of(placed)))
             if missing:
                 shape = placed.shard if self._is_divided(placed) else placed.whole
                 purpose = f"gradients: over {' and '.join(missing)}"
-                yield one(purpose, REDUCE, missing, _staged(placed, shape, self), item, ONCE)
+                yield one(purpose, REDUCE, missing, _pipelined(placed, shape, self), item, ONCE)
         axes = (DATA,) if self.splits_vocabulary else (DATA, PIPE)
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
@@ -45,7 +45,7 @@ class Once(Sizes):
         yield from self._gathered_adapters("weights: adapters")
         updated = [placed for placed in self.weights if not self.adapters or self._has_adapter(placed)]
         for placed in filter(self._is_divided, updated) if self.zero == 1 else ():
-            yield one("weights: over data", GATHER, (DATA,), _staged(placed, placed.shard, self), self.item, ONCE)
+            yield one("weights: over data", GATHER, (DATA,), _pipelined(placed, placed.shard, self), self.item, ONCE)
 
     # LoRA (`program/adapters.py`).
 
@@ -59,7 +59,7 @@ class Once(Sizes):
 
     def _gathered_adapters(self, purpose: str) -> Iterator[Communication]:
         for placed in filter(self._is_divided, self.adapters):
-            yield one(purpose, GATHER, (DATA,), _staged(placed, placed.shard, self), self.wide, ONCE)
+            yield one(purpose, GATHER, (DATA,), _pipelined(placed, placed.shard, self), self.wide, ONCE)
 
     def _product_of(self, placed: Placed) -> Placed:
         """The weight whose gradient that of an adapter is of; of all else itself."""
@@ -89,14 +89,14 @@ class Once(Sizes):
     def _varying(self, placed: Placed) -> set[str]:
         """Mesh axes over which a gradient differs when the loop has ended (`program/bind.py`)."""
         axes = {DATA} | self._axes_of(placed)
-        if self.splits_sequence or (placed.weight.stacked and placed.partly_used):
+        if self.splits_sequence or (placed.weight.stacked and placed.needs_tensor_sum):
             axes.add(TENSOR)
         if not placed.weight.stacked and not self.splits_vocabulary:
             axes.add(PIPE)
         return axes
 
 
-def _staged(placed: Placed, shape: Shape, step: Once) -> Shape:
+def _pipelined(placed: Placed, shape: Shape, step: Once) -> Shape:
     """The shape of a weight on a stage, of which a layer has `shape`."""
     if not placed.weight.stacked:
         return shape

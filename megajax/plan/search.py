@@ -17,7 +17,7 @@ from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, memory
-from megajax.plan.sizes import settled_microbatches
+from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.validation import validate, validate_mesh
 
@@ -231,7 +231,7 @@ def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, Pipeline
             continue
         if not has_table(pipeline, mesh.pipe, m):
             continue
-        fewer = settled_microbatches(pipeline.schedule, mesh.pipe, m)
+        fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)

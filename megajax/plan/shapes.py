@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig
-from megajax.mesh import dim_over, local_shape, mesh_spec, partly_used, rules_of, shard_over_data
+from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, shard_over_data
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import Adapters
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import DATA, PIPE, TENSOR
 from megajax.pipeline.placement import Placement
 
@@ -47,12 +47,13 @@ class Placed:
 
     Attributes:
         weight: which.
-        spec: mesh axes of its dims, without ZeRO and without the dims that staged layers have before them.
+        spec: mesh axes of its dims, without ZeRO and without the dims that pipelined layers have before them.
         whole: shape on a device without ZeRO; of a layer's, in one layer.
         data_dim: the dim of `whole` that ZeRO divides over `data`; None where `data` has one device or divides none.
         shard: shape on a device where it is divided; `whole` where it cannot be.
         copies: how many layers' a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends.
-        partly_used: whether every device of a tensor group has it whole and computes with a part (`mesh.partly_used`).
+        needs_tensor_sum: whether every device of a tensor group has it whole and computes with a part
+        (`mesh.needs_tensor_sum`).
     """
 
     weight: Weight
@@ -61,7 +62,7 @@ class Placed:
     data_dim: int | None
     shard: Shape
     copies: int
-    partly_used: bool
+    needs_tensor_sum: bool
 
     @property
     def size(self) -> int:
@@ -125,13 +126,13 @@ def _same_weights(model: ModelConfig) -> ModelConfig:
 @lru_cache(maxsize=64)
 def _weights(model: ModelConfig) -> tuple[Weight, ...]:
     any_backend = CPU  # the weights are the same on all
-    return _named(CutModel(model, Borders(), any_backend))
+    return _named(CutModel(model, RegionBoundary(), any_backend))
 
 
 @lru_cache(maxsize=64)
 def _adapters(lora: LoraConfig, model: ModelConfig) -> tuple[Weight, ...]:
     any_backend = CPU
-    return _named(Adapters(lora, model, CutModel(model, Borders(), any_backend)))
+    return _named(Adapters(lora, model, CutModel(model, RegionBoundary(), any_backend)))
 
 
 def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
@@ -187,7 +188,7 @@ def _placed(
                 dim_over(DATA, sharded),
                 local_shape(sharded, weight.shape, sizes),
                 placement.num_chunks * placement.layers_per_chunk if weight.stacked else 1,
-                partly_used(logical, rules),
+                needs_tensor_sum(logical, rules),
             )
         )
     return tuple(found)

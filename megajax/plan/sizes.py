@@ -35,7 +35,7 @@ def num_ticks(schedule: str, pipe: int, microbatches: int, chunks: int) -> int:
     return 1 + int(max(ticks.forward.max(), ticks.backward.max()))
 
 
-def settled_microbatches(schedule: str, pipe: int, microbatches: int) -> int:
+def steady_state_microbatches(schedule: str, pipe: int, microbatches: int) -> int:
     """A number of microbatches, not more, of which the schedule's table has buffers and inboxes of the same sizes: soon
     1F1B does the same again and again, interleaved where the pipe divides the microbatches."""
     settles = schedule == "1f1b" or (schedule == "interleaved" and microbatches % pipe == 0)

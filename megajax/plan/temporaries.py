@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megajax.backend import CPU, Backend
-from megajax.models.visibility import Visibility
+from megajax.models.attention_mask import AttentionMask
 from megajax.plan.activations import LayerSizes, chunk_layers, fused, layer_bytes
 from megajax.plan.shapes import Held
 from megajax.plan.sizes import Sizes
@@ -166,7 +166,7 @@ class Temporaries:
         layer, model = self.layer, self.step.config.model
         if fused(self.step.config, self.backend):
             return 0
-        visible = Visibility(causal=not self.step.bidirectional, window=model.window_in(layer.tokens))
+        visible = AttentionMask(causal=not self.step.bidirectional, window=model.window_in(layer.tokens))
         block, group = self.backend.block_of(layer.tokens), layer.heads // layer.kv_heads
         ends = [(start, min(start + block, layer.tokens)) for start in range(0, layer.tokens, block)]
         ranges = ((end - start, visible.key_range(start, end, layer.tokens)) for start, end in ends)

@@ -136,13 +136,13 @@ class StepModel:
             backwards[-1, -1] += self._ends["head"].total
         if not sizes.defers:
             backwards, laters = backwards + laters, 0.0 * laters
-        hand_over = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
-        times = StageTimes(forwards, backwards, laters, hand_over=hand_over, **together)
+        p2p_transfer = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
+        times = StageTimes(forwards, backwards, laters, p2p_transfer=p2p_transfer, **together)
         working = m * ((forwards + backwards + laters).sum(0) + sum(together.values()))
         busiest, busy = int(working.argmax()), float(working.max())
         ticks = num_ticks(pipeline.schedule, pipe, m, pipeline.chunks)
         parts = self._parts(m * float(layers[:, busiest].sum()), busiest)
-        parts["hand-overs"] = 2 * ticks * hand_over
+        parts["hand-overs"] = 2 * ticks * p2p_transfer
         wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["hand-overs"], exact)
         parts["pipeline bubble"] = max(0.0, wall - busy - parts["hand-overs"])
         return parts, parts["pipeline bubble"] / wall
@@ -204,7 +204,7 @@ class StepModel:
     def _hand_over(self, beside: float) -> float:
         """Of one direction in a tick, what computing does not hide."""
         seconds = max((seconds for _, seconds in self._by_part["hand-over"]), default=0.0)
-        return seconds - min(seconds * self.machine.overlap.hand_overs, beside)
+        return seconds - min(seconds * self.machine.overlap.p2p_transfers, beside)
 
     def _wall(self, pipeline: PipelineConfig, times: StageTimes, full: float, exact: bool) -> float:
         """From the first forward to the last work of any stage, that of a stage that never waits being `full`."""

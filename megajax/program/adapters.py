@@ -29,7 +29,7 @@ class PlacedAdapters:
         adapters: whatever the mesh.
         shards: which of their dims ZeRO shards over `data`.
         per_step, per_use: the weights' (`StateLayout`).
-        specs: where the adapters lie, staged.
+        specs: where the adapters lie, pipelined.
     """
 
     adapters: Adapters

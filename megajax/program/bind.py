@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from megajax.models.family import CutModel
-from megajax.models.transformer import save_expensive
+from megajax.models.mlp import save_expensive
 from megajax.parallel import sites
 from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary
 from megajax.parallel.random import Dropout
@@ -64,14 +64,14 @@ def _bind(
     num_rows = next(iter(batch.values())).shape[0]
     row_B = axis_index(DATA) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     # Declared varying once, here, gradients stay local sums until they are reduced once per step.
-    axes = (DATA, TENSOR) if model.borders.sequence_parallel else (DATA,)
+    axes = (DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)
     shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
 
-    def of_chunks(weight: Array, partly_used: bool) -> Array:
-        weight = vary(weight, (DATA, TENSOR) if partly_used else axes)
+    def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
+        weight = vary(weight, (DATA, TENSOR) if needs_tensor_sum else axes)
         return weight.reshape(-1, *weight.shape[3:])
 
-    blocks = jax.tree.map(of_chunks, params["blocks"], layout.partly_used["blocks"])
+    blocks = jax.tree.map(of_chunks, params["blocks"], layout.needs_tensor_sum["blocks"])
 
     def context(microbatch: Microbatch) -> Tree:
         return model.context(microbatch, Dropout.at(dropout, config.seed, step, microbatch[_ROW]))
@@ -91,7 +91,7 @@ def _bind(
     @jax.named_scope("head")
     def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
         with sites.at(sites.HEAD, microbatch[_ROW]):
-            x_BTD = sites.site(x_BTD, "last_output", model.borders.split)
+            x_BTD = sites.site(x_BTD, "last_output", model.boundary.split)
             totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
 

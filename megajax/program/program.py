@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 
 from megajax.backend import Backend, backend_of
-from megajax.batch import BatchForm
+from megajax.batch import BatchSpec
 from megajax.config import Config
 from megajax.mesh import BATCH_SPEC, make_mesh
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import Schedule
@@ -45,7 +45,7 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.backend = backend_of(mesh)
-        self.model = CutModel(config.model, training_borders(config), self.backend)
+        self.model = CutModel(config.model, training_boundary(config), self.backend)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
@@ -62,7 +62,7 @@ class Program:
 
     @cached_property
     def unsharded_model(self) -> CutModel:
-        return CutModel(self.config.model, Borders(vocabulary_axes(self.config)), self.backend)
+        return CutModel(self.config.model, RegionBoundary(vocabulary_axes(self.config)), self.backend)
 
     def region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`function` of this device's shards as a function of global arrays: one `shard_map`, all mesh axes manual and
@@ -135,7 +135,7 @@ class Program:
         return forward_only(self.config.mesh.pipe, self.num_microbatches, self.config.pipeline.chunks)
 
 
-def batch_form(config: Config) -> BatchForm:
+def batch_form(config: Config) -> BatchSpec:
     """What a batch of a configuration holds."""
     family = family_of(config.model)
     if not config.data.reset_attention:
@@ -149,9 +149,9 @@ def vocabulary_axes(config: Config) -> Axes:
     return (PIPE, TENSOR) if config.splits_vocabulary else TENSOR
 
 
-def training_borders(config: Config) -> Borders:
-    """The borders of tensor-parallel regions in a training step."""
-    return Borders(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
+def training_boundary(config: Config) -> RegionBoundary:
+    """The boundary of tensor-parallel regions in a training step."""
+    return RegionBoundary(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
 
 
 def scans_layers(config: Config, backend: Backend) -> bool:

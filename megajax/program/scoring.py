@@ -26,8 +26,8 @@ def scores(program: Program) -> Wrapped:
     return program.compiled(_scores, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
 
-def answers(program: Program) -> Wrapped:
-    """(params, batch) -> the logits that a task is answered by (`Model.answers`), [B, …] on every device; dropout
+def task_logits(program: Program) -> Wrapped:
+    """(params, batch) -> the logits that a task is answered by (`Model.task_logits`), [B, …] on every device; dropout
     off."""
     return program.compiled(_answers, (program.layout.specs.params, BATCH_SPEC), PartitionSpec())
 
@@ -51,7 +51,7 @@ def _scores(program: Program, params: Tree, batch: Batch) -> Scores:
 
 
 def _answers(program: Program, params: Tree, batch: Batch) -> Array:
-    return _of_rows(program, params, batch, lambda ends, x_BTD, rows: ends.answers(x_BTD, rows))
+    return _of_rows(program, params, batch, lambda ends, x_BTD, rows: ends.task_logits(x_BTD, rows))
 
 
 def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[Any, Array, Microbatch], Tree]) -> Tree:

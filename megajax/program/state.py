@@ -4,9 +4,9 @@ form.
 With LoRA the main weights are the frozen ones, with the adapters beside them, which alone are trained
 (`program/adapters.py`).
 
-On devices the stacked layers are staged, `[chunks, stages, n, …]`, and weights and moments may be sharded over `data`
-(`parallel/shards.py`). Checkpoints and comparisons use the natural form, which depends on neither mesh nor precision:
-layers `[L, …]`, and main weights only.
+On devices the stacked layers are pipelined, `[chunks, stages, n, …]`, and weights and moments may be sharded over
+`data` (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends on neither mesh nor
+precision: layers `[L, …]`, and main weights only.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.config import Config
-from megajax.mesh import dim_over, mesh_spec, partly_used, rules_of, shard_over_data, shardings
+from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shard_over_data, shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters, without_adapters
@@ -66,13 +66,13 @@ class StateLayout:
 
     Attributes:
         specs: where the state lies.
-        layer_specs: where the parts of every layer lie in natural form, were all layers everywhere.
+        layer_specs: where the parts of every layer lie in canonical form, were all layers everywhere.
         owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
         adapters: LoRA's, and where they lie; None where all weights are trained.
         trained_specs: `owned_specs` of what is trained.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
-        partly_used: of every weight, whether each device of a tensor group holds it whole and uses a part
-            (`mesh.partly_used`).
+        needs_tensor_sum: of every weight, whether each device of a tensor group holds it whole and uses a part
+            (`mesh.needs_tensor_sum`).
         per_use: the sharding of `params` themselves over `data`, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
     """
@@ -90,7 +90,7 @@ class StateLayout:
             return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), weights))
 
         self._fresh = fresh
-        self.natural_shapes = jax.eval_shape(fresh)
+        self.canonical_shapes = jax.eval_shape(fresh)
         self._place(model, adapters, config.optimizer.zero)
 
     @property
@@ -101,7 +101,7 @@ class StateLayout:
     def _place(self, model: CutModel, adapters: Adapters | None, zero: int) -> None:
         whole_groups = self._config.model.num_kv_heads % self._config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
-        self.partly_used = _map_specs(lambda spec: partly_used(spec, rules), model.logical_specs)
+        self.needs_tensor_sum = _map_specs(lambda spec: needs_tensor_sum(spec, rules), model.logical_specs)
         layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
         unsharded, sharded, dims = self._mesh_specs(model, rules)
         owned = sharded if zero else unsharded
@@ -110,25 +110,25 @@ class StateLayout:
         self.per_step = Shards(dims if zero == 1 else nothing)
         self.per_use = Shards(dims if zero == 3 else nothing)
         self.has_main = adapters is not None or self.compute_dtype != self.main_dtype
-        staged = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
-        self.owned_specs = _stacked(owned, *staged)
+        pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
+        self.owned_specs = _stacked(owned, *pipelined)
         self.adapters, trained = None, owned
         if adapters is not None:
             unsharded, sharded, dims_of_adapters = self._mesh_specs(adapters, rules)
             trained = sharded if zero else unsharded
             shards = Shards(dims_of_adapters if zero else jax.tree.map(lambda _: NOT_SHARDED, dims_of_adapters))
-            self.adapters = PlacedAdapters(adapters, shards, self.per_step, self.per_use, _stacked(trained, *staged))
+            self.adapters = PlacedAdapters(adapters, shards, self.per_step, self.per_use, _stacked(trained, *pipelined))
 
         def main(weights: Tree, *leading) -> Tree:
             beside = {} if adapters is None else {LORA: _stacked(trained, *leading)}
             return _stacked(weights, *leading) | beside
 
-        self.trained_specs = _stacked(trained, *staged)
-        of_natural = main(owned if self.has_main else params, layers)
-        self.natural_specs = self._specs(of_natural, None, _stacked(trained, layers))
+        self.trained_specs = _stacked(trained, *pipelined)
+        of_canonical = main(owned if self.has_main else params, layers)
+        self.canonical_specs = self._specs(of_canonical, None, _stacked(trained, layers))
         self.layer_specs = self._specs(main(owned, None), None, _stacked(trained, None))
         self.specs = self._specs(
-            _stacked(params, *staged), main(owned, *staged) if self.has_main else None, self.trained_specs
+            _stacked(params, *pipelined), main(owned, *pipelined) if self.has_main else None, self.trained_specs
         )
 
     def _mesh_specs(self, model: CutModel | Adapters, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
@@ -147,7 +147,7 @@ class StateLayout:
         optimizer = optax.tree_utils.tree_map_params(
             make_optimizer(self._config.optimizer),
             lambda _, spec: spec,
-            self.natural_shapes.optimizer,
+            self.canonical_shapes.optimizer,
             moments,
             transform_non_params=lambda _: PartitionSpec(),
         )
@@ -157,7 +157,7 @@ class StateLayout:
     @cached_property
     def shapes(self) -> TrainState:
         """The state on this mesh's stages, as types."""
-        return jax.eval_shape(self._staged, self.natural_shapes)
+        return jax.eval_shape(self._pipelined, self.canonical_shapes)
 
     @property
     def trained_shapes(self) -> Tree:
@@ -166,30 +166,30 @@ class StateLayout:
         return main.get(LORA, main)
 
     def begin(self, weights: Tree) -> TrainState:
-        """The natural state before the first step, of natural main weights."""
+        """The canonical state before the first step, of canonical main weights."""
         optimizer = make_optimizer(self._config.optimizer).init(weights.get(LORA, weights))
         loss_scale = LossScale.start(self.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, initial_norms())
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
-        """A fresh state, made in shards: of the natural form, which then goes to its stages."""
-        natural = shardings(self.mesh, self.natural_specs)
+        """A fresh state, made in shards: of the canonical form, which then goes to its stages."""
+        canonical = shardings(self.mesh, self.canonical_specs)
 
         def fresh() -> TrainState:
-            return self._staged(jax.lax.with_sharding_constraint(self._fresh(), natural))
+            return self._pipelined(jax.lax.with_sharding_constraint(self._fresh(), canonical))
 
         made_in = shardings(self.mesh, self.specs)
         return jax.jit(fresh, out_shardings=made_in, compiler_options=compiler_options)()
 
     @cached_property
-    def from_natural(self):
-        """natural state -> the state on this mesh's stages, in this run's precision."""
-        return jax.jit(self._staged, out_shardings=shardings(self.mesh, self.specs))
+    def from_canonical(self):
+        """canonical state -> the state on this mesh's stages, in this run's precision."""
+        return jax.jit(self._pipelined, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
-    def to_natural(self):
-        """state -> the state in natural form, on this mesh."""
-        return jax.jit(self._natural, out_shardings=shardings(self.mesh, self.natural_specs))
+    def to_canonical(self):
+        """state -> the state in canonical form, on this mesh."""
+        return jax.jit(self._canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
 
     @cached_property
     def stored_scale(self):
@@ -205,19 +205,19 @@ class StateLayout:
             lambda scale: scale.resumed(self.loss_scale), out_shardings=NamedSharding(self.mesh, PartitionSpec())
         )
 
-    def natural_weights(self, tree: Tree) -> Tree:
-        """Weights or gradients in natural form."""
-        return _map_blocks(self.placement.to_natural, tree)
+    def canonical_weights(self, tree: Tree) -> Tree:
+        """Weights or gradients in canonical form."""
+        return _map_blocks(self.placement.to_canonical, tree)
 
-    def _staged(self, natural: TrainState) -> TrainState:
-        scale = natural.loss_scale.resumed(self.loss_scale)
-        state = dataclasses.replace(_map_blocks(self.placement.to_stages, natural), loss_scale=scale)
+    def _pipelined(self, canonical: TrainState) -> TrainState:
+        scale = canonical.loss_scale.resumed(self.loss_scale)
+        state = dataclasses.replace(_map_blocks(self.placement.to_stages, canonical), loss_scale=scale)
         if not self.has_main:
             return state
         return dataclasses.replace(state, params=self.params_of(state.params), main=state.params)
 
     def params_of(self, main: Tree) -> Tree:
-        """The weights that layers compute with, of staged main weights."""
+        """The weights that layers compute with, of pipelined main weights."""
         if self.adapters is None:
             return self.computed(main)
         specs = self.specs.main, self.specs.params
@@ -233,11 +233,11 @@ class StateLayout:
         """Main weights in the compute dtype."""
         return jax.tree.map(lambda weight: weight.astype(self.compute_dtype), main)
 
-    def _natural(self, state: TrainState) -> TrainState:
+    def _canonical(self, state: TrainState) -> TrainState:
         params = state.params if state.main is None else state.main
         scale = state.loss_scale.stored(self.loss_scale)
         state = dataclasses.replace(state, params=params, main=None, loss_scale=scale)
-        return _map_blocks(self.placement.to_natural, state)
+        return _map_blocks(self.placement.to_canonical, state)
 
 
 def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:

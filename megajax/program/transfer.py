@@ -1,4 +1,4 @@
-"""The state between the devices and the host's memory, leaf by leaf, in its natural form (`program/state.py`).
+"""The state between the devices and the host's memory, leaf by leaf, in its canonical form (`program/state.py`).
 
 A leaf is converted on the devices, copied and freed before the next one, so that the devices need no more memory beside
 the state than one leaf takes. On the way each device holds another part of a leaf: the axes that do not divide it as it
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from megajax.mesh import shardings, spread
+from megajax.mesh import shard_unused_axes, shardings
 from megajax.models.lora import LORA, without_adapters
 from megajax.parallel.collectives import (
     PIPE,
@@ -31,15 +31,15 @@ from megajax.program.state import StateLayout, TrainState, is_stacked
 
 Tree = Any
 _HOST = "pinned_host"
-_STAGES = 1  # dim of a staged leaf
+_STAGES = 1  # dim of a pipelined leaf
 
 
 class Transfer:
-    """Conversions between a state on the devices and its natural form in host memory.
+    """Conversions between a state on the devices and its canonical form in host memory.
 
     Attributes:
-        targets: the natural state as `ShapeDtypeStruct`, in host memory, every leaf divided as far as the mesh divides
-            it.
+        targets: the canonical state as `ShapeDtypeStruct`, in host memory, every leaf divided as far as the mesh
+            divides it.
     """
 
     def __init__(self, layout: StateLayout):
@@ -50,7 +50,7 @@ class Transfer:
                 shape.dtype,
                 sharding=NamedSharding(layout.mesh, self._spread(path, shape.shape, spec), memory_kind=_HOST),
             ),
-            layout.natural_shapes,
+            layout.canonical_shapes,
             layout.layer_specs,
         )
         self._conversions: dict[Any, Any] = {}
@@ -58,58 +58,58 @@ class Transfer:
     def _spread(self, path: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         mesh, placement = self._layout.mesh, self._layout.placement
         if not is_stacked(path):
-            return spread(spec, shape, mesh)
-        spec = spread(spec, shape, mesh, range(1, len(shape)))
+            return shard_unused_axes(spec, shape, mesh)
+        spec = shard_unused_axes(spec, shape, mesh, range(1, len(shape)))
         neighbours = placement.num_chunks == 1 and not placement.padded  # are a stage's layers
         if PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1:
             spec = PartitionSpec(PIPE, *spec[1:])
         return spec
 
-    def _goes_by_stages(self, stacked: bool, natural: PartitionSpec) -> bool:
-        """Whether nothing of a leaf's natural form is divided over the stages."""
-        return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(natural)
+    def _goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
+        """Whether nothing of a leaf's canonical form is divided over the stages."""
+        return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(canonical)
 
     def to_host(self, state: TrainState) -> TrainState:
-        """The natural state in host memory."""
+        """The canonical state in host memory."""
         layout = self._layout
         params = state.params if state.main is None else state.main
         state = dataclasses.replace(state, params=params, main=None, loss_scale=layout.stored_scale(state.loss_scale))
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-        natural = []
+        canonical = []
         weights = layout.specs.params if layout.specs.main is None else layout.specs.main
         specs = dataclasses.replace(layout.specs, params=weights, main=None)
         sources = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
             if self._goes_by_stages(is_stacked(path), target.sharding.spec):
-                natural.append(self._collected(leaf, source, target))
+                canonical.append(self._collected(leaf, source, target))
                 continue
-            on_device = self.to_natural(is_stacked(path), source, target.sharding.spec)(leaf)
-            natural.append(moved(on_device, _HOST))
+            on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec)(leaf)
+            canonical.append(moved(on_device, _HOST))
             on_device.delete()
-        return jax.tree.unflatten(structure, natural)
+        return jax.tree.unflatten(structure, canonical)
 
-    def to_devices(self, natural: TrainState) -> TrainState:
-        """The state on this mesh's stages, in this run's precision, of the natural one in host memory."""
+    def to_devices(self, canonical: TrainState) -> TrainState:
+        """The state on this mesh's stages, in this run's precision, of the canonical one in host memory."""
         layout = self._layout
         specs = layout.specs
         has_main = specs.main is not None
         weights = specs.params if specs.main is None else specs.main
         placed = self._place(
-            dataclasses.replace(natural, params=None), dataclasses.replace(specs, params=None, main=None)
+            dataclasses.replace(canonical, params=None), dataclasses.replace(specs, params=None, main=None)
         )
-        main = self._place(natural.params, weights)
+        main = self._place(canonical.params, weights)
         params = main
         if layout.adapters is not None:
             params = jax.jit(layout.params_of, out_shardings=shardings(layout.mesh, specs.params))(main)
         elif has_main:
-            params = self._place(natural.params, specs.params, layout.compute_dtype)
+            params = self._place(canonical.params, specs.params, layout.compute_dtype)
         scale = layout.resumed_scale(placed.loss_scale)
         return dataclasses.replace(placed, params=params, main=main if has_main else None, loss_scale=scale)
 
-    def merged(self, natural: Tree) -> Tree:
-        """Natural main weights in host memory with what their adapters add, weight by weight."""
+    def merged(self, canonical: Tree) -> Tree:
+        """Canonical main weights in host memory with what their adapters add, weight by weight."""
         if self._layout.adapters is None:
-            return natural
+            return canonical
         adapters = self._layout.adapters.adapters
 
         def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
@@ -117,17 +117,17 @@ class Transfer:
             add = jax.jit(lambda weight, adapter: weight + adapters.added(adapter, inner), out_shardings=place)
             return moved(add(moved(weight), jax.tree.map(moved, adapter)), _HOST)
 
-        weights = without_adapters(natural)
-        part = jax.tree.map(merge, adapters.part(weights), natural[LORA], adapters.num_inner)
+        weights = without_adapters(canonical)
+        part = jax.tree.map(merge, adapters.part(weights), canonical[LORA], adapters.num_inner)
         return adapters.put(weights, part)
 
-    def params_to_devices(self, natural: Tree) -> Tree:
-        """The weights that layers compute with, on this mesh's stages, of the natural ones in host memory."""
-        return self._place(natural, self._layout.specs.params, self._layout.compute_dtype)
+    def params_to_devices(self, canonical: Tree) -> Tree:
+        """The weights that layers compute with, on this mesh's stages, of the canonical ones in host memory."""
+        return self._place(canonical, self._layout.specs.params, self._layout.compute_dtype)
 
-    def to_natural(self, stacked: bool, source: PartitionSpec, target: PartitionSpec) -> Callable[..., Array]:
-        """The compiled conversion of a leaf on the stages to its natural form; for one that goes by stages, of it and a
-        stage's number to that stage's slots."""
+    def to_canonical(self, stacked: bool, source: PartitionSpec, target: PartitionSpec) -> Callable[..., Array]:
+        """The compiled conversion of a leaf on the stages to its canonical form; for one that goes by stages, of it and
+        a stage's number to that stage's slots."""
         steps, by_stages = _steps(source, target, stacked), self._goes_by_stages(stacked, target)
         layers_divided = stacked and _axes(target[0]) == (PIPE,)
 
@@ -138,16 +138,16 @@ class Transfer:
                 return x
             if by_stages:
                 return _of_stage(x, stage[0])
-            return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_natural(x)
+            return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
 
         out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
-        return self._compiled(("natural", stacked, source, target), local, source, out)
+        return self._compiled(("canonical", stacked, source, target), local, source, out)
 
-    def from_natural(
+    def from_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
     ) -> Callable[[Array], Array]:
-        """The compiled conversion of a natural leaf to one on the stages, in another `dtype` if one is given; one that
-        goes by stages is on them already."""
+        """The compiled conversion of a canonical leaf to one on the stages, in another `dtype` if one is given; one
+        that goes by stages is on them already."""
         steps, by_stages = _steps(target, source, stacked), self._goes_by_stages(stacked, source)
         layers_divided = stacked and _axes(source[0]) == (PIPE,)
 
@@ -165,11 +165,11 @@ class Transfer:
             return x
 
         given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
-        return self._compiled(("staged", stacked, source, target, dtype), local, given, target)
+        return self._compiled(("pipelined", stacked, source, target, dtype), local, given, target)
 
     def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
-        """The natural form in host memory of a leaf that goes by stages."""
-        convert, index = self.to_natural(True, source, target.sharding.spec), self._layout.placement.layer_index
+        """The canonical form in host memory of a leaf that goes by stages."""
+        convert, index = self.to_canonical(True, source, target.sharding.spec), self._layout.placement.layer_index
         whole: dict[Any, np.ndarray] = {}
         for stage in range(index.shape[_STAGES]):
             slots = convert(leaf, np.int32(stage))
@@ -182,7 +182,7 @@ class Transfer:
         return _placed(target.shape, target.sharding, whole)
 
     def _on_stages(self, leaf: Array) -> Array:
-        """The layers of a natural leaf in host memory where their stages are, zeros in padded slots."""
+        """The layers of a canonical leaf in host memory where their stages are, zeros in padded slots."""
         assert isinstance(leaf.sharding, NamedSharding)
         index = self._layout.placement.layer_index
         place = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
@@ -210,17 +210,17 @@ class Transfer:
             self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
         return self._conversions[key]
 
-    def _place(self, natural: Tree, specs: Tree, dtype: Any = None) -> Tree:
+    def _place(self, canonical: Tree, specs: Tree, dtype: Any = None) -> Tree:
         def place(path: Any, leaf: Array, spec: PartitionSpec) -> Array:
             assert isinstance(leaf.sharding, NamedSharding)
             by_stages = self._goes_by_stages(is_stacked(path), leaf.sharding.spec)
             on_device = self._on_stages(leaf) if by_stages else moved(leaf)
-            convert = self.from_natural(is_stacked(path), leaf.sharding.spec, spec, dtype)
+            convert = self.from_canonical(is_stacked(path), leaf.sharding.spec, spec, dtype)
             placed = jax.block_until_ready(convert(on_device))
             on_device.delete()
             return placed
 
-        return jax.tree_util.tree_map_with_path(place, natural, specs)
+        return jax.tree_util.tree_map_with_path(place, canonical, specs)
 
 
 def _of_stage(x: Array, stage: Array) -> Array:
@@ -238,14 +238,14 @@ def _placed(shape: tuple[int, ...], sharding: Any, parts: dict[Any, np.ndarray])
     return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
 
 
-def _steps(staged: PartitionSpec, natural: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
-    """What the natural form of a leaf is divided by further than the staged one, the layers aside: staged dims and
-    axes, in this order."""
-    entries = [None, None, None, *natural[1:]] if stacked else list(natural)
+def _steps(pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
+    """What the canonical form of a leaf is divided by further than the pipelined one, the layers aside: pipelined dims
+    and axes, in this order."""
+    entries = [None, None, None, *canonical[1:]] if stacked else list(canonical)
     return [
         (dim, axis)
         for dim, entry in enumerate(entries)
-        for axis in _axes(entry)[len(_axes(staged[dim] if dim < len(staged) else None)) :]
+        for axis in _axes(entry)[len(_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
     ]
 
 
@@ -269,6 +269,6 @@ def moved(leaf: Array, memory: str | None = None) -> Array:
     return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards))
 
 
-def natural_bytes(layout: StateLayout) -> int:
-    """Bytes of the natural state, of all devices together."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.natural_shapes))
+def canonical_bytes(layout: StateLayout) -> int:
+    """Bytes of the canonical state, of all devices together."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.canonical_shapes))

@@ -17,11 +17,11 @@ from megajax.errors import RunError, UserError
 from megajax.options import is_whole
 from megajax.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer, natural_bytes
+from megajax.program.transfer import Transfer, canonical_bytes
 from megajax.runs import step_folders
-from megajax.runs.deferred import new_state
 from megajax.runs.failures import in_one_line
 from megajax.runs.formats import FORMAT
+from megajax.runs.lazy_array import new_state
 from megajax.runs.metrics import validation_losses
 from megajax.runs.mismatch import check_fits
 from megajax.runs.retention import Retention
@@ -98,7 +98,7 @@ class Checkpoints:
         """Begin to write the state before the first step, of which nothing is in memory before its turn.
 
         Args:
-            weight: path and shape of a natural main weight -> that weight; called in another thread.
+            weight: path and shape of a canonical main weight -> that weight; called in another thread.
 
         Raises:
             RunError: too many writes have failed.
@@ -110,8 +110,8 @@ class Checkpoints:
             return
         self._begin(0, new_state(self._layout, weight))
 
-    def _begin(self, step: int, natural: TrainState) -> None:
-        self._write = Write(self.folder, step, natural, {FORMAT_NAME: FORMAT}, then=self._retire)
+    def _begin(self, step: int, canonical: TrainState) -> None:
+        self._write = Write(self.folder, step, canonical, {FORMAT_NAME: FORMAT}, then=self._retire)
 
     def wait(self) -> None:
         """Wait until what was saved is complete.
@@ -173,7 +173,7 @@ class Checkpoints:
 
     def _obstacle(self, step: int) -> str:
         """Why a checkpoint cannot be written now; empty if nothing is in the way."""
-        needed = natural_bytes(self._layout) + _OVERHEAD
+        needed = canonical_bytes(self._layout) + _OVERHEAD
         try:
             step_folders.clear(self.folder, step)
             free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
@@ -215,13 +215,14 @@ class Checkpoints:
         return self._transfer.params_to_devices(self.read_weights(step))
 
     def read_weights(self, step: int) -> Any:
-        """The natural main weights after `step` steps in host memory, with what their adapters add; otherwise as
+        """The canonical main weights after `step` steps in host memory, with what their adapters add; otherwise as
         `restore_params`."""
         return self._transfer.merged(self._reader.read(step, weights_of(self._transfer.targets)).params)
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
-        """Natural main weights and adapters after `step` steps by their paths in the tree of weights, those of `paths`
-        alone, as they are stored; otherwise as `restore_params`. Of a checkpoint in an older format all are read."""
+        """Canonical main weights and adapters after `step` steps by their paths in the tree of weights, those of
+        `paths` alone, as they are stored; otherwise as `restore_params`. Of a checkpoint in an older format all are
+        read."""
         targets = weights_of(self._transfer.targets)
         if self._reader.format(step) == FORMAT:
             wanted: dict[Any, Any] = {}

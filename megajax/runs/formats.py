@@ -2,7 +2,7 @@
 
 A checkpoint is read in the form that it was written in and then upgraded on the mesh, one format after the other and
 leaf by leaf; a leaf that is split over devices stays so, in the memory in which it is. What a format holds follows from
-today's: a target is a tree of `ShapeDtypeStruct` with shardings, the natural state (`program/state.py`) or a part of
+today's: a target is a tree of `ShapeDtypeStruct` with shardings, the canonical state (`program/state.py`) or a part of
 it.
 
 1. Attention's query, key and value are one leaf `qkv`: weight [L, D, 3, H, K], bias [L, 3, H, K].

@@ -19,7 +19,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA
 from megajax.options import as_flag
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved
@@ -153,7 +153,7 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     finally:
         checkpoints.close()
     transfer = Transfer(program.layout)
-    natural = transfer.to_host(state)
+    canonical = transfer.to_host(state)
     del state
     there = dict(jax.tree_util.tree_leaves_with_path(found))
     fresh: list[str] = []
@@ -168,14 +168,14 @@ def first_state(program: Program) -> tuple[TrainState, str]:
             return ours
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
 
-    params = jax.tree_util.tree_map_with_path(choose, natural.params)
+    params = jax.tree_util.tree_map_with_path(choose, canonical.params)
     told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
     told += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _others(config.model, theirs):
         told += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
-    return transfer.to_devices(dataclasses.replace(natural, params=params)), told
+    return transfer.to_devices(dataclasses.replace(canonical, params=params)), told
 
 
 def _others(model: ModelConfig, theirs: ModelConfig) -> list[str]:

@@ -12,7 +12,7 @@ from megajax.backend import CPU
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 
 _KEYS = {  # logical dim -> what decides its size, what explains most first
     "layers": "model.num_layers",
@@ -33,7 +33,7 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
         UserError: a size is another; the message names the key and both sizes.
     """
     stored = _stored_shapes(checkpoint / "state")
-    cut = CutModel(model, Borders(), CPU)
+    cut = CutModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     sizes: dict[str, tuple[int, int]] = {}
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(cut.shapes), specs, strict=True):

@@ -63,8 +63,8 @@ class Reader:
         return number
 
     def read(self, step: int, target: TrainState) -> TrainState:
-        """What `target` has of the natural state, in host memory, its arrays compared with their checksums; without an
-        optimizer only the weights are read.
+        """What `target` has of the canonical state, in host memory, its arrays compared with their checksums; without
+        an optimizer only the weights are read.
 
         Raises:
             DamagedCheckpoint: it cannot be read, or is not what was written.

@@ -80,7 +80,7 @@ def restore_state(program: Program, run_dir: Path, step: str) -> tuple[TrainStat
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
-    """A function from paths in the tree of natural main weights to these, with what their adapters add, of a run's
+    """A function from paths in the tree of canonical main weights to these, with what their adapters add, of a run's
     checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`;
     the function raises `RunError` where the checkpoint is damaged.
 

@@ -24,10 +24,10 @@ from megajax.paths import identity
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.checksums import part_sums
-from megajax.runs.deferred import Deferred
-from megajax.runs.deferred import writer as deferred_writer
 from megajax.runs.digests import read_json, write_digests, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
+from megajax.runs.lazy_array import LazyArray
+from megajax.runs.lazy_array import writer as deferred_writer
 
 _PATIENCE = 30.0  # seconds that an end without `wait` waits for other processes
 _POLL = 0.05  # seconds
@@ -42,13 +42,19 @@ class Write:
     """
 
     def __init__(
-        self, folder: Path, step: int, natural: Any, others: Mapping[str, int], then: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        step: int,
+        canonical: Any,
+        others: Mapping[str, int],
+        then: Callable[[], None] = lambda: None,
     ):
-        """Begin to write the arrays of `natural`, all of them `Deferred` or none, to the folder of `step` in `folder`,
-        and their checksums with `others` beside them; process 0 calls `then` in its thread once that is complete."""
+        """Begin to write the arrays of `canonical`, all of them `LazyArray` or none, to the folder of `step` in
+        `folder`, and their checksums with `others` beside them; process 0 calls `then` in its thread once that is
+        complete."""
         self.step = step
         self.problem: str | None = None
-        self._folder, self._natural, self._then = folder, natural, then
+        self._folder, self._canonical, self._then = folder, canonical, then
         self._beside = dict(others)
         self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
         self._place = step_folders.temporary(folder, step)
@@ -93,7 +99,7 @@ class Write:
             self._complete = self._part_written
         elif is_first_process() and self._part_written and self._others_wrote():
             self._complete = self._twice(self._finish)
-        self._natural = None
+        self._canonical = None
         if self._complete:
             self._then()
 
@@ -125,16 +131,16 @@ class Write:
         self._made = identity(self._place)
         try:
             self._write_arrays(state)
-            self._sums = part_sums(self._natural)
+            self._sums = part_sums(self._canonical)
         finally:
             self._check_place()
 
     def _write_arrays(self, state: Path) -> None:
-        deferred = isinstance(jax.tree.leaves(self._natural)[0], Deferred)
+        deferred = isinstance(jax.tree.leaves(self._canonical)[0], LazyArray)
         handler = deferred_writer() if deferred else ocp.StandardCheckpointHandler()
         try:
             with warnings.catch_warnings(action="ignore"):
-                wanted = (ocp.args.PyTreeSave if deferred else ocp.args.StandardSave)(self._natural)
+                wanted = (ocp.args.PyTreeSave if deferred else ocp.args.StandardSave)(self._canonical)
                 for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
                     written.result()
         finally:

@@ -25,7 +25,7 @@ from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
-from megajax.training.loop import Run
+from megajax.training.loop import Trainer
 from megajax.training.remote import check_installed
 from megajax.validation import validate
 
@@ -98,7 +98,7 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
     if warning := past_decay(program.config):
         say(warning)
     with watched(display.phase):
-        run = Run(program.config, run_dir, program, data, lock)
+        run = Trainer(program.config, run_dir, program, data, lock)
     if run.first < program.config.train.steps:
         # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
         lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")

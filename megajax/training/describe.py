@@ -89,7 +89,7 @@ def _step_memory(program: Program) -> str:
     parts = {
         "kept activations": plan.kept,
         "factors": plan.factors,
-        "hand-overs": plan.hand_overs,
+        "hand-overs": plan.p2p_transfers,
         "temporaries about": plan.temporaries,
     }
     each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
@@ -123,7 +123,7 @@ def _optimizer(program: Program) -> str:
     if config.schedule == "wsd":
         first, last = config.decay_steps - config.cooldown_steps, config.decay_steps
         falling = f" until step {first:,} and down ({config.cooldown_shape}) to step {last:,}"
-    weights = program.layout.natural_shapes.params
+    weights = program.layout.canonical_shapes.params
     decayed, others = parameter_groups(weights.get(LORA, weights))
     return (
         f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}{falling}, weight decay "
@@ -136,7 +136,7 @@ def _adapters(program: Program) -> list[str]:
     lora, model = program.config.lora, program.config.model
     if not lora.rank:
         return []
-    trained, frozen = sum(parameter_groups(program.layout.natural_shapes.params[LORA])), count_parameters(model)
+    trained, frozen = sum(parameter_groups(program.layout.canonical_shapes.params[LORA])), count_parameters(model)
     return [
         f"LoRA: {trained:,} parameters are trained, {trained / frozen:.2%} of the model's, which are frozen; rank "
         f"{lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.products(model))}"

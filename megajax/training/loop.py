@@ -28,12 +28,12 @@ from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
+from megajax.training.profiler import StepTrace
 from megajax.training.remote import open_log
 from megajax.training.restore import restored
 from megajax.training.skips import SkippedSteps
 from megajax.training.speed import Speed
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
-from megajax.training.trace import StepTrace
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
@@ -55,7 +55,7 @@ class _SignalSeen(Exception):
     """A signal asked all processes to stop."""
 
 
-class Run:
+class Trainer:
     """One start of a run: the state of the loop."""
 
     def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData | TaskData, lock: RunLock):

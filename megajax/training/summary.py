@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.batch import BatchForm
+from megajax.batch import BatchSpec
 from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
 from megajax.evaluation.perplexity import Perplexity
@@ -97,7 +97,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
     )
 
 
-def parts_of(validation: Mapping[str, Perplexity], form: BatchForm) -> dict[str, float]:
+def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
     """The figures of a validation by the names they are logged under; none where there is one loss only, and nothing
     else is watched."""
     if len(validation) == 1 and not form.measures:

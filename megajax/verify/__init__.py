@@ -8,7 +8,7 @@ running or compiling it.
 from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of
 from megajax.verify.check import check
 from megajax.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, compare
-from megajax.verify.trace import Trace, named_leaves, trace
+from megajax.verify.gradient_run import Trace, named_leaves, trace
 from megajax.verify.verdict import Finding, Verdict
 
 __all__ = [

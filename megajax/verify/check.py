@@ -11,8 +11,8 @@ from megajax.parallel.collectives import AXES, PIPE, TENSOR
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.fold import mesh_of, shown, sizes_of
 from megajax.verify.limits import LIMITS, Limits
-from megajax.verify.run import Run, run
-from megajax.verify.traffic import as_in_theory
+from megajax.verify.run import MeshRun, run
+from megajax.verify.traffic import check_collectives
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
@@ -71,7 +71,7 @@ def check(
     return Verdict(tuple(found), *limits)
 
 
-def widened(reference: Run, alone: Run) -> Limits:
+def widened(reference: MeshRun, alone: MeshRun) -> Limits:
     """Limits of a half precision for a model in which one device alone is far from fp64 by rounding: twice as far as
     it is, where that is more than the usual ones, and ten times those at most."""
     usual = LIMITS[alone.config.precision]
@@ -80,7 +80,7 @@ def widened(reference: Run, alone: Run) -> Limits:
     return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
 
 
-def held_against(reference: Run, other: Run, limits: Limits | None = None) -> Iterator[Finding]:
+def held_against(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
     """Everything that is checked of a run."""
     if other.fresh:
         yield from same_on_mesh(reference, other)
@@ -88,7 +88,7 @@ def held_against(reference: Run, other: Run, limits: Limits | None = None) -> It
     if other.config.precision == "fp16":
         yield loss_scales(other)
     yield from same_on_devices(other)
-    yield as_in_theory(other.config, other.collectives)
+    yield check_collectives(other.config, other.collectives)
 
 
 def steady(config: Config) -> Config:

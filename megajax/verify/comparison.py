@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.trace import Trace
+from megajax.verify.gradient_run import Trace
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5

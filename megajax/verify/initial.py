@@ -13,7 +13,7 @@ Tree = Any
 
 
 def drawn_weights(program: Program) -> Tree:
-    """Weights in natural form, the same on every mesh and in every precision, about as large as a model's own; but no
+    """Weights in canonical form, the same on every mesh and in every precision, about as large as a model's own; but no
     bias is zero and no scale one, so that none can be left out or taken twice unnoticed."""
     rng, size = np.random.default_rng(0), program.config.model.init_std
 
@@ -21,10 +21,10 @@ def drawn_weights(program: Program) -> Tree:
         mean, deviation = {"scale": (1.0, size), "bias": (0.0, size / 10)}.get(path[-1].key, (0.0, size))
         return rng.normal(mean, deviation, leaf.shape).astype(np.float32).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, program.layout.natural_shapes.params)
+    return jax.tree_util.tree_map_with_path(draw, program.layout.canonical_shapes.params)
 
 
 def drawn_state(program: Program) -> TrainState:
-    """The natural state before the first step, with these weights."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layout.natural_shapes)
+    """The canonical state before the first step, with these weights."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layout.canonical_shapes)
     return dataclasses.replace(zeros, params=drawn_weights(program))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from megajax.parallel import sites
-from megajax.parallel.sites import Seen
+from megajax.parallel.sites import SiteRecord
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.places: list[Place] = []  # in the order in which they first occurred
-        self._seen: dict[Place, dict[int, list[Seen]]] = defaultdict(lambda: defaultdict(list))
+        self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Recording:
             yield
             jax.effects_barrier()
 
-    def take(self, seen: Seen) -> None:
+    def take(self, seen: SiteRecord) -> None:
         """Add what one device had."""
         place = Place(seen.layer, seen.site, seen.backward)
         if place not in self._seen:
@@ -78,13 +78,13 @@ class Recording:
             yield sample, _put_together(sample, seen)
 
 
-def _by_device(part: list[tuple[Seen, np.ndarray]]) -> list[list[tuple[Seen, np.ndarray]]]:
+def _by_device(part: list[tuple[SiteRecord, np.ndarray]]) -> list[list[tuple[SiteRecord, np.ndarray]]]:
     devices = sorted({seen.device for seen, _ in part})
     return [[each for each in part if each[0].device == device] for device in devices]
 
 
-def _put_together(sample: int, seen: list[Seen]) -> Activation:
-    parts: dict[int, list[tuple[Seen, np.ndarray]]] = defaultdict(list)
+def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
+    parts: dict[int, list[tuple[SiteRecord, np.ndarray]]] = defaultdict(list)
     for each in seen:
         rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
         (index,) = np.flatnonzero(each.samples == sample)[:1]

@@ -16,9 +16,9 @@ from megajax.program.program import Batch, Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.gradient_run import named_leaves
 from megajax.verify.initial import drawn_state
 from megajax.verify.recording import Recording
-from megajax.verify.trace import named_leaves
 
 Leaves = dict[str, np.ndarray]
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
@@ -29,20 +29,20 @@ QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads 
 
 
 @dataclass(frozen=True)
-class Run:
+class MeshRun:
     """A few steps on a mesh, of which the last overflows and has to be skipped.
 
     Attributes:
         config: what ran.
-        fresh: the weights that the mesh draws by itself, in natural form; empty where they were not asked for.
+        fresh: the weights that the mesh draws by itself, in canonical form; empty where they were not asked for.
         metrics: of every step by name, the skipped one included.
-        gradients: of every step but that one, leaf name -> array in natural form (layers `[L, …]`).
-        weights: main weights after all steps, in natural form.
+        gradients: of every step but that one, leaf name -> array in canonical form (layers `[L, …]`).
+        weights: main weights after all steps, in canonical form.
         rows: of the global batch that each place on the axis `data` holds.
         unequal: leaves of the state of which two devices hold different copies.
         uncast: leaves whose weights to compute with are not the main weights in that precision.
         collectives: what a step communicates.
-        states: natural, before every step but that one; none where they were not asked for.
+        states: canonical, before every step but that one; none where they were not asked for.
     """
 
     config: Config
@@ -70,9 +70,9 @@ def run(
     with_states: bool = False,
     states: Sequence[TrainState] = (),
     quick_compile: bool = True,
-) -> Run:
-    """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and one
-    in which the loss scale is infinite.
+) -> MeshRun:
+    """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and
+    one in which the loss scale is infinite.
 
     Args:
         with_fresh, with_states: to be kept.
@@ -86,8 +86,8 @@ def run(
         fresh: Leaves = {}
         if with_fresh:
             drawn = layout.init(options)
-            fresh = _natural(program, drawn.params if layout.adapters is None else drawn.main)
-        state = layout.from_natural(drawn_state(program))
+            fresh = _canonical(program, drawn.params if layout.adapters is None else drawn.main)
+        state = layout.from_canonical(drawn_state(program))
         batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
         step = traced.lower().compile(options)
@@ -98,17 +98,17 @@ def run(
             elif states:
                 state = _taken_over(program, states[number], state)
             if with_states and number < steps:
-                kept.append(jax.device_get(layout.to_natural(state)))
+                kept.append(jax.device_get(layout.to_canonical(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items()})
             if number < steps:
-                gradients.append(_natural(program, grads))
+                gradients.append(_canonical(program, grads))
         unequal = _unequal(state)
         main = state.params if state.main is None else state.main
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
-        weights, rows = _natural(program, main), _rows(program)
-        return Run(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
+        weights, rows = _canonical(program, main), _rows(program)
+        return MeshRun(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
@@ -116,7 +116,7 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
     recording = Recording()
     with in_precision(config), recording.taken():
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
-        state = program.layout.from_natural(drawn_state(program))
+        state = program.layout.from_canonical(drawn_state(program))
         batch = _put(program, random_batch(config, 0))
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
         jax.block_until_ready(step(state, batch))
@@ -140,15 +140,15 @@ def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
     return program.put_batch({name: array[rows] for name, array in batch.items()}, rows)
 
 
-def _natural(program: Program, tree: Any) -> Leaves:
-    return named_leaves(program.layout.natural_weights(jax.device_get(tree)))
+def _canonical(program: Program, tree: Any) -> Leaves:
+    return named_leaves(program.layout.canonical_weights(jax.device_get(tree)))
 
 
-def _taken_over(program: Program, natural: TrainState, state: TrainState) -> TrainState:
+def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> TrainState:
     """The weights and moments of another run, in this one's precision, with what else `state` has."""
     layout = program.layout
-    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), natural, layout.natural_shapes)
-    taken = layout.from_natural(cast)
+    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), canonical, layout.canonical_shapes)
+    taken = layout.from_canonical(cast)
     return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
 
 

@@ -9,7 +9,7 @@ from megajax.program.communication import Collective
 from megajax.verify.verdict import Finding
 
 
-def as_in_theory(config: Config, found: Iterable[Collective]) -> Finding:
+def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
     """Counts and bytes of all collectives of a step, by kind, axes and shape, exactly."""
     expected = communication(config)
     wanted, there = totals(expected), totals(found)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.verify.comparison import GRADIENT_FLOOR, norm
 from megajax.verify.limits import LIMITS, Limits
-from megajax.verify.run import Leaves, Run
+from megajax.verify.run import Leaves, MeshRun
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Verdict:
         return tuple(finding for finding in self.findings if not finding.passed)
 
 
-def same_on_mesh(reference: Run, other: Run) -> Iterator[Finding]:
+def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
     """What is the same to the bit, whatever the precision: the rows, the copies of the state, the skipped step."""
     size = other.config.train.global_batch
     held = [row for rows in other.rows for row in rows]
@@ -67,7 +67,7 @@ def same_on_mesh(reference: Run, other: Run) -> Iterator[Finding]:
         yield Finding("fresh weights, to the bit", len(unequal), 0, _some(unequal))
 
 
-def same_on_devices(run: Run) -> Iterator[Finding]:
+def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     """What has to hold on a mesh by itself, in its own precision."""
     precision = run.config.precision
     yield Finding(f"{precision} copies of the state, to the bit", len(run.unequal), 0, _some(run.unequal))
@@ -75,7 +75,7 @@ def same_on_devices(run: Run) -> Iterator[Finding]:
         yield Finding(f"{precision} weights are the main weights, cast", len(run.uncast), 0, _some(run.uncast))
 
 
-def compare_runs(reference: Run, other: Run, limits: Limits | None = None) -> Iterator[Finding]:
+def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
     """Losses, gradients, weights and skipped steps of `other`, by the limits of its precision.
 
     The reference is on one device, in fp64 or in the same precision.
@@ -90,7 +90,7 @@ def compare_runs(reference: Run, other: Run, limits: Limits | None = None) -> It
     yield _skipped(f"{precision} steps that are skipped", reference, other)
 
 
-def loss_scales(run: Run) -> Finding:
+def loss_scales(run: MeshRun) -> Finding:
     """The course of the loss scale, against what its configuration says of the steps that were taken."""
     config, scale, good, wrong = run.config.loss_scale, run.config.loss_scale.initial, 0, []
     for step, metrics in enumerate(run.metrics[: len(run.gradients)]):
@@ -104,7 +104,7 @@ def loss_scales(run: Run) -> Finding:
     return Finding(f"{run.config.precision} course of the loss scale", len(wrong), 0, _some(wrong))
 
 
-def _losses(name: str, reference: Run, other: Run, limit: float) -> Finding:
+def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The first step that is beyond the limit, or the one that is farthest off."""
     errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
     beyond = [step for step, error in enumerate(errors) if not error <= limit]
@@ -112,7 +112,7 @@ def _losses(name: str, reference: Run, other: Run, limit: float) -> Finding:
     return Finding(name, errors[step], limit, f"step {step + 1}")
 
 
-def _gradients(name: str, reference: Run, other: Run, limit: float) -> Finding:
+def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The leaf that is farthest off, in the first step in which any leaf is beyond the limit."""
     steps = [
         _of_leaves(name, expected, actual, limit, f", step {number + 1}")
@@ -146,7 +146,7 @@ def _layers(leaf: str, expected: np.ndarray, actual: np.ndarray, limit: float, f
     return tuple(i for i, (a, b) in enumerate(pairs) if _finite(norm(_minus(b, a)) / scale) > limit)
 
 
-def _metrics(name: str, reference: Run, other: Run, limit: float) -> Finding:
+def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     errors: dict[str, float] = {}
     for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
         for figure in a.keys() - {"loss", "loss_scale"}:
@@ -155,7 +155,7 @@ def _metrics(name: str, reference: Run, other: Run, limit: float) -> Finding:
     return Finding(name, errors[worst], limit, worst)
 
 
-def _skipped(name: str, reference: Run, other: Run) -> Finding:
+def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
     """The step that overflows, and no other."""
     expected = [False] * len(reference.gradients) + [True]
     found = [bool(metrics["skipped"]) for metrics in other.metrics]

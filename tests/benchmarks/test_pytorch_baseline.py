@@ -113,7 +113,7 @@ def test_losses_and_final_weights_are_ours(words: dict, clip: float):
     batches = make_pairs(config) if pairs else make_batches(config)
     program, baseline = tiny_program(config), Baseline(config)
     state = program.layout.init()
-    baseline.load(jax.device_get(program.layout.to_natural(state)).params)
+    baseline.load(jax.device_get(program.layout.to_canonical(state)).params)
     expected, norms = [], []
     for step in range(STEPS):
         batch = program.put_batch({name: array[step] for name, array in batches.items()}, program.local_rows)
@@ -125,7 +125,7 @@ def test_losses_and_final_weights_are_ours(words: dict, clip: float):
     assert losses(baseline, batches) == pytest.approx(expected, rel=1e-5)
 
     final = Baseline(config)
-    final.load(jax.device_get(program.layout.to_natural(state)).params)
+    final.load(jax.device_get(program.layout.to_canonical(state)).params)
     weights = dict(baseline.model.named_parameters())
     by_rounding = STEPS * config.optimizer.learning_rate  # a key's bias changes nothing: Adam moves it all the same
     for name, weight in final.model.named_parameters():

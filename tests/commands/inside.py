@@ -51,7 +51,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(os, "_exit", leave),
-        mock.patch.object(ending, "last_words", lambda text: print(text, file=err)),
+        mock.patch.object(ending, "print_final_error", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
         mock.patch.object(Program, "with_batch", _with_batch),
         mock.patch.object(begin, "Program", _Programs()),

@@ -83,7 +83,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def remember(program: Any) -> tuple[TrainState, str]:
         state, told = begin(program)
-        leaves = jax.tree_util.tree_leaves_with_path(program.layout.to_natural(state))
+        leaves = jax.tree_util.tree_leaves_with_path(program.layout.to_canonical(state))
         found.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
         return state, told
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from processes import Commands, Run, assert_close_losses, curve, validation
 
-from megajax.training import profile
+from megajax.training import pipeline_timing
 
 
 @pytest.mark.full
@@ -43,8 +43,8 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
 def test_profile(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; what
     deferred weight gradients would change; no run."""
-    monkeypatch.setattr(profile, "ROUNDS", 3)
-    monkeypatch.setattr(profile, "SECONDS_PER_MEASUREMENT", 0.03)
+    monkeypatch.setattr(pipeline_timing, "ROUNDS", 3)
+    monkeypatch.setattr(pipeline_timing, "SECONDS_PER_MEASUREMENT", 0.03)
     arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, "--model.dropout", 0, *flags.split())
     done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, class_of, write_bert
-from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
@@ -62,7 +62,7 @@ def test_weights_and_settings(order: str, head: str, classes: int, tmp_path: Pat
     source = open_source(tmp_path / "hf")
     model = source.config.model
     assert (model.layer_order, model.head, model.num_classes) == (order, head, classes) and not source.weights.fresh
-    weights = source.weights.natural(0)
+    weights = source.weights.canonical(0)
     output, name = weights["shared"]["head"]["output"], "qa_outputs" if head == "span" else "classifier"
     np.testing.assert_array_equal(output["weight"], tensors[f"{name}.weight"].T)
     np.testing.assert_array_equal(output["bias"], tensors[f"{name}.bias"])
@@ -94,7 +94,7 @@ def test_a_run_of_a_task_goes_out_and_in(task: str, order: str, names: list[str]
     tensors = bert_tensors(order, SETTINGS, model.head, model.num_classes)
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
     weights = from_tensors(places(model), tensors.__getitem__, model)
-    checkpoints.save(7, layout.from_natural(layout.begin(weights)))
+    checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
     checkpoints.close()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config))
     found, fields = exported(tmp_path / "run", tmp_path / "hf")
@@ -147,8 +147,8 @@ def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path
     expected = {name: tensor for name, tensor in tensors.items() if not fresh or not name.startswith("classifier")}
     if config.model.head == "span":
         expected = {name: tensor for name, tensor in expected.items() if not name.startswith("bert.pooler")}
-    natural = jax.device_get(program.layout.natural_weights(state.params))
-    found = to_tensors(places(config.model), natural, config.model)
+    canonical = jax.device_get(program.layout.canonical_weights(state.params))
+    found = to_tensors(places(config.model), canonical, config.model)
     outputs = [found.pop(name) for name in list(found) if name not in expected]
     assert len(outputs) == len(fresh) and all(0 < np.abs(output).sum() < 5 for output in outputs if output.ndim == 2)
     assert_same(found, expected)

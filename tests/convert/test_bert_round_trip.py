@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face_bert import CLASSES, SETTINGS, TYPES, bert_tensors, write_bert
-from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
@@ -61,7 +61,7 @@ def test_import_then_export(order: str, tmp_path: Path) -> None:
 def test_where_the_weights_are(order: str, tmp_path: Path) -> None:
     """Each under its own name and turned to [in, out], the heads in their order; of the last layer."""
     theirs = bert_tensors(order)
-    ours = open_source(write_bert(tmp_path, order, theirs)).weights.natural(0)
+    ours = open_source(write_bert(tmp_path, order, theirs)).weights.canonical(0)
     shared, layer = ours["shared"], jax.tree.map(lambda leaf: leaf[1], ours["blocks"])
     start, size, heads = "bert.encoder.layer.1.", 24, 4
     for name in "query", "key", "value":
@@ -108,7 +108,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     weights = from_tensors(places(config.model), tensors.__getitem__, config.model)
     weights["shared"]["table"][101:] = weights["shared"]["head"]["masked"]["bias"][101:] = 1
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
-    checkpoints.save(7, layout.from_natural(layout.begin(weights)))
+    checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
     checkpoints.close()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config))
     assert_same(export(tmp_path / "run", tmp_path / "hf"), tensors)
@@ -116,7 +116,7 @@ def test_export_then_import(tmp_path: Path) -> None:
 
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
     assert source.config.model == dataclasses.replace(config.model, scan_layers="auto")
-    found = source.weights.natural(seed=0)
+    found = source.weights.canonical(seed=0)
     weights["shared"]["table"][101:] = weights["shared"]["head"]["masked"]["bias"][101:] = 0
     jax.tree.map(np.testing.assert_array_equal, found, weights)
 
@@ -153,8 +153,8 @@ def test_without_the_order_head(tmp_path: Path) -> None:
     assert list(source.weights.fresh) == ["the pooler", "the order head"]
     import_hf(source, tmp_path / "run")
     program = tiny_program(source.config)
-    begun = jax.device_get(program.layout.natural_weights(program.layout.init().params))["shared"]["head"]
-    found = source.weights.natural(source.config.seed)["shared"]["head"]
+    begun = jax.device_get(program.layout.canonical_weights(program.layout.init().params))["shared"]["head"]
+    found = source.weights.canonical(source.config.seed)["shared"]["head"]
     assert np.abs(begun["order"]["weight"]).max() > 0.1
     for part in ("pooler", "order"):
         jax.tree.map(np.testing.assert_array_equal, found[part], begun[part])

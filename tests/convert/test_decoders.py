@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face_decoders import KINDS, SETTINGS, decoder_tensors, write_decoder
-from natural_weights import from_tensors
 from refusals import refusal
 from safetensors import safe_open
 
@@ -86,7 +86,7 @@ def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
     """Turned to [in, out], the heads in their order; every tensor once."""
     theirs = decoder_tensors(kind)
     source = open_source(write_decoder(tmp_path, kind, theirs))
-    model, ours = source.config.model, source.weights.natural(0)
+    model, ours = source.config.model, source.weights.canonical(0)
     block, start = ours["blocks"], "model.layers.1."
     for name, heads in (("query", 6), ("key", 2), ("value", 2)):
         weight_QD = theirs[f"{start}self_attn.{name[0]}_proj.weight"]

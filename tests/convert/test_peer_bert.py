@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from drawn import drawn_state
 from hugging_face_bert import CLASSES, both_logits, peer_bert
-from natural_weights import from_tensors
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -106,7 +106,7 @@ def test_logits_loss_and_gradients(order: str, mesh: tuple[int, int, int], vocab
     loss, gradients = loss_and_gradients(program)(params, placed, np.int32(0))
     assert float(loss) == pytest.approx(theirs_loss, rel=1e-6)
     expected = named_leaves(from_tensors(places(model), theirs_gradients.__getitem__, model))
-    actual = named_leaves(program.layout.natural_weights(jax.device_get(gradients)))
+    actual = named_leaves(program.layout.canonical_weights(jax.device_get(gradients)))
     assert expected.keys() == actual.keys()
     norms = {name: np.linalg.norm(leaf) for name, leaf in expected.items()}
     of_all = np.linalg.norm(list(norms.values()))
@@ -122,7 +122,7 @@ def test_an_export_computes_the_same_there(order: str, tmp_path: Path) -> None:
     """From a checkpoint of a mesh of four devices with a padded vocabulary; the tokenizer finds the same ids."""
     config = tiny_config((1, 2, 2), family="bert", layer_order=order, vocab_size=150, init_std=0.2, dropout=0.0)
     program, run = tiny_program(config), tmp_path / "run"
-    state = program.layout.from_natural(drawn_state(program))
+    state = program.layout.from_canonical(drawn_state(program))
     checkpoints = Checkpoints(run, program.layout, keep=1)
     checkpoints.save(7, state)
     checkpoints.close()

@@ -106,8 +106,8 @@ def _long(array: np.ndarray) -> Any:
     return torch.tensor(array, dtype=torch.long)
 
 
-def state_of(program: Program, natural: Any) -> TrainState:
-    return program.layout.from_natural(program.layout.begin(natural))
+def state_of(program: Program, canonical: Any) -> TrainState:
+    return program.layout.from_canonical(program.layout.begin(canonical))
 
 
 def assert_same_logits(program: Program, state: TrainState, peer: Any, batch: dict[str, np.ndarray]) -> None:
@@ -131,13 +131,13 @@ def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
     peer.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
     assert source.config.model == dataclasses.replace(config.model, scan_layers="auto") and not source.weights.fresh
-    natural = source.weights.natural(0)
-    tensors = to_tensors(places(config.model), natural, config.model)
+    canonical = source.weights.canonical(0)
+    tensors = to_tensors(places(config.model), canonical, config.model)
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert tensors.keys() == written.keys()
     assert all(tensor.tobytes() == written[name].tobytes() for name, tensor in tensors.items())
     program = tiny_program(config)
-    state = state_of(program, natural)
+    state = state_of(program, canonical)
     assert_same_logits(program, state, peer, full_batch(config, 9))
 
     groups: dict[bool, list[Any]] = {True: [], False: []}
@@ -172,7 +172,7 @@ def test_an_export_answers_the_same_there(task: str, order: str, tmp_path: Path)
     """From a checkpoint of a mesh of four devices with a padded vocabulary."""
     config = dataclasses.replace(configuration(order, TASKS[task].head, (1, 2, 2)), task=TaskConfig(name=task))
     program, run, head = tiny_program(config), tmp_path / "run", config.model.head
-    state = program.layout.from_natural(drawn_state(program))
+    state = program.layout.from_canonical(drawn_state(program))
     checkpoints = Checkpoints(run, program.layout, keep=1)
     checkpoints.save(7, state)
     checkpoints.close()

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face_decoders import peer_decoder
-from natural_weights import from_tensors
 from safetensors.numpy import load_file
 from tiny import tiny_program
 
@@ -118,7 +118,7 @@ def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_pa
     loss, gradients = loss_and_gradients(program)(params, placed, np.int32(0))
     assert float(loss) == pytest.approx(theirs_loss, rel=1e-6)
     expected = named_leaves(from_tensors(source.exchange.places(config.model), theirs.__getitem__, config.model))
-    actual = named_leaves(program.layout.natural_weights(jax.device_get(gradients)))
+    actual = named_leaves(program.layout.canonical_weights(jax.device_get(gradients)))
     assert expected.keys() == actual.keys()
     norms = {name: np.linalg.norm(leaf) for name, leaf in expected.items()}
     of_all = np.linalg.norm(list(norms.values()))

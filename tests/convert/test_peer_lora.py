@@ -96,8 +96,8 @@ class Tuning:
         """The loss of a step, and the adapters' gradients by their names there."""
         placed = self.program.put_batch(self.batch(number), self.program.local_rows)
         self.state, metrics, grads = train_step_with_gradients(self.program)(self.state, placed)
-        natural = self.program.layout.natural_weights(jax.device_get(grads))
-        named = {tuple(name.split("/")): leaf for name, leaf in named_leaves(natural).items()}
+        canonical = self.program.layout.canonical_weights(jax.device_get(grads))
+        named = {tuple(name.split("/")): leaf for name, leaf in named_leaves(canonical).items()}
         return float(metrics["loss"]), joined_tensors(self.run, self.config, named)
 
     def export(self, step: int) -> Path:

@@ -85,7 +85,7 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
         (1, 2, 2), global_batch=1, sequence_length=72, hidden_size=48, vocab_size=300, init_std=0.2, dropout=0.0
     )
     program = tiny_program(config)
-    state = program.layout.from_natural(drawn_state(program))
+    state = program.layout.from_canonical(drawn_state(program))
     run = tmp_path / "run"
     checkpoints = Checkpoints(run, program.layout, keep=1)
     checkpoints.save(7, state)

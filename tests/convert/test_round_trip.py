@@ -8,8 +8,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face import SETTINGS, random_tensors, write_model
-from natural_weights import from_tensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config, tiny_program
@@ -64,7 +64,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     weights = from_tensors(places(config.model), lambda name: tensors[name.removeprefix("transformer.")], config.model)
     weights["shared"]["table"][300:] = 1
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
-    checkpoints.save(7, layout.from_natural(layout.begin(weights)))
+    checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
     checkpoints.close()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config))
     tokenizer = train_tokenizer(["some words of some text"], 300)
@@ -79,7 +79,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     one = tiny_program(resolve(load_preset(tmp_path / "again" / "config.toml")))
     reader = Checkpoints(tmp_path / "again", one.layout)
     assert reader.steps() == [0]
-    found = jax.device_get(one.layout.to_natural(reader.restore(0)))
+    found = jax.device_get(one.layout.to_canonical(reader.restore(0)))
     reader.close()
     weights["shared"]["table"][300:] = 0
     jax.tree.map(np.testing.assert_array_equal, found.params, weights)

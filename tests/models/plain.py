@@ -31,7 +31,7 @@ class Plain:
 
     Args:
         config: of the model.
-        weights: in natural form.
+        weights: in canonical form.
         rate: of dropout.
         step: that the masks are drawn for.
     """
@@ -91,15 +91,15 @@ def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def random_weights(program: Program) -> dict:
-    """Weights in natural form, all of them random and large enough that every one matters."""
+    """Weights in canonical form, all of them random and large enough that every one matters."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda shape: rng.normal(0, 0.4, shape.shape).astype(np.float32), program.layout.natural_shapes.params
+        lambda shape: rng.normal(0, 0.4, shape.shape).astype(np.float32), program.layout.canonical_shapes.params
     )
 
 
 def place(program: Program, weights: dict) -> dict:
     """The weights in their shards."""
     layout = program.layout
-    staged = {"shared": weights["shared"], "blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
-    return jax.device_put(staged, shardings(layout.mesh, layout.specs.params))
+    pipelined = {"shared": weights["shared"], "blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
+    return jax.device_put(pipelined, shardings(layout.mesh, layout.specs.params))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
 from megajax.models.attention import FUSED_FORWARD, attend
-from megajax.models.visibility import CAUSAL, Visibility
+from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.parallel.random import Dropout, RandomBits
 
 BATCH, HEADS, HEAD_SIZE = 2, 4, 5
@@ -43,7 +43,7 @@ def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.nda
     )
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         def attention(*qkv):
-            visible = CAUSAL if positions_BT is None else Visibility.of_documents(positions_BT)
+            visible = CAUSAL if positions_BT is None else AttentionMask.of_documents(positions_BT)
             return attend(*qkv, visible, dropout_at(rate), backend)
 
         y_BTHK, pullback = jax.vjp(attention, q_BTHK, k_BSHK, v_BSHK)
@@ -144,9 +144,9 @@ def test_what_cudnn_is_asked_for():
         except RuntimeError as error:
             return "cuDNN is not detected" in str(error)
 
-    assert asks_cudnn(CAUSAL) and asks_cudnn(Visibility.of_padded(jnp.full(BATCH, 9, jnp.int32)))
-    assert not asks_cudnn(Visibility.of_documents(np.zeros((BATCH, 16), np.int32)))
-    assert not asks_cudnn(Visibility(window=3))
+    assert asks_cudnn(CAUSAL) and asks_cudnn(AttentionMask.of_padded(jnp.full(BATCH, 9, jnp.int32)))
+    assert not asks_cudnn(AttentionMask.of_documents(np.zeros((BATCH, 16), np.int32)))
+    assert not asks_cudnn(AttentionMask(window=3))
 
 
 def test_large_scores_do_not_overflow():

@@ -131,7 +131,7 @@ def batch(program: Program) -> dict:
 def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     """Of a train step, with dropout at its four sites."""
     layout, weights = program.layout, random_weights(program)
-    state, placed = layout.from_natural(layout.begin(weights)), program.put_batch(batch, program.local_rows)
+    state, placed = layout.from_canonical(layout.begin(weights)), program.put_batch(batch, program.local_rows)
     metrics = train_step(program).lower(state, placed).compile(QUICKLY)(state, placed)[1]
     expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
     means = {name: loss.sum() / (hit != IGNORED).sum() for name, (loss, hit) in expected.items()}

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from tiny import QWEN3, tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.models.cache import following, reading, visible_slots
+from megajax.models.cache import decode_step, prefill, visible_slots
 from megajax.models.family import CutModel
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import complete
 from megajax.parallel.random import Dropout
 
@@ -44,7 +44,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         context, x_BTD = embed({"tokens": prompt_BT})
         caches = []
         for layer in layers:
-            attend = reading(PROMPT + rest + 2, context.visible, program.backend)
+            attend = prefill(PROMPT + rest + 2, context.visible, program.backend)
             x_BTD, cache = model.block(layer).run(x_BTD, context, attend)
             caches.append(cache)
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
@@ -57,7 +57,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot, window)
             filled = []
             for layer, cache in zip(layers, caches, strict=True):
-                x_B1D, cache = model.block(layer).run(x_B1D, context, following(cache, slot, visible_BS))
+                x_B1D, cache = model.block(layer).run(x_B1D, context, decode_step(cache, slot, visible_BS))
                 filled.append(cache)
             return filled, ends.logits(x_B1D)[:, 0]
 

@@ -11,7 +11,7 @@ from megajax.backend import CPU
 from megajax.mesh import shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel, count_parameters
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
@@ -106,7 +106,7 @@ def test_a_mesh_has_the_same_initial_weights(initial):
         lambda x, sharding: x.sharding == sharding, params, shardings(layout.mesh, layout.specs.params)
     )
     assert all(jax.tree.leaves(placed)), placed
-    actual = named_leaves(layout.natural_weights(jax.device_get(params)))
+    actual = named_leaves(layout.canonical_weights(jax.device_get(params)))
     assert actual.keys() == initial.keys()
     for name, leaf in actual.items():
         np.testing.assert_array_equal(leaf, initial[name], err_msg=name)

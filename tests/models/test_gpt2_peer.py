@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from canonical_weights import from_tensors
 from hugging_face import peer_model
-from natural_weights import from_tensors
 from plain import place
 from tiny import tiny_config, tiny_program
 
@@ -47,7 +47,7 @@ def test_logits_loss_and_gradients_equal_transformers(mesh):
     ours, grads = loss_and_gradients(program)(params, batch, np.int32(0))
     assert float(ours) == pytest.approx(loss.item(), rel=1e-6)
     expected = named_leaves(our_weights(gradients, model))
-    actual = named_leaves(program.layout.natural_weights(jax.device_get(grads)))
+    actual = named_leaves(program.layout.canonical_weights(jax.device_get(grads)))
     assert expected.keys() == actual.keys()
     for name, leaf in expected.items():
         np.testing.assert_allclose(actual[name], leaf, rtol=0, atol=1e-5 * max(np.abs(leaf).max(), 1e-2), err_msg=name)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
 from megajax.models.attention import attend
-from megajax.models.visibility import Visibility
+from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout
 
 BATCH, HEADS, HEAD_SIZE = 2, 4, 6
@@ -23,7 +23,7 @@ def results(arrays: list[Array], rate: float, window: int | None, backend: Backe
 
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         dropout = Dropout.at(rate, 7, jnp.int32(1), jnp.arange(BATCH, dtype=jnp.int32))
-        visible = Visibility(causal=True, window=window)
+        visible = AttentionMask(causal=True, window=window)
         y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
 

@@ -33,7 +33,7 @@ def registered():
 
 @cache
 def reference() -> Trace:
-    return verify.trace(tiny_config(microbatch=8, **MODEL), 2, natural=begun(), quick_compile=True)
+    return verify.trace(tiny_config(microbatch=8, **MODEL), 2, canonical=begun(), quick_compile=True)
 
 
 def begun() -> TrainState:
@@ -51,7 +51,7 @@ def begun() -> TrainState:
 def test_it_trains_on_every_mesh(options):
     """(2, 2, 2), with and without all that can be sharded: losses and every gradient, those of the new weights too."""
     config = tiny_config((2, 2, 2), microbatch=2, **options, **MODEL)
-    found = compare(reference(), verify.trace(config, 2, natural=begun(), quick_compile=True))
+    found = compare(reference(), verify.trace(config, 2, canonical=begun(), quick_compile=True))
     assert found.within(), found
     norms = {name: np.linalg.norm(leaf) for name, leaf in reference().gradients[1].items()}
     assert norms["shared/embedding_norm/scale"] > 1e-3 and norms["shared/table"] > 1e-3

@@ -1,4 +1,4 @@
-"""Mutants of what crosses devices: `parallel/collectives.py`, `borders.py` and `shards.py`."""
+"""Mutants of what crosses devices: `parallel/collectives.py`, `boundary.py` and `shards.py`."""
 
 from mutant import (
     OF_BERT,
@@ -371,7 +371,7 @@ BORDERS = [
     ),
     Mutant(
         "every device has the positions of the first tokens of its documents",
-        'own_BT = self.borders.own_tokens(batch["positions"])',
+        'own_BT = self.boundary.own_tokens(batch["positions"])',
         'own_BT = batch["positions"][:, : x_BTD.shape[1]]',
         ON_SEQUENCE,
         "numbers",
@@ -380,7 +380,7 @@ BORDERS = [
     ),
     Mutant(
         "every device has the types of the first tokens",
-        "self.borders.own_tokens(types_BT)",
+        "self.boundary.own_tokens(types_BT)",
         "types_BT[:, : x_BTD.shape[1]]",
         ON_SEQUENCE,
         "numbers",
@@ -389,7 +389,7 @@ BORDERS = [
     ),
     Mutant(
         "every device has the padding of the first tokens",
-        "own_BT1 = self.borders.own_tokens(padding_BT)[..., None]",
+        "own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]",
         "own_BT1 = padding_BT[:, : x_BTD.shape[1], None]",
         ON_SEQUENCE,
         "numbers",

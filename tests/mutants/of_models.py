@@ -21,38 +21,39 @@ ON_EIGHT = {"mesh": (1, 2, 4), "weight_gradients": "deferred", **OF_FEW_KEYS}
 
 PART = "return axis_index(TENSOR) * self.parts // axis_size(TENSOR)"
 ROWS = (
-    "return borders.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), borders.vocabulary)"
+    "return boundary.leave(jnp.where(inside_BT[..., None], rows_BTD, "
+    "jnp.zeros((), table_VD.dtype)), boundary.vocabulary)"
 )
 LAYERS = [
     Mutant(
         "the bias is added before the sum",
-        "y_BTD = self.borders.leave(product_BTD)\n"
+        "y_BTD = self.boundary.leave(product_BTD)\n"
         "        return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]",
         "product_BTD = product_BTD if self.bias is None else product_BTD + self.bias[...][None, None, :]\n"
-        "        return self.borders.leave(product_BTD)",
+        "        return self.boundary.leave(product_BTD)",
         ON_TENSOR,
         "numbers",
         forward(0, "attention_output", "tensor"),
     ),
     Mutant(
         "a product by rows does not leave its region",
-        "y_BTD = self.borders.leave(product_BTD)",
+        "y_BTD = self.boundary.leave(product_BTD)",
         "y_BTD = product_BTD",
         ON_TENSOR,
         "types",
     ),
     Mutant(
         "a product by rows leaves its region twice",
-        "y_BTD = self.borders.leave(product_BTD)",
-        "y_BTD = self.borders.leave(self.borders.leave(product_BTD))",
+        "y_BTD = self.boundary.leave(product_BTD)",
+        "y_BTD = self.boundary.leave(self.boundary.leave(product_BTD))",
         ON_TENSOR,
         "numbers",
         forward(0, "attention_output", "tensor"),
     ),
     Mutant(
         "the gradient of a product by rows is summed too",
-        "y_BTD = self.borders.leave(product_BTD)",
-        "leave = jax.custom_vjp(lambda y: self.borders.leave(y))\n"
+        "y_BTD = self.boundary.leave(product_BTD)",
+        "leave = jax.custom_vjp(lambda y: self.boundary.leave(y))\n"
         "        leave.defvjp(lambda y: (leave(y), None), "
         "lambda _, grad: (vary(lax.psum(grad, TENSOR), (TENSOR,)),))\n"
         "        y_BTD = leave(product_BTD)",
@@ -62,14 +63,14 @@ LAYERS = [
     ),
     Mutant(
         "a split sequence is not gathered for a product",
-        "entered_BTD = borders.enter(input_BTD) if borders.regathers else input_BTD",
+        "entered_BTD = boundary.enter(input_BTD) if boundary.regathers else input_BTD",
         "entered_BTD = input_BTD",
         ON_SEQUENCE,
         "types",
     ),
     Mutant(
         "a split sequence is not gathered for deferred weight gradients",
-        "entered_BTD = borders.enter(x_BTD) if borders.regathers else x_BTD",
+        "entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD",
         "entered_BTD = x_BTD",
         {"mesh": (1, 2, 2), "weight_gradients": "deferred", "sequence_parallel": True},
         "types",
@@ -165,7 +166,7 @@ RANDOM = [
     ),
     Mutant(
         "a layer's dropout numbers tokens from each device's first one",
-        "dropout, token_T = context.dropout, self.borders.token_index(x_BTD)",
+        "dropout, token_T = context.dropout, self.boundary.token_index(x_BTD)",
         "dropout, token_T = context.dropout, jax.numpy.arange(x_BTD.shape[1])",
         ON_SEQUENCE,
         "numbers",
@@ -217,15 +218,15 @@ VOCABULARY = [
     Mutant(
         "rows of tokens that a device does not have are added",
         ROWS,
-        "return borders.leave(rows_BTD, borders.vocabulary)",
+        "return boundary.leave(rows_BTD, boundary.vocabulary)",
         ON_TENSOR,
         "numbers",
         forward(0, "input", "tensor"),
     ),
     Mutant(
         "padded columns are looked for in each device's first ones",
-        "column_V = axis_index(borders.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)",
-        "column_V = axis_index(borders.vocabulary) * 0 + jnp.arange(local_size, dtype=jnp.int32)",
+        "column_V = axis_index(boundary.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)",
+        "column_V = axis_index(boundary.vocabulary) * 0 + jnp.arange(local_size, dtype=jnp.int32)",
         ON_TENSOR,
         "numbers",
         forward(-1, "logits", "tensor"),
@@ -287,7 +288,7 @@ VOCABULARY = [
     ),
     Mutant(
         "learned positions are those of the first tokens",
-        'x_BTD += self.borders.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]',
+        'x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]',
         "x_BTD += self.positions[...][: x_BTD.shape[1]][None]",
         ON_SEQUENCE,
         "numbers",
@@ -295,7 +296,7 @@ VOCABULARY = [
     ),
     Mutant(
         "the order of segments is scored by every device's first token",
-        'order, found = self.borders.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))',
+        'order, found = self.boundary.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))',
         'order, found = sums(*classified(self._order(x_BTD), batch["order"]))',
         ON_SEQUENCE,
         "types",

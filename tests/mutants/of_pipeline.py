@@ -294,8 +294,8 @@ ROWS = [
     ),
     Mutant(
         "chunks are placed on the stages before their time",
-        "return natural.reshape(*index.shape, *natural.shape[1:])",
-        "placed = natural.reshape(self.num_stages, self.num_chunks, -1, *natural.shape[1:])\n"
+        "return canonical.reshape(*index.shape, *canonical.shape[1:])",
+        "placed = canonical.reshape(self.num_stages, self.num_chunks, -1, *canonical.shape[1:])\n"
         "            return placed.swapaxes(0, 1)",
         ON_RING,
         "numbers",

@@ -81,7 +81,7 @@ BIND = [
     ),
     Mutant(
         "what is between split tokens is summed in every layer",
-        "axes = (DATA, TENSOR) if model.borders.sequence_parallel else (DATA,)",
+        "axes = (DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)",
         "axes = (DATA,)",
         ON_SEQUENCE,
         "communication",
@@ -217,8 +217,8 @@ STEP = [
     ),
     Mutant(
         "the gradient of a split vocabulary lies on other devices than the table",
-        "self.owned_specs = _stacked(owned, *staged)",
-        "self.owned_specs = _stacked(unsharded, *staged)",
+        "self.owned_specs = _stacked(owned, *pipelined)",
+        "self.owned_specs = _stacked(unsharded, *pipelined)",
         ON_DATA,
         "types",
     ),

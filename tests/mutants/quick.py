@@ -13,7 +13,7 @@ def caught_quickly(way: str | None, config: Any) -> tuple[str, str]:
     from megajax.program.program import Program
     from megajax.program.train_step import train_step_with_gradients
     from megajax.verify.check import one_device
-    from megajax.verify.traffic import as_in_theory
+    from megajax.verify.traffic import check_collectives
 
     if way == "numbers" and config.mesh.pipe == 1:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
@@ -21,7 +21,7 @@ def caught_quickly(way: str | None, config: Any) -> tuple[str, str]:
         program = Program.on(config, jax.devices()[: config.mesh.num_devices])
         if way != "numbers":
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
-            finding = as_in_theory(config, collectives_of(traced.jaxpr))
+            finding = check_collectives(config, collectives_of(traced.jaxpr))
             if not finding.passed:
                 return "communication", finding.where
         if way in (None, "numbers"):
@@ -41,15 +41,15 @@ def _gradients(program: Any) -> dict[str, Any]:
     from megajax.mesh import shardings
     from megajax.program.synthetic import random_batch
     from megajax.program.train_step import loss_and_gradients
+    from megajax.verify.gradient_run import named_leaves
     from megajax.verify.initial import drawn_weights
-    from megajax.verify.trace import named_leaves
 
     layout, weights = program.layout, drawn_weights(program)
-    staged = weights | {"blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
-    params = jax.device_put(staged, shardings(layout.mesh, layout.specs.params))
+    pipelined = weights | {"blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
+    params = jax.device_put(pipelined, shardings(layout.mesh, layout.specs.params))
     batch = program.put_batch(random_batch(program.config, 0), list(range(program.config.train.global_batch)))
     loss, gradients = loss_and_gradients(program)(params, batch, np.int32(0))
-    return {"loss": np.asarray(loss)} | named_leaves(layout.natural_weights(jax.device_get(gradients)))
+    return {"loss": np.asarray(loss)} | named_leaves(layout.canonical_weights(jax.device_get(gradients)))
 
 
 def _worst(expected: dict[str, Any], actual: dict[str, Any]) -> str:

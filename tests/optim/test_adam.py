@@ -13,7 +13,7 @@ from megajax.mesh import shardings
 from megajax.models.family import CutModel
 from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, update
 from megajax.optim.learning_rate import learning_rate
-from megajax.parallel.borders import F_AND_G
+from megajax.parallel.boundary import F_AND_G
 from megajax.program.program import Program
 from megajax.verify import named_leaves
 
@@ -56,9 +56,9 @@ def sharded_step(program):
 
 
 def random_tree(program: Program, seed: int, std: float) -> dict:
-    """Weights or gradients in natural form."""
+    """Weights or gradients in canonical form."""
     rng = np.random.default_rng(seed)
-    shapes = program.layout.natural_shapes.params
+    shapes = program.layout.canonical_shapes.params
     return jax.tree.map(lambda leaf: rng.normal(0, std, leaf.shape).astype(np.float32), shapes)
 
 
@@ -66,12 +66,12 @@ def place(program: Program, tree: dict) -> dict:
     """The same in its shards, zeros in padded slots."""
     index = program.layout.placement.layer_index
 
-    def staged(leaf: np.ndarray) -> np.ndarray:
+    def pipelined(leaf: np.ndarray) -> np.ndarray:
         slots = np.zeros((*index.shape, *leaf.shape[1:]), leaf.dtype)
         slots[index >= 0] = leaf
         return slots
 
-    tree = {"shared": tree["shared"], "blocks": jax.tree.map(staged, tree["blocks"])}
+    tree = {"shared": tree["shared"], "blocks": jax.tree.map(pipelined, tree["blocks"])}
     return jax.device_put(tree, shardings(program.mesh, program.layout.owned_specs))
 
 
@@ -83,7 +83,7 @@ def zero_state(program: Program, steps: int = 0) -> tuple:
 
 
 def assert_same(program: Program, actual: dict, expected: dict) -> None:
-    actual = named_leaves(jax.device_get(program.layout.natural_weights(actual)))
+    actual = named_leaves(jax.device_get(program.layout.canonical_weights(actual)))
     expected = named_leaves(expected)
     assert actual.keys() == expected.keys()
     for name, leaf in expected.items():
@@ -115,10 +115,10 @@ def test_sharded_steps_are_optax_s(program, sharded_step, std):
     expected_state = reference.init(expected_params)
     params, state = place(program, expected_params), zero_state(program)
     for step in range(STEPS):
-        natural = random_tree(program, step + 1, std)
-        norm, clipped, state, params = sharded_step(place(program, natural), state, params)
-        expected, expected_state, expected_params = expected_step(natural, expected_state, expected_params)
-        expected_norm = float(np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(natural))))
+        canonical = random_tree(program, step + 1, std)
+        norm, clipped, state, params = sharded_step(place(program, canonical), state, params)
+        expected, expected_state, expected_params = expected_step(canonical, expected_state, expected_params)
+        expected_norm = float(np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(canonical))))
         assert float(norm) == pytest.approx(expected_norm, rel=1e-6)
         assert (expected_norm > config.clip_norm) == (std == 1.0)
         assert_same(program, clipped, expected)
@@ -151,7 +151,7 @@ def test_weight_decay_is_decoupled(program, sharded_step):
     before = random_tree(program, 0, 0.5)
     zeros = place(program, jax.tree.map(np.zeros_like, before))
     *_, after = sharded_step(zeros, zero_state(program, steps=2), place(program, before))  # warm-up is done
-    after = named_leaves(jax.device_get(program.layout.natural_weights(after)))
+    after = named_leaves(jax.device_get(program.layout.canonical_weights(after)))
     for name, leaf in named_leaves(before).items():
         factor = 1 - config.learning_rate * config.weight_decay if name in DECAYED else 1
         np.testing.assert_allclose(after[name], leaf * factor, rtol=1e-6, err_msg=name)

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU
 from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.attention import Attention, attend
+from megajax.models.attention_mask import CAUSAL
 from megajax.models.config import ModelConfig
-from megajax.models.transformer import MLP
-from megajax.models.visibility import CAUSAL
-from megajax.parallel.borders import Borders
+from megajax.models.mlp import MLP
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.verify import named_leaves
 
@@ -50,7 +50,7 @@ PLAIN = {"mlp": plain_mlp, "attention": plain_attention}
 def split(block: str, sequence: bool = False) -> tuple:
     """Graph of a block, its weights' specs, and weights that are all random, biases included."""
     made = nnx.eval_shape(
-        lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), Borders(sequence_parallel=sequence), CPU)
+        lambda: BLOCKS[block](CONFIG, NamedKey.from_seed(0), RegionBoundary(sequence_parallel=sequence), CPU)
     )
     graph, state = nnx.split(made)
     specs = jax.tree.map(mesh_spec, nnx.to_pure_dict(nnx.get_partition_spec(state)), is_leaf=lambda s: isinstance(s, P))

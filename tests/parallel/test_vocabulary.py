@@ -12,12 +12,15 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU
 from megajax.batch import IGNORED
 from megajax.mesh import make_mesh
-from megajax.parallel.borders import F_AND_G, Borders
+from megajax.parallel.boundary import F_AND_G, RegionBoundary
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 SIZES = [1, 2, 8]
 BATCH, LENGTH, HIDDEN = 2, 8, 6
-SPLITS = {False: (F_AND_G, P()), True: (Borders(sequence_parallel=True), P(None, "tensor"))}  # and the spec of x_BTD
+SPLITS = {
+    False: (F_AND_G, P()),
+    True: (RegionBoundary(sequence_parallel=True), P(None, "tensor")),
+}  # and the spec of x_BTD
 # (raw, padded): odd; a multiple already; the last of 8 devices has nothing but padding, the one before some.
 VOCABULARIES = [(101, 104), (64, 64), (101, 128)]
 

@@ -45,7 +45,7 @@ def work(jaxpr) -> tuple[Counter, list[Counter]]:
     return counts.pop(None), list(counts.values())
 
 
-# mesh, ZeRO, split sequence, words: with what stands at the borders of a layer, weights in shards, parts of a weight
+# mesh, ZeRO, split sequence, words: with what stands at the boundary of a layer, weights in shards, parts of a weight
 PLACES = {
     "plain": ((1, 2, 2), 1, False, {}),
     "sequence": ((1, 2, 2), 1, True, {}),

@@ -1,4 +1,4 @@
-"""Placement of layers on stages: natural order, no layer lost, the extra ones in a contiguous run."""
+"""Placement of layers on stages: canonical order, no layer lost, the extra ones in a contiguous run."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ placements = st.builds(Placement, st.integers(1, 30), st.integers(1, 8), st.inte
 
 @given(placements)
 def test_every_layer_has_one_slot_in_order(placement):
-    """Going through the chunks, in each through the stages, the layers come in natural order, each once."""
+    """Going through the chunks, in each through the stages, the layers come in canonical order, each once."""
     index = placement.layer_index
     assert index.shape == (placement.num_chunks, placement.num_stages, placement.layers_per_chunk)
     assert index[index >= 0].tolist() == list(range(placement.num_layers))
@@ -36,20 +36,20 @@ def test_the_extra_layers_are_a_contiguous_run(placement):
 @given(placements)
 def test_stages_and_back(placement):
     """The round trip is exact, and padding is zeros."""
-    natural = np.random.default_rng(0).normal(size=(placement.num_layers, 2, 3)).astype(np.float32)
-    staged = np.asarray(placement.to_stages(jnp.asarray(natural)))
+    canonical = np.random.default_rng(0).normal(size=(placement.num_layers, 2, 3)).astype(np.float32)
+    pipelined = np.asarray(placement.to_stages(jnp.asarray(canonical)))
     index = placement.layer_index
-    assert staged.shape == (*index.shape, 2, 3)
-    np.testing.assert_array_equal(staged[index >= 0], natural)
-    assert not staged[index < 0].any()
-    np.testing.assert_array_equal(placement.to_natural(jnp.asarray(staged)), natural)
+    assert pipelined.shape == (*index.shape, 2, 3)
+    np.testing.assert_array_equal(pipelined[index >= 0], canonical)
+    assert not pipelined[index < 0].any()
+    np.testing.assert_array_equal(placement.to_canonical(jnp.asarray(pipelined)), canonical)
 
 
 def test_natural_weights_do_not_see_the_padding():
     """What a padded slot holds never comes back."""
     placement = Placement(5, 4)
-    staged = jnp.where(placement.layer_index >= 0, jnp.asarray(placement.layer_index, float), jnp.nan)
-    np.testing.assert_array_equal(placement.to_natural(staged), np.arange(5.0))
+    pipelined = jnp.where(placement.layer_index >= 0, jnp.asarray(placement.layer_index, float), jnp.nan)
+    np.testing.assert_array_equal(placement.to_canonical(pipelined), np.arange(5.0))
 
 
 def test_fewer_layers_than_stages():
@@ -68,8 +68,8 @@ def test_the_documented_interleaved_example():
 
 @pytest.mark.parametrize("placement", [Placement(8, 4), Placement(7, 4)], ids=["even", "padded"])
 def test_gradients_pass_through_the_placement(placement):
-    """`to_stages` is linear, and its transpose is `to_natural`."""
+    """`to_stages` is linear, and its transpose is `to_canonical`."""
     weights = jnp.arange(placement.num_layers, dtype=float)
-    staged_grad = jnp.asarray(np.random.default_rng(0).normal(size=placement.layer_index.shape).astype(np.float32))
-    (grad,) = jax.vjp(placement.to_stages, weights)[1](staged_grad)
-    np.testing.assert_array_equal(grad, placement.to_natural(staged_grad))
+    pipelined_grad = jnp.asarray(np.random.default_rng(0).normal(size=placement.layer_index.shape).astype(np.float32))
+    (grad,) = jax.vjp(placement.to_stages, weights)[1](pipelined_grad)
+    np.testing.assert_array_equal(grad, placement.to_canonical(pipelined_grad))

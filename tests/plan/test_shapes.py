@@ -39,12 +39,12 @@ def test_they_are_those_of_the_program(mesh, options) -> None:
     found = held(config).weights
     assert [(*each.weight.path,) for each in found] == [tuple(key.key for key in path) for path, _ in leaves]
     for name, split in (("computed", zero == 3), ("owned", zero > 0)):
-        for each, staged in zip(found, expected[name], strict=True):
+        for each, pipelined in zip(found, expected[name], strict=True):
             shape = each.shard if split else each.whole
             assert (each.copies, *shape) == (
-                (staged[0] * staged[1] * staged[2], *staged[3:]) if each.weight.stacked else (1, *staged)
+                (pipelined[0] * pipelined[1] * pipelined[2], *pipelined[3:]) if each.weight.stacked else (1, *pipelined)
             )
-    assert [each.partly_used for each in found] == jax.tree.leaves(layout.partly_used)
+    assert [each.needs_tensor_sum for each in found] == jax.tree.leaves(layout.needs_tensor_sum)
     if zero:
         dims = jax.tree.leaves((layout.per_use if zero == 3 else layout.per_step).dims)
         mine = [NOT_SHARDED if each.data_dim is None else each.data_dim - len(each.whole) for each in found]

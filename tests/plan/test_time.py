@@ -16,7 +16,7 @@ from megajax.models.family import step_flops
 from megajax.plan.links import group_of, seconds_of
 from megajax.plan.machines import MACHINES, machine_of, peak_of
 from megajax.plan.memory import memory
-from megajax.plan.sizes import settled_microbatches
+from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import step_time
 from megajax.presets import load_preset, resolve
 from megajax.program.communication import Collective
@@ -122,7 +122,7 @@ def test_the_formula_of_a_pipe_is_near_its_table(words, microbatches, later):
 @pytest.mark.parametrize("words", [{"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}])
 @pytest.mark.parametrize("later", ["together", "deferred"])
 def test_few_microbatches_tell_the_buffers_of_many(words, later):
-    settled = settled_microbatches(words["schedule"], 4, 32)
+    settled = steady_state_microbatches(words["schedule"], 4, 32)
     many, few = (
         memory(tiny_config((1, 4, 1), num_layers=8, global_batch=m, weight_gradients=later, **words))
         for m in (32, settled)

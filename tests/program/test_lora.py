@@ -33,15 +33,15 @@ def config_of(mesh: tuple[int, int, int] = (1, 1, 1), **options: Any) -> Config:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **rates))
 
 
-def step(config: Config, natural: TrainState) -> tuple[Program, TrainState, dict[str, float], dict[str, np.ndarray]]:
-    """One step on a random batch: the program, the state after it, its figures, and the gradients in natural form."""
+def step(config: Config, canonical: TrainState) -> tuple[Program, TrainState, dict[str, float], dict[str, np.ndarray]]:
+    """One step on a random batch: the program, the state after it, its figures, and the gradients in canonical form."""
     program = tiny_program(config)
-    state = program.layout.from_natural(natural)
+    state = program.layout.from_canonical(canonical)
     batch = program.put_batch(random_batch(config, 0), program.local_rows)
     run = train_step_with_gradients(program).lower(state, batch).compile(QUICKLY)
     state, metrics, grads = run(state, batch)
     figures = {name: float(value) for name, value in metrics.items()}
-    return program, state, figures, named_leaves(program.layout.natural_weights(jax.device_get(grads)))
+    return program, state, figures, named_leaves(program.layout.canonical_weights(jax.device_get(grads)))
 
 
 def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,8 +54,8 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
     the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen weights stay as they
     are."""
     config = config_of((2, 1, 2), microbatch=2)
-    natural = drawn_state(tiny_program(config))
-    weights = named_leaves(natural.params)
+    canonical = drawn_state(tiny_program(config))
+    weights = named_leaves(canonical.params)
     adapters = {name.removeprefix("lora/"): leaf for name, leaf in weights.items() if name.startswith("lora/")}
     products = sorted({name.rpartition("/")[0] for name in adapters})
     assert len(products) == 7  # attention's four and the gated MLP's three
@@ -74,7 +74,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         ),
     )
     _, _, figures, of_weights = step(plain, whole)
-    program, state, ours, gradients = step(config, natural)
+    program, state, ours, gradients = step(config, canonical)
     assert ours["loss"] == pytest.approx(figures["loss"], rel=1e-6)
     expected = {}
     for name in products:
@@ -85,7 +85,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
     assert gradients.keys() == expected.keys()
     norm = np.sqrt(sum(np.sum(leaf**2) for leaf in expected.values()))
     assert ours["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    after = named_leaves(jax.device_get(program.layout.to_natural(state)).params)
+    after = named_leaves(jax.device_get(program.layout.to_canonical(state)).params)
     for name, leaf in expected.items():
         actual = gradients[name].reshape(leaf.shape)
         assert np.linalg.norm(actual - leaf) <= 1e-5 * np.linalg.norm(leaf), name
@@ -95,7 +95,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         np.testing.assert_allclose(after[f"lora/{name}"].reshape(leaf.shape), new, rtol=0, atol=1e-6, err_msg=name)
     for name, leaf in weights.items():
         assert name.startswith("lora/") or after[name].tobytes() == leaf.tobytes(), name
-    params = named_leaves(jax.device_get(program.layout.natural_weights(state.params)))
+    params = named_leaves(jax.device_get(program.layout.canonical_weights(state.params)))
     for name in products:
         a, b = flat(after[f"lora/{name}/a"], after[f"lora/{name}/b"])
         new = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(weights[f"{name}/weight"].shape)
@@ -122,7 +122,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None
     for mesh, zero in (((1, 1, 1), 0), ((2, 1, 4), 3)):
         layout = tiny_program(config_of(mesh, zero=zero, hidden_size=64, **QWEN3)).layout
         state = layout.init(QUICKLY)
-        found.append(named_leaves(jax.device_get(layout.natural_weights(state.main))))
+        found.append(named_leaves(jax.device_get(layout.canonical_weights(state.main))))
         params, main = named_leaves(jax.device_get(state.params)), named_leaves(jax.device_get(state.main))
         assert all(leaf.tobytes() == main[name].tobytes() for name, leaf in params.items())
     assert all(leaf.tobytes() == found[1][name].tobytes() for name, leaf in found[0].items())
@@ -142,7 +142,7 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
     few |= {"rope_original_length": 8192, "lora": LoraConfig(rank=RANK, targets=("output",))}  # weights
     config = config_of((2, 1, 2), precision="bf16", zero=zero, **few)
     layout = tiny_program(config).layout
-    state = layout.from_natural(drawn_state(tiny_program(config)))
+    state = layout.from_canonical(drawn_state(tiny_program(config)))
     writer = Checkpoints(tmp_path, layout, keep=1)
     writer.save(4, state)
     writer.wait()
@@ -150,7 +150,7 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(writer.restore(4)), jax.device_get(state))
     other = tiny_program(config_of((1, 2, 1), zero=0, **few))
     again = Checkpoints(tmp_path, other.layout).restore(4)
-    same = [jax.device_get(program.to_natural(each)) for program, each in ((layout, state), (other.layout, again))]
+    same = [jax.device_get(program.to_canonical(each)) for program, each in ((layout, state), (other.layout, again))]
     jax.tree.map(np.testing.assert_array_equal, *(dataclasses.replace(each, loss_scale=None) for each in same))
     params, _ = restore_params(other, tmp_path, "latest")
     assert params.keys() == {"shared", "blocks"}

@@ -56,7 +56,7 @@ def compiled(precision: str, zero: int, sequence_parallel: bool) -> Compiled:
     config = tiny_config((2, 2, 2), precision=precision, zero=zero, sequence_parallel=sequence_parallel)
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=0, skip_above=SKIP_ABOVE)
     program = tiny_program(dataclasses.replace(config, optimizer=optimizer))
-    state = program.layout.from_natural(drawn_state(program))
+    state = program.layout.from_canonical(drawn_state(program))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_of_a_step, "training_pipeline", overflowing)

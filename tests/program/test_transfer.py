@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny_config, tiny_program
 
-from megajax.mesh import make_mesh, spread
+from megajax.mesh import make_mesh, shard_unused_axes
 from megajax.program import transfer as transfer_module
 from megajax.program.state import TrainState, is_stacked
 from megajax.program.transfer import Transfer
@@ -17,8 +17,8 @@ from megajax.program.transfer import Transfer
 WIDE = {"hidden_size": 64, "num_heads": 8, "num_layers": 5, "vocab_size": 250}  # five layers: neither 2 nor 4 divide
 
 
-def random_natural(transfer: Transfer) -> TrainState:
-    """A natural state in host memory without a zero."""
+def random_canonical(transfer: Transfer) -> TrainState:
+    """A canonical state in host memory without a zero."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: jax.device_put(rng.uniform(1, 9, leaf.shape).astype(leaf.dtype), leaf.sharding), transfer.targets
@@ -57,8 +57,8 @@ def test_the_devices_hold_one_leaf_more(
     state, or what of it is there, and this leaf."""
     layout = tiny_program(tiny_config(mesh, zero=zero, precision=precision, **WIDE)).layout
     transfer = Transfer(layout)
-    natural = random_natural(transfer)
-    most = max(map(bytes_of, jax.tree.leaves(natural))) + 1000  # scalars are on all devices
+    canonical = random_canonical(transfer)
+    most = max(map(bytes_of, jax.tree.leaves(canonical))) + 1000  # scalars are on all devices
     lived: list[int] = []
     plain = transfer_module.moved
 
@@ -69,7 +69,7 @@ def test_the_devices_hold_one_leaf_more(
 
     monkeypatch.setattr(transfer_module, "moved", moved)
     before = device_bytes()
-    state = transfer.to_devices(natural)
+    state = transfer.to_devices(canonical)
     state_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
     assert device_bytes() <= before + state_bytes + 1000
     assert max(lived) <= before + state_bytes + most
@@ -77,7 +77,7 @@ def test_the_devices_hold_one_leaf_more(
     lived.clear()
     before = device_bytes()
     back = transfer.to_host(state)
-    assert len(lived) == len(jax.tree.leaves(natural)) or mesh[1] == 3
+    assert len(lived) == len(jax.tree.leaves(canonical)) or mesh[1] == 3
     assert before <= max(lived) <= before + most and device_bytes() <= before + 1000
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(back))
     on_hosts = sum(shard.data.nbytes for leaf in jax.tree.leaves(back) for shard in leaf.addressable_shards)
@@ -85,7 +85,7 @@ def test_the_devices_hold_one_leaf_more(
         mesh[1], 1.1
     )  # what belongs to no layer is on every stage's host where 5 divides none
     assert on_hosts <= copies * whole
-    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves(natural), strict=True):
+    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves(canonical), strict=True):
         name = jax.tree_util.keystr(path)
         if "loss_scale" not in name:  # fp16's only
             np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted))
@@ -102,16 +102,16 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
     there = jax.tree.leaves(layout.shapes.params)
     specs = jax.tree.leaves(layout.specs.params, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     large = 0
-    for (path, target), staged, spec in zip(leaves, there, specs, strict=True):
+    for (path, target), pipelined, spec in zip(leaves, there, specs, strict=True):
         if bytes_of(target) < most / 16:
             continue
         large += is_stacked(path)
-        source = jax.ShapeDtypeStruct(staged.shape, staged.dtype, sharding=NamedSharding(layout.mesh, spec))
-        natural = jax.ShapeDtypeStruct(
+        source = jax.ShapeDtypeStruct(pipelined.shape, pipelined.dtype, sharding=NamedSharding(layout.mesh, spec))
+        canonical = jax.ShapeDtypeStruct(
             target.shape, target.dtype, sharding=NamedSharding(layout.mesh, target.sharding.spec)
         )
-        out = transfer.to_natural(is_stacked(path), spec, target.sharding.spec).lower(source).compile()
-        back = transfer.from_natural(is_stacked(path), target.sharding.spec, spec).lower(natural).compile()
+        out = transfer.to_canonical(is_stacked(path), spec, target.sharding.spec).lower(source).compile()
+        back = transfer.from_canonical(is_stacked(path), target.sharding.spec, spec).lower(canonical).compile()
         for program in (out, back):
             memory = program.memory_analysis()
             assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= most, (path, memory)
@@ -123,8 +123,10 @@ def test_every_axis_divides_a_dim_that_it_can() -> None:
     """The one of which most is left; only of some dims, if the others are to stay."""
     mesh = make_mesh(2, 2, 2, jax.devices()[:8])
     first, second = ("data", "pipe"), ("data", "tensor")
-    assert spread(PartitionSpec(None, None, "tensor"), (4, 24, 8), mesh) == PartitionSpec(None, first, "tensor")
-    assert spread(PartitionSpec(None, "data"), (5, 6), mesh) == PartitionSpec(None, "data")
-    assert spread(PartitionSpec(None, second), (4, 12), mesh) == PartitionSpec("pipe", second)
-    assert spread(PartitionSpec(None, second), (4, 12), mesh, [1]) == PartitionSpec(None, second)
-    assert spread(PartitionSpec(), (), mesh) == PartitionSpec()
+    assert shard_unused_axes(PartitionSpec(None, None, "tensor"), (4, 24, 8), mesh) == PartitionSpec(
+        None, first, "tensor"
+    )
+    assert shard_unused_axes(PartitionSpec(None, "data"), (5, 6), mesh) == PartitionSpec(None, "data")
+    assert shard_unused_axes(PartitionSpec(None, second), (4, 12), mesh) == PartitionSpec("pipe", second)
+    assert shard_unused_axes(PartitionSpec(None, second), (4, 12), mesh, [1]) == PartitionSpec(None, second)
+    assert shard_unused_axes(PartitionSpec(), (), mesh) == PartitionSpec()

@@ -39,14 +39,14 @@ def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32") -
 def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
     """A state without a zero anywhere, moments included."""
     rng = np.random.default_rng(seed)
-    shapes = where.natural_shapes
-    natural = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), shapes)
-    return where.from_natural(dataclasses.replace(natural, step=jnp.int32(step)))
+    shapes = where.canonical_shapes
+    canonical = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), shapes)
+    return where.from_canonical(dataclasses.replace(canonical, step=jnp.int32(step)))
 
 
-def natural_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndarray]:
-    """Every array of a state in natural form, by name, without the loss scale, which is fp16's only."""
-    leaves = jax.tree_util.tree_leaves_with_path(where.to_natural(state))
+def canonical_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndarray]:
+    """Every array of a state in canonical form, by name, without the loss scale, which is fp16's only."""
+    leaves = jax.tree_util.tree_leaves_with_path(where.to_canonical(state))
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     return {name: array for name, array in arrays.items() if "loss_scale" not in name}
 
@@ -96,10 +96,10 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize("places", [PLACES, pytest.param(PLACES[1:] + MORE_PLACES, marks=pytest.mark.full)])
 def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> None:
     """Written on (2, 2, 2), read on other meshes, with other ZeRO, in other precisions, and after that written from one
-    device in fp16 and read on (2, 2, 2): weights, moments and step are the same in natural form."""
+    device in fp16 and read on (2, 2, 2): weights, moments and step are the same in canonical form."""
     first = layout((2, 2, 2))
     state = random_state(first, 7)
-    expected = natural_arrays(first, state)
+    expected = canonical_arrays(first, state)
     checkpoints = Checkpoints(tmp_path / "first", first, keep=1)
     checkpoints.save(7, state)
     checkpoints.wait()
@@ -110,7 +110,7 @@ def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> No
         found = reader.restore(7)
         reader.close()
         assert int(found.step) == 7
-        assert_equal(natural_arrays(other, found), expected)
+        assert_equal(canonical_arrays(other, found), expected)
         if found.main is not None:
             jax.tree.map(np.testing.assert_array_equal, found.params, other.computed(found.main))
         if place[0] == (1, 1, 1):
@@ -118,7 +118,7 @@ def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> No
             writer.save(7, found)
             writer.close()
     back = Checkpoints(tmp_path / "second", first)
-    assert_equal(natural_arrays(first, back.restore(7)), expected)
+    assert_equal(canonical_arrays(first, back.restore(7)), expected)
     back.close()
 
 
@@ -130,7 +130,7 @@ def test_a_loss_scale_is_for_fp16_only() -> None:
 
     def go_on(state: TrainState, *precisions: str) -> tuple[float, int]:
         for before, after in itertools.pairwise(precisions):
-            state = places[after].from_natural(places[before].to_natural(state))
+            state = places[after].from_canonical(places[before].to_canonical(state))
         return float(state.loss_scale.scale), int(state.loss_scale.good_steps)
 
     assert go_on(state, "fp16", "fp16") == (1024.0, 7)
@@ -196,7 +196,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(
 ) -> None:
     """Whatever happens to whichever file of the newest checkpoint, it is found before anything is read, and named, and
     the checkpoint before is used; without the digests of the files it is the arrays' that speak."""
-    expected = {step: natural_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
+    expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
     files = files_of(written / "checkpoints" / "20")
     largest = max(files, key=lambda file: file.stat().st_size)
     names = [file.relative_to(written / "checkpoints" / "20") for file in files]
@@ -220,7 +220,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(
         read.clear()
         state, damaged = newest(small, run)
         step = int(state.step)
-        assert_equal(natural_arrays(small, state), expected[step])
+        assert_equal(canonical_arrays(small, state), expected[step])
         if damage is removed and name == DIGESTS:
             assert step == 20 and not damaged
             continue
@@ -236,7 +236,7 @@ def test_without_digests_of_files_it_is_the_arrays_that_speak(
 ) -> None:
     """As in checkpoints of before: what is restored is a state that was written. The file with most of the numbers
     cannot be missed."""
-    expected = {step: natural_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
+    expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
     names = [
         file.relative_to(written) for file in files_of(written / "checkpoints" / "20") if file.name != str(DIGESTS)
     ]
@@ -250,7 +250,7 @@ def test_without_digests_of_files_it_is_the_arrays_that_speak(
             (run / name).write_bytes(data)
         state, damaged = newest(small, run)
         step = int(state.step)
-        assert_equal(natural_arrays(small, state), expected[step])
+        assert_equal(canonical_arrays(small, state), expected[step])
         assert len(damaged) == (step == 10), (name, damaged)
         assert step == 10 or name != essential or damage is grown
 
@@ -322,7 +322,9 @@ def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
     checkpoints.save(5, random_state(small, 5, seed=1))
     checkpoints.wait()
     assert checkpoints.steps() == [4, 5]
-    assert_equal(natural_arrays(small, checkpoints.restore(5)), natural_arrays(small, random_state(small, 5, seed=1)))
+    assert_equal(
+        canonical_arrays(small, checkpoints.restore(5)), canonical_arrays(small, random_state(small, 5, seed=1))
+    )
     checkpoints.close()
 
 

@@ -83,7 +83,7 @@ def test_every_array_of_format_1_is_restored(mesh: tuple[int, int, int]) -> None
     program = program_on(mesh)
     state = restored(program)
     expected = stored_arrays()
-    found = by_name(program.layout.to_natural(state))
+    found = by_name(program.layout.to_canonical(state))
     assert found.keys() == expected.keys() and len(found) > 50
     for name, array in found.items():
         assert array.dtype == expected[name].dtype and np.array_equal(array, expected[name]), name
@@ -111,7 +111,7 @@ def test_evaluating_format_1() -> None:
     jax.tree.map(np.testing.assert_array_equal, params, restored(program).params)
     assert step == STEP
     read, _ = weights_in_parts(program.layout, RUN, "latest")  # of an older format, whose leaves are others
-    for path, leaf in jax.tree_util.tree_leaves_with_path(program.layout.natural_weights(params)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(program.layout.canonical_weights(params)):
         np.testing.assert_array_equal(read([path])[0], leaf)
     (loss,) = [record["validation_loss"] for record in read_metrics(RUN) if "validation_loss" in record]
     found = evaluate_perplexity(RUN, step="latest", data="", overrides={})

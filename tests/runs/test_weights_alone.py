@@ -40,8 +40,8 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     """On another mesh, from a checkpoint that has lost the moments: training notices, evaluation does not need them."""
     first = tiny_program(tiny_config((1, 2, 1), precision="bf16", num_layers=2)).layout
     rng = np.random.default_rng(0)
-    state = first.from_natural(
-        jax.tree.map(lambda leaf: rng.uniform(1, 9, leaf.shape).astype(leaf.dtype), first.natural_shapes)
+    state = first.from_canonical(
+        jax.tree.map(lambda leaf: rng.uniform(1, 9, leaf.shape).astype(leaf.dtype), first.canonical_shapes)
     )
     writer = Checkpoints(tmp_path, first, keep=1)
     writer.save(STEP, state)
@@ -52,8 +52,8 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     program = tiny_program(tiny_config((2, 1, 1), precision="bf16", zero=3, num_layers=2))
     params, step = restore_params(program, tmp_path, "latest")
     assert step == STEP
-    whole = first.natural_weights(state.params)
-    jax.tree.map(np.testing.assert_array_equal, program.layout.natural_weights(params), whole)
+    whole = first.canonical_weights(state.params)
+    jax.tree.map(np.testing.assert_array_equal, program.layout.canonical_weights(params), whole)
     jax.tree.map(
         lambda leaf, spec: leaf.sharding.spec == spec or pytest.fail(str(spec)), params, program.layout.specs.params
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megajax.parallel.sites import Seen
+from megajax.parallel.sites import SiteRecord
 from megajax.verify.first_difference import first_difference
 from megajax.verify.recording import Place, Recording
 
@@ -29,7 +29,7 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
                     if own is not None:
                         first = device * size if split else 0
                         at = np.array([sample]), own[None], split, first, False, (0, 0, device)
-                        recording.take(Seen(site, backward, layer, *at))
+                        recording.take(SiteRecord(site, backward, layer, *at))
     return recording
 
 
@@ -78,5 +78,5 @@ def test_gradients_of_what_devices_share_add_up() -> None:
         for device in devices:
             part = whole if recording is alone else whole * (0.25, 0.75)[device]
             at = np.array([0]), part, 2, 0, recording is shared, (0, 0, device)
-            recording.take(Seen("key", True, 0, *at))
+            recording.take(SiteRecord("key", True, 0, *at))
     assert first_difference(alone, shared, 1e-12) is None

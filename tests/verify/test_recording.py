@@ -2,8 +2,8 @@
 
 from tiny import tiny_config
 
-from megajax.verify import trace
 from megajax.verify.first_difference import first_difference
+from megajax.verify.gradient_run import trace
 from megajax.verify.recording import Recording
 
 LAYER = {

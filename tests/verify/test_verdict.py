@@ -11,14 +11,14 @@ from tiny import tiny_config
 from megajax.config import Config
 from megajax.plan.communication import communication
 from megajax.verify.check import exact, held_against, one_device, widened, with_axes
-from megajax.verify.run import Run
+from megajax.verify.run import MeshRun
 from megajax.verify.verdict import Finding, Verdict
 
 MESH, STEPS, LAYERS = (2, 2, 2), 3, 4
 SHAPES = {"shared/embedding/tokens": (128, 24), "blocks/mlp/up/weight": (LAYERS, 24, 96), "blocks/norm/bias": (4, 24)}
 
 
-def made_up(config: Config, steps: int = STEPS) -> Run:
+def made_up(config: Config, steps: int = STEPS) -> MeshRun:
     """A run of no error."""
     rng = np.random.default_rng(0)
     draw = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
@@ -29,7 +29,7 @@ def made_up(config: Config, steps: int = STEPS) -> Run:
         figures["loss_scale"] = (65536.0 if number < 2 else 131072.0) if config.precision == "fp16" else 1.0
     data, rows = config.mesh.data, config.train.global_batch // config.mesh.data
     held = [list(range(place * rows, (place + 1) * rows)) for place in range(data)]
-    return Run(config, draw, metrics, gradients, draw, held, [], [], list(communication(config)), [])
+    return MeshRun(config, draw, metrics, gradients, draw, held, [], [], list(communication(config)), [])
 
 
 def config_of(precision: str) -> Config:
@@ -37,12 +37,12 @@ def config_of(precision: str) -> Config:
     return dataclasses.replace(config, loss_scale=dataclasses.replace(config.loss_scale, growth_every=2))
 
 
-def verdict(precision: str, change: Callable[[Run], Run] = lambda run: run) -> Verdict:
+def verdict(precision: str, change: Callable[[MeshRun], MeshRun] = lambda run: run) -> Verdict:
     config = config_of(precision)
     return Verdict(tuple(held_against(made_up(one_device(config)), change(made_up(config)))))
 
 
-def only_failure(precision: str, change: Callable[[Run], Run]) -> Finding:
+def only_failure(precision: str, change: Callable[[MeshRun], MeshRun]) -> Finding:
     (failed,) = verdict(precision, change).failed
     return failed
 
@@ -53,8 +53,8 @@ def test_what_does_not_differ_passes(precision: str) -> None:
     assert found.passed and not found.failed and len(found.findings) >= 8
 
 
-def with_gradient(step: int, leaf: str, of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Run], Run]:
-    def change(run: Run) -> Run:
+def with_gradient(step: int, leaf: str, of: Callable[[np.ndarray], np.ndarray]) -> Callable[[MeshRun], MeshRun]:
+    def change(run: MeshRun) -> MeshRun:
         gradients = list(run.gradients)
         gradients[step] = gradients[step] | {leaf: of(gradients[step][leaf].copy())}
         return dataclasses.replace(run, gradients=gradients)
@@ -96,8 +96,8 @@ def test_rounding_of_one_device_widens_limits_of_half_precision(error: float, li
     assert found.gradient == pytest.approx(limit) and (found.loss, found.weight) == (2e-4, 4e-2)
 
 
-def metric(name: str, value: float, step: int = 1) -> Callable[[Run], Run]:
-    def change(run: Run) -> Run:
+def metric(name: str, value: float, step: int = 1) -> Callable[[MeshRun], MeshRun]:
+    def change(run: MeshRun) -> MeshRun:
         metrics = [dict(figures) for figures in run.metrics]
         metrics[step][name] = value
         return dataclasses.replace(run, metrics=metrics)
@@ -105,7 +105,7 @@ def metric(name: str, value: float, step: int = 1) -> Callable[[Run], Run]:
     return change
 
 
-def replaced(**fields: object) -> Callable[[Run], Run]:
+def replaced(**fields: object) -> Callable[[MeshRun], MeshRun]:
     return lambda run: dataclasses.replace(run, **fields)  # type: ignore[arg-type]
 
 
@@ -139,7 +139,7 @@ def test_rows_that_are_there_twice_or_not_at_all(rows: list[list[int]]) -> None:
 
 
 def test_communication_is_named_with_its_purpose() -> None:
-    def once_more(run: Run) -> Run:
+    def once_more(run: MeshRun) -> MeshRun:
         first, *others = run.collectives
         return dataclasses.replace(run, collectives=[dataclasses.replace(first, count=first.count + 1), *others])
 

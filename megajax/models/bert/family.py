@@ -1,14 +1,14 @@
 """BERT as a family of models."""
 
-from megajax.batch import BatchForm, choice_form, classes_form, most_masked, pairs_form, span_form
+from megajax.batch import BatchSpec, choice_form, classes_form, most_masked, pairs_form, span_form
 from megajax.models.bert.model import Bert
 from megajax.models.config import ModelConfig
 from megajax.models.family import Family
 from megajax.models.flops import MatrixProduct
-from megajax.models.products import head_products, layer_products
+from megajax.models.matmul_flops import head_products, layer_products
 
 
-def _form(model: ModelConfig) -> BatchForm:
+def _form(model: ModelConfig) -> BatchSpec:
     if model.head == "choice":
         return choice_form(model.num_classes)
     return {"pretraining": pairs_form, "classes": classes_form, "span": span_form}[model.head]()

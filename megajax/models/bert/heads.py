@@ -14,7 +14,7 @@ from jax import Array
 from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.config import ModelConfig
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import Linear, normal
 from megajax.parallel.products import product
 from megajax.parallel.random import Dropout, NamedKey
@@ -26,12 +26,12 @@ _SITE = 0xFFFF_FFFE  # of dropout: stands where the layers' own has their index
 class Pooler(nnx.Module):
     """A dense layer and tanh on the sequence's first token; pretrained with the order of two segments."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders, size = borders, config.hidden_size
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary, size = boundary, config.hidden_size
         self.dense = Linear(normal(key / "pair" / "pooler", config.init_std), size, size, backend)
 
     def __call__(self, x_BTD: Array) -> Array:
-        """[B, 1, D], of the first token that this device has (`Borders.of_first_token`)."""
+        """[B, 1, D], of the first token that this device has (`RegionBoundary.of_first_token`)."""
         return jnp.tanh(self.dense(x_BTD[:, :1]))
 
     def dropped(self, x_BTD: Array, dropout: Dropout) -> Array:
@@ -51,23 +51,23 @@ class Scorer(Linear):
 class ClassesHead(nnx.Module):
     """The class of a text: pooled, dropout, and a product."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders = borders
-        self.pooler = Pooler(config, key, borders, backend)
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary = boundary
+        self.pooler = Pooler(config, key, boundary, backend)
         initial = normal(key / "classes", config.init_std)
         self.output = Linear(initial, config.hidden_size, config.num_classes, backend)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
         totals = sums(*classified(self._logits(x_BTD, dropout), batch["label"]))
-        loss, right = self.borders.of_first_token(totals)
+        loss, right = self.boundary.of_first_token(totals)
         return {"classes": loss, "accuracy/classes": right}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every row, and whether its class is the most probable one (`classified`)."""
         return {"classes": classified(self._logits(x_BTD, Dropout.off()), batch["label"])}
 
-    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
         """The logits, [B, C], in at least fp32."""
         return _wide(self._logits(x_BTD, Dropout.off()))
 
@@ -79,22 +79,22 @@ class ChoiceHead(nnx.Module):
     """The right one of several texts, of which x_BTD has every one by itself: pooled, dropout, and a product to one
     number each, which are compared."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders = borders
-        self.pooler = Pooler(config, key, borders, backend)
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary = boundary
+        self.pooler = Pooler(config, key, boundary, backend)
         self.output = Scorer(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
         totals = sums(*classified(self._logits(x_BTD, batch, dropout), batch["label"]))
-        loss, right = self.borders.of_first_token(totals)
+        loss, right = self.boundary.of_first_token(totals)
         return {"choice": loss, "accuracy/choice": right}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every row, and whether its choice is the most probable one (`classified`)."""
         return {"choice": classified(self._logits(x_BTD, batch, Dropout.off()), batch["label"])}
 
-    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
         """The logits, [B, C], in at least fp32; of a text that is not there the lowest number there is."""
         return self._logits(x_BTD, batch, Dropout.off())
 
@@ -108,8 +108,8 @@ class SpanHead(nnx.Module):
     """Where a span begins and ends: two numbers for every token, padding included, as the original BERT compares
     them."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders = borders
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary = boundary
         self.output = Scorer(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
@@ -123,12 +123,12 @@ class SpanHead(nnx.Module):
         (`classified`)."""
         return {"span": self._scores(x_BTD, batch)}
 
-    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
         """The logits, [B, T, 2], in at least fp32."""
-        return self.borders.of_all_tokens(_wide(self.output(x_BTD)))
+        return self.boundary.of_all_tokens(_wide(self.output(x_BTD)))
 
     def _scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> tuple[Array, Array]:
-        logits_BT2 = self.answers(x_BTD, batch)
+        logits_BT2 = self.task_logits(x_BTD, batch)
         (start_B, start_hit_B), (end_B, end_hit_B) = (
             classified(logits_BT2[..., end], batch[name]) for end, name in enumerate(("start", "end"))
         )

@@ -15,14 +15,14 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
+from megajax.models.attention_mask import AttentionMask
 from megajax.models.bert.heads import ChoiceHead, ClassesHead, SpanHead
 from megajax.models.bert.pretraining import PretrainingHead
 from megajax.models.config import ModelConfig
 from megajax.models.layer import EMBEDDING_SITE, Block, Context
 from megajax.models.norms import LayerNorm
 from megajax.models.stack import layer_of, stacked
-from megajax.models.visibility import Visibility
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import site
@@ -35,8 +35,8 @@ HEADS = {"pretraining": PretrainingHead, "classes": ClassesHead, "span": SpanHea
 class Bert(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.num_layers, self.borders, self.backend = config.num_layers, borders, backend
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.num_layers, self.boundary, self.backend = config.num_layers, boundary, backend
         hidden, length = config.hidden_size, config.sequence_length
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
@@ -47,19 +47,19 @@ class Bert(nnx.Module):
         self.token_types = table("token_types", TOKEN_TYPES, "token_type")
         self.norm = LayerNorm(hidden, config.norm_epsilon)  # of the embedding ("post"), or of the last layer ("pre")
         self.order = config.layer_order
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, borders, backend), self.num_layers)
-        self.head: Any = HEADS[config.head](config, key, borders, backend)
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), self.num_layers)
+        self.head: Any = HEADS[config.head](config, key, boundary, backend)
 
     def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Any:
         """From a batch (`pairs_form`, …) to the logits of the head: of pretraining this device's columns of those of
-        every token, [B, T, V / devices of the vocabulary], and those of the order, [B, 2]; of another `answers`."""
+        every token, [B, T, V / devices of the vocabulary], and those of the order, [B, 2]; of another `task_logits`."""
         context = self.context(batch, dropout)
         x_BTD = self.embed(batch, context)
         for n in range(self.num_layers):
             x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
         if isinstance(self.head, PretrainingHead):
             return self.logits(x_BTD)
-        return self.answers(x_BTD, batch)
+        return self.task_logits(x_BTD, batch)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """What every layer gets of a batch: its dropout, and what its tokens see, all but padding. Of a choice every
@@ -67,26 +67,26 @@ class Bert(nnx.Module):
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
-        return Context(dropout, Visibility.of_padded(length.reshape(-1)))
+        return Context(dropout, AttentionMask.of_padded(length.reshape(-1)))
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Token, position and token-type embedding with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
         parallelism of this device's tokens. The token of padding is not trained, as in Hugging Face's transformers."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.borders)
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
         if isinstance(self.head, SpanHead):  # which compares padding, too; others have no gradient there anyway
             padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
-            own_BT1 = self.borders.own_tokens(padding_BT)[..., None]
+            own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]
             x_BTD = jnp.where(own_BT1, jax.lax.stop_gradient(x_BTD), x_BTD)
-        x_BTD += self.borders.own_tokens(self.positions[...][: tokens_BT.shape[1]], 0)[None]
-        x_BTD += jnp.take(self.token_types[...], self.borders.own_tokens(types_BT), axis=0, mode="clip")
+        x_BTD += self.boundary.own_tokens(self.positions[...][: tokens_BT.shape[1]], 0)[None]
+        x_BTD += jnp.take(self.token_types[...], self.boundary.own_tokens(types_BT), axis=0, mode="clip")
         if self.order == "post":
             x_BTD = self.norm(x_BTD)
-        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.borders.token_index(x_BTD))
+        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def finished(self, x_BTD: Array) -> Array:
         """What the head gets, from the last layer's output."""
-        return site(self.norm(x_BTD), "final_norm", self.borders.split) if self.order == "pre" else x_BTD
+        return site(self.norm(x_BTD), "final_norm", self.boundary.split) if self.order == "pre" else x_BTD
 
     def logits(self, x_BTD: Array) -> tuple[Array, Array]:
         """Of pretraining: this device's columns of the logits of every token, and those of the order."""
@@ -101,6 +101,6 @@ class Bert(nnx.Module):
         0, int32. Where the target is `IGNORED` they are 0 and `IGNORED`."""
         return self.head.scores(self.finished(x_BTD), self.table[...], batch)
 
-    def answers(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """The logits of a task, see `Model.answers`."""
-        return self.head.answers(self.finished(x_BTD), batch)
+    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
+        """The logits of a task, see `Model.task_logits`."""
+        return self.head.task_logits(self.finished(x_BTD), batch)

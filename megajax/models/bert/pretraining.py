@@ -13,9 +13,9 @@ from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.bert.heads import Pooler, classified, sums
 from megajax.models.config import ModelConfig
+from megajax.models.mlp import gelu
 from megajax.models.norms import LayerNorm
-from megajax.models.transformer import gelu
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import Linear, normal, zeros_param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import site
@@ -37,32 +37,32 @@ class MaskedHead(nnx.Module):
         self.norm = LayerNorm(size, config.norm_epsilon)
         self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
 
-    def __call__(self, x_BTD: Array, table_VD: Array, borders: Borders) -> Array:
-        """This device's columns of the logits of tokens between these borders."""
+    def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary) -> Array:
+        """This device's columns of the logits of tokens between these boundary."""
         x_BTD = self.norm(gelu(self.dense(x_BTD)))
-        return output_logits(x_BTD, table_VD, self.vocab_size, borders, self.backend, self.bias[...])
+        return output_logits(x_BTD, table_VD, self.vocab_size, boundary, self.backend, self.bias[...])
 
 
 class PretrainingHead(nnx.Module):
     """Both: the logits of masked tokens, and, of the pooled first token, those of the order."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
-        self.borders = borders
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary = boundary
         self.masked = MaskedHead(config, key / "masked", backend)
-        self.pooler = Pooler(config, key, borders, backend)
+        self.pooler = Pooler(config, key, boundary, backend)
         self.order = Linear(normal(key / "pair" / "output", config.init_std), config.hidden_size, 2, backend)
 
     def logits(self, x_BTD: Array, table_VD: Array) -> tuple[Array, Array]:
         """This device's columns of those of every token, and those of the order."""
-        return self.masked(x_BTD, table_VD, self.borders), self._order(x_BTD)
+        return self.masked(x_BTD, table_VD, self.boundary), self._order(x_BTD)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found. Nothing is dropped."""
-        axes = self.borders.vocabulary
+        axes = self.boundary.vocabulary
         logits_BMV = site(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes)
         masked_BM = site(cross_entropy(logits_BMV, batch["targets"], axes), "losses")
-        order, found = self.borders.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
+        order, found = self.boundary.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
@@ -70,7 +70,7 @@ class PretrainingHead(nnx.Module):
         int32; [B, M] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
         logits_BMV, targets_BM = self._masked(x_BTD, table_VD, batch["places"]), batch["targets"]
-        axes = self.borders.vocabulary
+        axes = self.boundary.vocabulary
         hit_BM = (greedy_ids(logits_BMV, axes) == targets_BM).astype(jnp.int32)
         masked = cross_entropy(logits_BMV, targets_BM, axes), jnp.where(targets_BM == IGNORED, IGNORED, hit_BM)
         return {"masked_lm": masked, "sentence_order": classified(self._order(x_BTD), batch["order"])}
@@ -78,7 +78,7 @@ class PretrainingHead(nnx.Module):
     def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
         """This device's columns of the logits of the tokens at these places, [B, M, V / devices of the vocabulary]:
         nothing is predicted elsewhere."""
-        return self.masked(self.borders.at_places(x_BTD, places_BM), table_VD, self.borders.of_chosen)
+        return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen)
 
     def _order(self, x_BTD: Array) -> Array:
         return self.order(self.pooler(x_BTD))[:, 0]

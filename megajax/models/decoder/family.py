@@ -5,7 +5,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.decoder.model import TransformerDecoder
 from megajax.models.family import Family
 from megajax.models.flops import MatrixProduct
-from megajax.models.products import head_products, layer_products
+from megajax.models.matmul_flops import head_products, layer_products
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:

@@ -13,12 +13,12 @@ from jax import Array
 
 from megajax.backend import Backend
 from megajax.batch import IGNORED
+from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
 from megajax.models.layer import EMBEDDING_SITE, Block, Context
 from megajax.models.norms import norm_of
 from megajax.models.stack import layer_of, stacked
-from megajax.models.visibility import Visibility
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import site
@@ -28,9 +28,9 @@ from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_
 class TransformerDecoder(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
-        self.borders, self.backend, self.window_in = borders, backend, config.window_in
+        self.boundary, self.backend, self.window_in = boundary, backend, config.window_in
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
             return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
@@ -39,7 +39,7 @@ class TransformerDecoder(nnx.Module):
         self.positions = None if config.rotary else table("positions", config.sequence_length, "position")
         self.final_norm = norm_of(config)
         self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, borders, backend), config.num_layers)
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
 
     def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Array:
         """From a batch (`text_form`) to this device's columns of the logits, [B, T, V / devices of the vocabulary]."""
@@ -54,34 +54,34 @@ class TransformerDecoder(nnx.Module):
         stand, in the sequence, or in their documents where the batch has those."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
         window = self.window_in(length)
-        visible = Visibility(causal=True, window=window)
+        visible = AttentionMask(causal=True, window=window)
         if position_BT is None:
             position_BT = jnp.arange(length, dtype=jnp.int32)[None]
         else:
-            visible = Visibility.of_documents(position_BT, window)
+            visible = AttentionMask.of_documents(position_BT, window)
         return Context(dropout, visible, position_BT if self.positions is None else None)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Embedding of tokens and learned positions with dropout, [B, T, D]; with sequence parallelism of this device's
         tokens."""
-        x_BTD = embedding_lookup(self.table[...], batch["tokens"], self.borders)
+        x_BTD = embedding_lookup(self.table[...], batch["tokens"], self.boundary)
         if self.positions is not None:
             if "positions" in batch:
-                own_BT = self.borders.own_tokens(batch["positions"])
+                own_BT = self.boundary.own_tokens(batch["positions"])
                 x_BTD += jnp.take(self.positions[...], own_BT, axis=0, mode="clip")
             else:
-                x_BTD += self.borders.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
-        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.borders.token_index(x_BTD))
+                x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
+        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
-        x_BTD = site(self.final_norm(x_BTD), "final_norm", self.borders.split)
-        return output_logits(x_BTD, table_VD, self.vocab_size, self.borders, self.backend)
+        x_BTD = site(self.final_norm(x_BTD), "final_norm", self.boundary.split)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
-        axes = self.borders.vocabulary
+        axes = self.boundary.vocabulary
         logits_BTV = site(self.logits(x_BTD), "logits", 2, axes)
         losses_BT = site(cross_entropy(logits_BTV, batch["targets"], axes), "losses")
         return {"next_token": jnp.sum(losses_BT)}
@@ -91,7 +91,7 @@ class TransformerDecoder(nnx.Module):
 
         Where the target is `IGNORED` they are 0 and `IGNORED`.
         """
-        logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.borders.vocabulary
+        logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.boundary.vocabulary
         hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
         loss_BT = cross_entropy(logits_BTV, targets_BT, axes)
         return {"next_token": (loss_BT, jnp.where(targets_BT == IGNORED, IGNORED, hit_BT))}

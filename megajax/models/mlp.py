@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.backend import Backend
 from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
-from megajax.parallel.borders import Borders
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import (
     ColumnParallelLinear,
@@ -43,17 +43,17 @@ class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation; with a gate
     `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns as A."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, borders: Borders, backend: Backend):
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         hidden, width, bias = config.hidden_size, config.mlp_size, config.bias == "all"
 
         def by_columns(name: str) -> ColumnParallelLinear:
             initial = normal(key / name, config.init_std)
-            return ColumnParallelLinear(initial, borders, hidden, (width,), ("mlp",), backend, bias=bias)
+            return ColumnParallelLinear(initial, boundary, hidden, (width,), ("mlp",), backend, bias=bias)
 
         self.gate = by_columns("gate") if config.activation == "swiglu" else None
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
-        self.down = RowParallelLinear(residual, borders, (width,), ("mlp",), hidden, backend, bias=bias)
+        self.down = RowParallelLinear(residual, boundary, (width,), ("mlp",), hidden, backend, bias=bias)
         self.activation = config.activation
 
     @property

@@ -1,8 +1,8 @@
-"""What stands at the borders of a tensor-parallel region: `f` and `g`, or the pair that takes their place.
+"""What stands at the boundary of a tensor-parallel region: `f` and `g`, or the pair that takes their place.
 
-Between the regions activations are duplicated on the devices of a tensor group, and the borders are the paper's `f` and
-`g`. With sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence:
-LayerNorm, dropout and the residual path work on a device's own tokens, and the borders become another conjugate pair,
+Between the regions activations are duplicated on the devices of a tensor group, and its boundary is the paper's `f`
+and `g`. With sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence:
+LayerNorm, dropout and the residual path work on a device's own tokens, and the boundary becomes another conjugate pair,
 all-gather and reduce-scatter, which together move the bytes of the one all-reduce they replace.
 """
 
@@ -30,8 +30,8 @@ TOKENS = 1  # the dim of x_BTD that sequence parallelism shards
 
 
 @dataclass(frozen=True)
-class Borders:
-    """The borders of regions sharded over `tensor`, or over several axes with `tensor` the last of them.
+class RegionBoundary:
+    """The boundary of regions sharded over `tensor`, or over several axes with `tensor` the last of them.
 
     Attributes:
         vocabulary: axes that the rows of the embedding table are sharded over.
@@ -107,7 +107,7 @@ class Borders:
         return g(parts_BPTK.reshape(x_BTK.shape[0], devices * size, -1), TENSOR)
 
     @property
-    def of_chosen(self) -> "Borders":
+    def of_chosen(self) -> "RegionBoundary":
         """Those of what follows `at_places`, which is not sharded along the sequence. With sequence parallelism the
         weights between the regions count as varying over `tensor` all the same."""
         return replace(self, sequence_parallel=False, chosen=True) if self.sequence_parallel else self
@@ -124,4 +124,4 @@ def _rows_at(x_BTD: Array, places_BM: Array) -> Array:
     return jnp.take_along_axis(x_BTD, places_BM[..., None], axis=1, mode="clip")
 
 
-F_AND_G = Borders()  # the paper's
+F_AND_G = RegionBoundary()  # the paper's

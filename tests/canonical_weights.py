@@ -1,4 +1,4 @@
-"""All of a model's weights from tensors in Hugging Face's format, in natural form."""
+"""All of a model's weights from tensors in Hugging Face's format, in canonical form."""
 
 from collections.abc import Callable
 from typing import Any

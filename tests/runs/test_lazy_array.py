@@ -22,7 +22,7 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
     config = dataclasses.replace(tiny_config(num_layers=3), precision=precision)
     layout = tiny_program(config).layout
     rng = np.random.default_rng(0)
-    weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), layout.natural_shapes.params)
+    weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), layout.canonical_shapes.params)
     named = dict(jax.tree_util.tree_leaves_with_path(weights))
     there: list[weakref.ref] = []
 
@@ -35,7 +35,7 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
 
     parts, whole = (Checkpoints(tmp_path / name, layout, keep=1) for name in ("parts", "whole"))
     parts.save_new(weight)
-    whole.save(0, layout.from_natural(layout.begin(weights)))
+    whole.save(0, layout.from_canonical(layout.begin(weights)))
     for checkpoints in parts, whole:
         checkpoints.wait()
         checkpoints.close()
@@ -67,7 +67,9 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(sums | {".params['shared']['table']": 1 + sums[".params['shared']['table']"]}))
     read, _ = weights_in_parts(layout, tmp_path, "latest")
     table, positions = (
-        next(path for path, _ in jax.tree_util.tree_leaves_with_path(layout.natural_shapes.params) if name in str(path))
+        next(
+            path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params) if name in str(path)
+        )
         for name in ("table", "positions")
     )
     assert read([positions])[0].all()

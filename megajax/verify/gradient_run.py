@@ -22,7 +22,7 @@ class Trace:
 
     Attributes:
         losses: one per step.
-        gradients: per step, leaf name -> array in natural form (layers `[L, …]`).
+        gradients: per step, leaf name -> array in canonical form (layers `[L, …]`).
     """
 
     losses: list[float]
@@ -34,7 +34,7 @@ def trace(
     steps: int,
     devices: Sequence[jax.Device] | None = None,
     *,
-    natural: TrainState | None = None,
+    canonical: TrainState | None = None,
     quick_compile: bool = False,
 ) -> Trace:
     """Train `config` for `steps` steps on random batches.
@@ -43,14 +43,14 @@ def trace(
         config: its mesh is made of the first devices.
         steps: how many.
         devices: all there are if None.
-        natural: the state to begin with, in mesh-independent form; a fresh one if None.
+        canonical: the state to begin with, in mesh-independent form; a fresh one if None.
         quick_compile: leave the CPU's machine code unoptimised.
     """
     size = config.mesh
     devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
     program = Program.on(config, devices)
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
-    state = program.layout.init(options) if natural is None else program.layout.from_natural(natural)
+    state = program.layout.init(options) if canonical is None else program.layout.from_canonical(canonical)
     losses, gradients = [], []
     train_step = None
     for step in range(steps):
@@ -60,7 +60,7 @@ def trace(
         train_step = train_step or train_step_with_gradients(program).lower(state, batch).compile(options)
         state, metrics, grads = train_step(state, batch)
         losses.append(float(metrics["loss"]))
-        gradients.append(named_leaves(program.layout.natural_weights(jax.device_get(grads))))
+        gradients.append(named_leaves(program.layout.canonical_weights(jax.device_get(grads))))
     return Trace(losses, gradients)
 
 

@@ -85,7 +85,7 @@ def measure(program: Program) -> Profile:
         whole = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile()
     step = [_seconds(lambda: whole(params, batch, np.int32(0))) for _ in range(1 + ROUNDS)][1:]
     own = times if schedule.deferral is None or apart is None else apart
-    without = dataclasses.replace(own, hand_over=0.0)
+    without = dataclasses.replace(own, p2p_transfer=0.0)
     predicted = wall_time(schedule, without), wall_time(schedule, own)
     bubbles = bubble_overhead(schedule, without), bubble_overhead(schedule)
     return Profile(times, apart, statistics.median(step), *predicted, *bubbles)
@@ -118,7 +118,7 @@ class Passes:
         add("forward", "forward")
         add("both", "both")
         parts: tuple[Part, ...] = ("embed", "head", "embed_backward") if program.config.splits_vocabulary else ()
-        parts += ("hand_over",) if self.pipe > 1 else ()
+        parts += ("p2p_transfer",) if self.pipe > 1 else ()
         for part in parts:
             add(part, part, stages=[-1])
         if self.pipe > 1:
@@ -135,7 +135,7 @@ class Passes:
         times = StageTimes(forward, np.maximum(both - forward, 0.0), **ends)
         if self.pipe == 1:
             return times, None
-        times = dataclasses.replace(times, hand_over=float(found["hand_over"][0]) / 2)
+        times = dataclasses.replace(times, p2p_transfer=float(found["p2p_transfer"][0]) / 2)
         both, everything = (found[name].reshape(shape) for name in ("both_apart", "all"))
         input_gradient, weight_gradient = np.maximum(both - forward, 0.0), np.maximum(everything - both, 0.0)
         return times, dataclasses.replace(times, backward=input_gradient, weight_gradient=weight_gradient)
@@ -195,7 +195,7 @@ def _report(program: Program, found: Profile) -> list[str]:
     ]
     if pipe > 1:
         lines.append(
-            f"hand-over          {1e3 * times.hand_over:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
+            f"hand-over          {1e3 * times.p2p_transfer:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
             f"with them {1e3 * found.predicted_with_hand_over:.1f} ms, "
             f"ratio {found.step / found.predicted_with_hand_over:.3f}"
         )

@@ -16,7 +16,7 @@ from megajax.runs.checksums import checksum
 
 
 @dataclass
-class Deferred:
+class LazyArray:
     """An array that does not exist yet.
 
     Attributes:
@@ -43,20 +43,20 @@ class Deferred:
 
 
 def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
-    """The natural state before the first step; `weight` makes a natural main weight of its path and shape."""
-    shapes = layout.natural_shapes
+    """The canonical state before the first step; `weight` makes a canonical main weight of its path and shape."""
+    shapes = layout.canonical_shapes
     begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
     begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
 
-    def filled(shape: jax.ShapeDtypeStruct, value: Any) -> Deferred:
+    def filled(shape: jax.ShapeDtypeStruct, value: Any) -> LazyArray:
         """A moment, which is the same number everywhere, or what is no weight's."""
         number = np.asarray(value)
         whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
-        return Deferred(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
+        return LazyArray(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
 
-    def made(path: Any, shape: jax.ShapeDtypeStruct) -> Deferred:
+    def made(path: Any, shape: jax.ShapeDtypeStruct) -> LazyArray:
         dtype = np.dtype(shape.dtype)
-        return Deferred(shape.shape, dtype, lambda: weight(path, shape.shape).astype(dtype, copy=False))
+        return LazyArray(shape.shape, dtype, lambda: weight(path, shape.shape).astype(dtype, copy=False))
 
     state = jax.tree.map(filled, dataclasses.replace(shapes, params=None), begun)
     return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(made, shapes.params))
@@ -84,5 +84,5 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 
 def writer() -> ocp.PyTreeCheckpointHandler:
     """Writes a tree of them."""
-    registry = ocp.type_handlers.create_type_handler_registry((Deferred, _Handler()))
+    registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _Handler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

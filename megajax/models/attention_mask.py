@@ -13,7 +13,7 @@ from jax import Array
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Visibility:
+class AttentionMask:
     """All of these at once. Query and key positions count from the same 0.
 
     Attributes:
@@ -29,13 +29,13 @@ class Visibility:
     num_keys_B: Array | None = None
 
     @classmethod
-    def of_documents(cls, positions_BT: Array, window: int | None = None) -> "Visibility":
+    def of_documents(cls, positions_BT: Array, window: int | None = None) -> "AttentionMask":
         """Causal, and no further back than the document that a token belongs to; its place there is given."""
         place_T = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)
         return cls(causal=True, window=window, first_key_BT=place_T[None, :] - positions_BT)
 
     @classmethod
-    def of_padded(cls, num_keys_B: Array) -> "Visibility":
+    def of_padded(cls, num_keys_B: Array) -> "AttentionMask":
         """All keys of samples that have so many; one of none, which nobody looks at, counts as having one."""
         return cls(num_keys_B=jnp.maximum(num_keys_B, 1))
 
@@ -44,7 +44,7 @@ class Visibility:
         """Whether there are no other limits than causality and padding."""
         return self.window is None and self.first_key_BT is None
 
-    def of_heads(self, num_heads: int) -> "Visibility":
+    def of_heads(self, num_heads: int) -> "AttentionMask":
         """The same for every head of every sample, N in place of B."""
         return jax.tree.map(lambda x: jnp.repeat(x, num_heads, axis=0), self)
 
@@ -73,4 +73,4 @@ class Visibility:
         return seen
 
 
-CAUSAL = Visibility(causal=True)
+CAUSAL = AttentionMask(causal=True)

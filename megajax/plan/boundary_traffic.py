@@ -1,4 +1,4 @@
-"""The theory of what the borders of a step's regions communicate (`parallel/borders.py`, `parallel/shards.py`)."""
+"""The theory of what the borders of a step's regions communicate (`parallel/boundary.py`, `parallel/shards.py`)."""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Tim
     return Communication(kind, axes, (shape,), math.prod(shape) * item, times.count, purpose, times.sent)
 
 
-class Borders(Sizes):
+class BoundaryTraffic(Sizes):
     """The sizes of a step, and what its borders communicate.
 
     Attributes:

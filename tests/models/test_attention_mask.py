@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from megajax.backend import CPU, Backend
+from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.models.blocked_attention import blocked_attention
-from megajax.models.visibility import CAUSAL, Visibility
 
 BATCH, HEADS, HEAD_SIZE = 3, 2, 4
 SMALL = Backend(unroll_layers=8, fused_attention=False, query_block=128, scores_bytes=None, transposed_copies=True)
 
 
-def sees(visible: Visibility, length: int) -> np.ndarray:
+def sees(visible: AttentionMask, length: int) -> np.ndarray:
     """Which key every query sees, one by one: bool [B, T, S]."""
     found = np.zeros((BATCH, length, length), bool)
     first_key_BT, num_keys_B = jax.device_get((visible.first_key_BT, visible.num_keys_B))
@@ -33,12 +33,12 @@ def positions(length: int) -> np.ndarray:
 
 
 LIMITS = {
-    "everything": lambda length: Visibility(),
+    "everything": lambda length: AttentionMask(),
     "causal": lambda length: CAUSAL,
-    "documents": lambda length: Visibility.of_documents(jnp.asarray(positions(length))),
-    "padding": lambda length: Visibility.of_padded(jnp.asarray([length, length // 3, 0], jnp.int32)),
-    "window": lambda length: Visibility(window=9),
-    "causal window": lambda length: Visibility(causal=True, window=50),
+    "documents": lambda length: AttentionMask.of_documents(jnp.asarray(positions(length))),
+    "padding": lambda length: AttentionMask.of_padded(jnp.asarray([length, length // 3, 0], jnp.int32)),
+    "window": lambda length: AttentionMask(window=9),
+    "causal window": lambda length: AttentionMask(causal=True, window=50),
 }
 
 
@@ -92,6 +92,6 @@ def test_a_mask_is_every_limit_at_once(limit):
 
 def test_a_window_leaves_keys_out():
     """Of a long sequence a block of queries takes no more keys than its window reaches."""
-    assert Visibility(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
-    assert Visibility(window=9).key_range(256, 384, 1000) == (248, 392)
+    assert AttentionMask(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
+    assert AttentionMask(window=9).key_range(256, 384, 1000) == (248, 392)
     assert CPU.block_of(1000) == 256 and CPU.block_of(32 * 256) == 256 and CPU.block_of(100_000) == 3125

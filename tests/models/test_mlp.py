@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megajax.models.mlp import gelu
 from megajax.models.norms import LayerNorm
-from megajax.models.transformer import gelu
 
 SIZE = 96
 
