@@ -1,5 +1,5 @@
-"""What an option declares on its field is all that resuming, `--init`, `verify`, the mesh and Hugging Face's format need
-to know of it: shown with options that only the tests add."""
+"""What an option declares on its field is all that resuming, `--init`, `verify` and the mesh need to know of it: shown
+with options that only the tests add."""
 
 import dataclasses
 from collections.abc import Iterator

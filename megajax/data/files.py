@@ -148,7 +148,7 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
 
 
 def _not_written(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written: {error.strerror}; valid: a place that can be")
+    return UserError(f"{path}: cannot be written: {error.strerror}; valid: a writable place with room")
 
 
 def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:

@@ -113,7 +113,7 @@ class HubSplit:
                 row = next(rows, None)
             except Exception as error:
                 problem = f"row {number} cannot be read: {reason(error)}"
-                raise UserError(f"{self.flag} {self.url}: {problem}; valid: a dataset that can be") from None
+                raise UserError(f"{self.flag} {self.url}: {problem}; valid: a copy without it") from None
             if row is None:
                 return
             if column not in row:
@@ -127,7 +127,7 @@ class HubSplit:
 
     def _cannot_open(self, error: Exception) -> NoReturn:
         problem = f"the dataset cannot be opened: {reason(error)}"
-        raise UserError(f"{self.flag} {self.url}: {problem}; valid: {FORM} of a dataset that can be") from None
+        raise UserError(f"{self.flag} {self.url}: {problem}; valid: {FORM}") from None
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class IndexedWriter:
             yield
         except OSError as error:
             raise UserError(
-                f"{self._tokens_file}: cannot be written: {error.strerror}; valid: a place that can be"
+                f"{self._tokens_file}: cannot be written: {error.strerror}; valid: a writable place with room"
             ) from None
 
 

@@ -142,7 +142,7 @@ def write_blocks(folder: Path, blocks: npt.NDArray[np.uint8]) -> None:
         with file_atomically(file) as new:
             new.write_bytes(blocks.tobytes())
     except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a place that can be") from None
+        raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a writable place with room") from None
 
 
 def read_blocks(folder: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:

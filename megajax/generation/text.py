@@ -29,7 +29,7 @@ def read_prompts(given: list[str], file: str) -> list[str]:
     try:
         text = reading.read_bytes(file, _FILE_BYTES).decode()
     except OSError as error:
-        raise UserError(f"--prompt-file {file}: cannot be read: {error.strerror}; valid: a text that can be") from None
+        raise UserError(f"--prompt-file {file}: cannot be read: {error.strerror}; valid: a readable text") from None
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt-file {file}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
     prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]

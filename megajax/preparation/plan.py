@@ -120,7 +120,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         lock = (work / "lock").open("a")
     except OSError as error:
         raise UserError(
-            f"{output}: {work.folder} cannot be written: {error.strerror}; valid: a place that can be"
+            f"{output}: {work.folder} cannot be written: {error.strerror}; valid: a writable place with room"
         ) from None
     with lock:
         try:

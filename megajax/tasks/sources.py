@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from megajax import reading
 from megajax.data import compressed
-from megajax.data.inputs import raise_unreadable
+from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
 from megajax.paths import check_path
 
@@ -58,7 +58,9 @@ def task_files(paths: Sequence[str], task: str, flag: str, suffixes: Collection[
         check_path(path, flag)
         kind = reading.kind(path)
         if kind == "a folder" and suffixes:
-            found = _files_below(Path(path), suffixes, flag)
+            with readable(path, flag):
+                below = files_below(Path(path))
+            found = sorted((file for file in below if compressed.inner_suffix(file) in suffixes), key=_order)
             if not found:
                 raise UserError(f"{flag}: {path} has no files; valid: some that end in {' or '.join(suffixes)}")
             files += found
@@ -80,23 +82,6 @@ def _what_is(kind: str) -> str:
     return f"is {kind}" if kind else "does not exist"
 
 
-def _files_below(root: Path, suffixes: Collection[str], flag: str) -> list[Path]:
-    def fail(error: OSError) -> NoReturn:
-        raise_unreadable(flag, error, root)
-
-    files = []
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [Path(folder, name) for name in names if not name.startswith(".") and _inner(name) in suffixes]
-    return sorted((file for file in files if reading.is_file(file)), key=_order)
-
-
-def _inner(name: str) -> str:
-    """What a file's name ends in, the ending of a compressed file left out."""
-    path = Path(name)
-    return (path.with_suffix("") if path.suffix.lower() in compressed.SUFFIXES else path).suffix.lower()
-
-
 def _order(file: Path) -> list[tuple[list[Any], str]]:
     """For sorting: of every name in a path its texts and numbers in turn, and the name, for 7 and 07."""
     turns = (_NUMBER.split(part) for part in file.parts)
@@ -110,15 +95,8 @@ def opened(file: Path, flag: str) -> Iterator[IO[bytes]]:
     Raises:
         UserError: it cannot be read; while reading: it is truncated, or a line or the whole is too long.
     """
-    try:
-        with compressed.reading(file) as (content, _):
-            yield content
-    except reading.TooLong as error:
-        raise UserError(f"{flag}: {file}: {error}") from None
-    except compressed.Damaged as error:
-        raise UserError(f"{flag}: {file} is truncated or damaged: {error}; valid: all of it") from None
-    except OSError as error:
-        raise_unreadable(flag, error, file)
+    with readable(file, flag), compressed.reading(file) as (content, _):
+        yield content
 
 
 def check_beginning(file: Path, tasks: Sequence[str], flag: str) -> None:

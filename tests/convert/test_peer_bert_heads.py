@@ -21,7 +21,7 @@ from megajax.convert.weights import to_tensors
 from megajax.optim.adam import NOT_DECAYED
 from megajax.optim.config import OptimizerConfig
 from megajax.program.program import Program
-from megajax.program.scoring import answers
+from megajax.program.scoring import task_logits
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
@@ -79,7 +79,7 @@ def full_batch(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 def _logits(peer: Any, batch: dict[str, np.ndarray]) -> Any:
-    """As `Model.answers`."""
+    """As `Model.task_logits`."""
     there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
     found = peer(
         input_ids=torch.tensor(batch["tokens"], dtype=torch.long),
@@ -114,7 +114,7 @@ def assert_same_logits(program: Program, state: TrainState, peer: Any, batch: di
     """Within 1e-5 of the largest, of tokens and of padding; options that are missing cannot be chosen."""
     with torch.no_grad():
         theirs = _logits(peer, batch).numpy()
-    ours = np.asarray(answers(program)(state.params, program.put_batch(batch, program.local_rows)))
+    ours = np.asarray(task_logits(program)(state.params, program.put_batch(batch, program.local_rows)))
     there = np.ones(ours.shape, bool)
     if batch["length"].ndim == 2:
         there = batch["length"] > 0
