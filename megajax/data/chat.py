@@ -52,9 +52,6 @@ class ChatTemplate:
         tokens: special tokens by the names that it has for them (`bos_token`).
         name: for error messages, such as the file that it is from.
         today: what `strftime_now` of the template tells; None: the time.
-
-    Raises:
-        UserError: it is no template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
@@ -80,9 +77,6 @@ class ChatTemplate:
             messages: with `role` and `content`, and whatever else the template looks at; None stands for nothing.
             place: of the messages, for error messages.
             add_generation_prompt: the text ends with what stands before the assistant's next words.
-
-        Raises:
-            UserError: the template cannot render them, or the text is too long.
         """
         return self._render(messages, place, add_generation_prompt)[0]
 
@@ -92,9 +86,6 @@ class ChatTemplate:
         They are what the template has between `{% generation %}` and `{% endgeneration %}`. Of one without these they
         are, for every message of the role `assistant`, the text with it without the text that asks for it. White space
         after one of the texts `ends`, with which the assistant ends, is not its.
-
-        Raises:
-            UserError: as `render`; or the text of some messages does not begin with that of fewer.
         """
         if len(messages) > MOST_MESSAGES:
             raise UserError(f"{place}: {len(messages)} messages; valid: at most {MOST_MESSAGES}")

@@ -41,11 +41,7 @@ class Corpus:
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made; reads only, on any process.
-
-    Raises:
-        UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
-    """
+    """Open what `make_corpus` made; reads only, on any process."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
@@ -74,11 +70,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
 
 
 def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests.
-
-    Raises:
-        UserError: there is none, or it is not what was written.
-    """
+    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests."""
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
     if corpus := next(corpora, None):
@@ -99,9 +91,6 @@ def evaluation_tokens(
 ) -> SequenceDocuments:
     """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
     single text file is one document.
-
-    Raises:
-        UserError: the text or the dataset cannot be used.
     """
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
@@ -126,11 +115,7 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder.
-
-    Raises:
-        UserError: there is none, or it has more ids than `vocab_size`.
-    """
+    """The tokenizer of a folder."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 

@@ -39,9 +39,6 @@ def train_and_validation(
         seed: of the split, and of the order of training.
         overlap: that of `EvaluationSamples`.
         with_positions: samples have positions, too.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1, a split would have no document, or a split is too short.
     """
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
@@ -72,9 +69,6 @@ def split_documents(
     In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
     all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
     Depends on the documents' lengths, the fraction and the seed only.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1; fewer than two documents have tokens.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"--data.validation-fraction {validation_fraction}: must be between 0 and 1, both excluded")
@@ -163,9 +157,6 @@ class EvaluationSamples:
         sequence_length: T.
         form: what a batch of them holds.
         overlap: as given, or T.
-
-    Raises:
-        UserError: there are fewer than two tokens.
     """
 
     def __init__(

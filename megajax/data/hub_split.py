@@ -41,11 +41,7 @@ class HubSplit:
 
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":
-        """What `FORM` says. A local folder of the name wins.
-
-        Raises:
-            UserError: it is of another form, or `datasets` is not installed.
-        """
+        """What `FORM` says. A local folder of the name wins."""
         found = _FORM.fullmatch(url)
         if not found:
             raise UserError(f"{flag} {url}; valid: {FORM}")
@@ -92,9 +88,6 @@ class HubSplit:
 
         Args:
             key: the column, unless the URL has one.
-
-        Raises:
-            UserError: the split or the column is missing; a row cannot be read, or has no text there.
         """
         column = self.column or key
         try:

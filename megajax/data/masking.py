@@ -43,11 +43,7 @@ class WordPieces:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, name: str = "the tokenizer") -> "WordPieces":
-        """The pieces of a tokenizer; `name` stands for it in messages.
-
-        Raises:
-            UserError: there is none, or it lacks a special token or has no others.
-        """
+        """The pieces of a tokenizer; `name` stands for it in messages."""
         valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
             raise UserError(f"{name} is missing, and words are masked as a whole; {valid}")

@@ -43,10 +43,6 @@ def train_and_validation(
         validation_fraction: share of all tokens that the validation split has, about.
         seed: of the split, and of training.
         vocabulary: what the ids are.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1, a split would have no document, the documents have no sentences,
-            or the sequence is too short for a pair.
     """
     check_sentences(documents)
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
@@ -57,11 +53,7 @@ def train_and_validation(
 
 
 def check_sentences(documents: SequenceDocuments) -> None:
-    """Check that documents are cut in sentences: that at least one has two.
-
-    Raises:
-        UserError: none has.
-    """
+    """Check that documents are cut in sentences: that at least one has two."""
     counts = count_sentences(documents)
     if counts.single == counts.documents:
         raise UserError(
@@ -89,9 +81,6 @@ class TrainPairs:
     Attributes:
         sequence_length: T.
         epoch_size: samples per epoch.
-
-    Raises:
-        UserError: T is too short for a pair.
     """
 
     def __init__(
@@ -143,9 +132,6 @@ class EvaluationPairs:
     Attributes:
         sequence_length: T.
         form: what a batch of them holds.
-
-    Raises:
-        UserError: T is too short for a pair, or there are no tokens.
     """
 
     def __init__(
@@ -179,11 +165,7 @@ class EvaluationPairs:
 
 
 def check_length(sequence_length: int) -> None:
-    """Check that a sequence has room for a pair.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Check that a sequence has room for a pair."""
     shortest = _SPECIAL + _SHORTEST
     if sequence_length < shortest:
         raise UserError(

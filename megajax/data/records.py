@@ -106,9 +106,6 @@ class TextFiles:
     Attributes:
         files: all files, in order.
         sizes: bytes of each file on disk; 0 where that is not known.
-
-    Raises:
-        UserError: a path is missing or neither file nor folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
@@ -131,9 +128,6 @@ class TextFiles:
         Args:
             cut: whether a single text file is cut in several documents.
             key: column of a Parquet file.
-
-        Raises:
-            UserError: a file cannot be read; a named text file is not UTF-8.
         """
         for index, file in enumerate(self.files):
             with readable(file, self._flag):

@@ -42,10 +42,6 @@ class TextDocuments:
         path: as given.
         report: counts of the latest iteration.
         size: bytes of all files on disk.
-
-    Raises:
-        UserError: the path is missing or neither file nor folder. While iterating: a file cannot be read; a named text
-            file is not UTF-8; a line of JSONL is broken; there is no text at all.
     """
 
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:

@@ -44,10 +44,6 @@ def evaluate_task(
         data: the files; none: the run's own dev files.
         overrides: values that replace the runs' own, by key.
         predictions: file that all answers are written to; empty: none. The files' records then need no labels.
-
-    Raises:
-        UserError: a run is of something else, or of several the answers cannot be put together; the step, the files or
-            the mesh cannot be used.
     """
     if TASKS[name].continues_text:
         _check_alone(name, run_dirs, predictions)
@@ -98,11 +94,7 @@ def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
-    """Check that runs have the same windows, whose answers are put together.
-
-    Raises:
-        UserError: they have not.
-    """
+    """Check that runs have the same windows, whose answers are put together."""
     inputs = [
         (tokenizer, config.model.sequence_length, config.task.doc_stride, config.task.question_tokens)
         for tokenizer, config in zip(tokenizers, configs, strict=True)
@@ -117,11 +109,7 @@ def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tok
 
 
 def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:
-    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it.
-
-    Raises:
-        UserError: it is of something else.
-    """
+    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it."""
     config, task = evaluation_config(run_dir, overrides, any_model=True, mesh=mesh), TASKS[name]
     fits = config.task.name == name or (
         config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)

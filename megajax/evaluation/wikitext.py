@@ -42,11 +42,7 @@ class WikiText:
 
 
 def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
-    """The file `wiki.test.tokens`, or another text in its form.
-
-    Raises:
-        UserError: it is not one file of plain text.
-    """
+    """The file `wiki.test.tokens`, or another text in its form."""
     refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
         raise refusal

@@ -11,11 +11,7 @@ UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or
 
 
 def read_prompts(given: list[str], file: str) -> list[str]:
-    """The prompts of the command line: those given one by one, or the lines of a file that are not blank.
-
-    Raises:
-        UserError: neither or both were given; the file cannot be read or holds no prompt; one is not UTF-8.
-    """
+    """The prompts of the command line: those given one by one, or the lines of a file that are not blank."""
     if bool(given) == bool(file):
         raise UserError(f"--prompt and --prompt-file are {'both' if file else 'not'} given; valid: one of them")
     for number, prompt in enumerate(given, start=1):

@@ -46,11 +46,7 @@ class Task:
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan.
-
-    Raises:
-        UserError: the tokenizer or a test set cannot be read; what is read would be replaced.
-    """
+    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan."""
 
     def described(files: Sequence[Input]) -> list[list[Any]]:
         return [identity(file) for file in files]
@@ -83,11 +79,7 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 
 def _check_pieces(tokenizer: str) -> None:
-    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks."""
     if tokenizer == "bpe":
         raise UserError(
             "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
@@ -108,10 +100,6 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
 
     Yields:
         Whether an interrupted preparation goes on.
-
-    Raises:
-        UserError: another process has it, it holds another preparation or something else, or it cannot be written;
-            `overwrite`, and what PREFIX names is not of a preparation.
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)

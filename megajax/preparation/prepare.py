@@ -171,11 +171,7 @@ class _Broken:
         self._next, self._count, self._first = 0, 0, ""
 
     def check(self) -> None:
-        """Count the lines of the shards that are done since the last call.
-
-        Raises:
-            UserError: there are more than `--max-broken`.
-        """
+        """Count the lines of the shards that are done since the last call."""
         while self._work.has("clean", self._next):
             lines, problem = self._work.load("clean", self._next, "broken", "problem")
             if len(lines) and not self._first:

@@ -38,9 +38,6 @@ class PairInputs:
         records: as given.
         owners: the record of every sample, int64.
         counts: how many records were cut, in words.
-
-    Raises:
-        UserError: T is too short for a pair, or the tokenizer is of another kind.
     """
 
     def __init__(self, records: Sequence[Pair], tokenizer: Tokenizer, *, sequence_length: int) -> None:
@@ -80,9 +77,6 @@ class ExamInputs:
         records: as given.
         owners: the record of every sample, int64.
         counts: how many questions and articles were cut, in words.
-
-    Raises:
-        UserError: T is too short for a question and an article, or the tokenizer is of another kind.
     """
 
     def __init__(

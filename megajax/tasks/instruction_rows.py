@@ -66,9 +66,6 @@ class InstructionRows:
         records: those that are not left out.
         owners: the row of every record, int64 [N].
         counts: in words, how many records were cut, left out, or are odd.
-
-    Raises:
-        UserError: messages cannot be rendered.
     """
 
     def __init__(
@@ -121,11 +118,7 @@ class InstructionRows:
 
 
 def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Every record's tokens.
-
-    Raises:
-        UserError: messages cannot be rendered.
-    """
+    """Every record's tokens."""
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "the tokenizer", TODAY)

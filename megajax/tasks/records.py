@@ -131,26 +131,19 @@ class Records(Generic[R]):
 
     Attributes:
         entries: in the order of the files.
-        strict: whether an odd record ends the reading.
+        strict: whether an odd record is an error.
         odd: by what was odd, in words (`questions with fewer than 2 options, skipped`), how many records, and where
             the first one is.
+        names: of records or passages that must differ, with the place of each.
     """
 
     entries: list[R] = field(default_factory=list)
     strict: bool = False
     odd: dict[str, tuple[int, str]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def note(self, what: str, place: str, valid: str) -> None:
-        """Count an odd record.
-
-        Args:
-            what: is odd, as `odd` names it.
-            place: file and number of the record.
-            valid: what it should be.
-
-        Raises:
-            UserError: with `strict`.
-        """
+        """Count an odd record, or raise a `UserError` if that is `strict`; `valid` says what the record should be."""
         if self.strict:
             raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
         count, first = self.odd.get(what, (0, place))

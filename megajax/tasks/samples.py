@@ -60,9 +60,6 @@ def task_samples(
         config: how questions and contexts are cut.
         training: leave out what has no label, and pack instructions in a random order.
         seed: of that.
-
-    Raises:
-        UserError: T is too short, the tokenizer is of another kind, or nothing is left to train on.
     """
     head = TASKS[task_name].head
     samples: PairInputs | SpanWindows | ExamInputs | InstructionRows
@@ -129,9 +126,6 @@ def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[
         entries: the records.
         fraction: of them that dev has, about.
         seed: any whole number from 0.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1; there are fewer than two contexts.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--data.validation-fraction {fraction}; valid: more than 0 and less than 1")

@@ -40,9 +40,6 @@ class SpanWindows:
         records: the questions, without those left out.
         owners: the record of every sample, int64 [W], ascending.
         counts: in words, how many questions were left out, were cut, or have their answer in no window as a whole.
-
-    Raises:
-        UserError: a question and its context do not fit, or the tokenizer is of another kind.
     """
 
     def __init__(
