@@ -29,14 +29,10 @@ from megajax.errors import UserError
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus.
-
-    Attributes:
-        tokenizer: None if the dataset was given tokenized and without one.
-    """
+    """A tokenized corpus."""
 
     tokens: IndexedDataset
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None if the dataset was given tokenized and without one
     report: CorpusReport
 
 

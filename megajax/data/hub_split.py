@@ -21,23 +21,14 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A split of a dataset of the hub, or of a local folder that has one.
+    """A split of a dataset of the hub, or of a local folder that has one."""
 
-    Attributes:
-        url: as it was given.
-        name: of the dataset, or the folder.
-        configuration: of the dataset, where it has several; else empty.
-        split: such as train.
-        column: of the texts; empty: as the reader says.
-        flag: the flag that named it, for error messages.
-    """
-
-    url: str
-    name: str
-    configuration: str
-    split: str
-    column: str
-    flag: str
+    url: str  # as it was given
+    name: str  # of the dataset, or the folder
+    configuration: str  # of the dataset, where it has several; else empty
+    split: str  # such as train
+    column: str  # of the texts; empty: as the reader says
+    flag: str  # the flag that named it, for error messages
 
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":

@@ -11,19 +11,12 @@ from megajax.errors import UserError
 
 @dataclass
 class TextReport:
-    """What one pass over a text source read.
+    """What one pass over a text source read."""
 
-    Attributes:
-        files: how many files were read.
-        documents: how many documents were in them.
-        num_bytes: of the documents in UTF-8.
-        skipped_files: files of a folder that are not UTF-8.
-    """
-
-    files: int = 0
-    documents: int = 0
-    num_bytes: int = 0
-    skipped_files: int = 0
+    files: int = 0  # how many files were read
+    documents: int = 0  # how many documents were in them
+    num_bytes: int = 0  # of the documents in UTF-8
+    skipped_files: int = 0  # files of a folder that are not UTF-8
 
 
 class TextDocuments:

@@ -39,15 +39,10 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class LastWords:
-    """The figures of the last words of many passages.
+    """The figures of the last words of many passages."""
 
-    Attributes:
-        accuracy: share of words whose every subword is the most probable one.
-        loss: mean cross-entropy of a word, in nats.
-    """
-
-    accuracy: float
-    loss: float
+    accuracy: float  # share of words whose every subword is the most probable one
+    loss: float  # mean cross-entropy of a word, in nats
 
     @classmethod
     def of(cls, words: Sequence[Continuation]) -> "LastWords":

@@ -23,17 +23,11 @@ _REST += [(" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")]
 
 @dataclass(frozen=True)
 class WikiText:
-    """A test text.
+    """A test text."""
 
-    Attributes:
-        original_tokens: words and punctuation marks of the text in the file, the paper's T_o.
-        ids: subwords of the text without its word tokenization.
-        name: the file.
-    """
-
-    original_tokens: int
-    ids: list[int]
-    name: str
+    original_tokens: int  # words and punctuation marks of the text in the file, the paper's T_o
+    ids: list[int]  # subwords of the text without its word tokenization
+    name: str  # the file
 
     def samples(self, sequence_length: int, overlap: int) -> EvaluationSamples:
         """Windows over the text."""

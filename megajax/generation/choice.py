@@ -22,19 +22,12 @@ _LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is taken anyway,
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-        temperature: logits are divided by it; 0: always the most probable token.
-        top_k: choose among the k most probable tokens; 0: all.
-        top_p: choose among the most probable tokens, after `top_k`, whose probabilities sum to at least this.
-        seed: of the noise.
-    """
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float  # logits are divided by it; 0: always the most probable token
+    top_k: int = 0  # choose among the k most probable tokens; 0: all
+    top_p: float = 1.0  # choose among the most probable tokens, after `top_k`, whose probabilities sum to at least this
+    seed: int = 0  # of the noise
 
 
 def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:

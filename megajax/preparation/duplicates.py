@@ -32,19 +32,12 @@ _CACHED_GRAMS = 1 << 20  # of a worker's cache
 
 @dataclass
 class Copies:
-    """The documents that were dropped as copies.
+    """The documents that were dropped as copies."""
 
-    Attributes:
-        documents: their numbers, int64, ascending.
-        originals: for each the number of the document that it is a copy of, int64.
-        similarity: of each to its original, float64, 0 to 1.
-        candidates: pairs that were compared.
-    """
-
-    documents: npt.NDArray[np.int64]
-    originals: npt.NDArray[np.int64]
-    similarity: npt.NDArray[np.float64]
-    candidates: int = 0
+    documents: npt.NDArray[np.int64]  # their numbers, int64, ascending
+    originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of, int64
+    similarity: npt.NDArray[np.float64]  # of each to its original, float64, 0 to 1
+    candidates: int = 0  # pairs that were compared
 
     @classmethod
     def none(cls) -> "Copies":

@@ -30,19 +30,12 @@ _FORMAT = 1  # of the work folder; a later version of this code may write anothe
 
 @dataclass(frozen=True)
 class Task:
-    """What to prepare, and where to.
+    """What to prepare, and where to."""
 
-    Attributes:
-        inputs: files, folders, URLs, or the word python-stdlib or python-docstrings.
-        output: PREFIX of the dataset.
-        options: how.
-        test_sets: files or folders of test sets that must not be in the corpus.
-    """
-
-    inputs: Sequence[str]
-    output: str
-    options: PrepareOptions
-    test_sets: Sequence[str] = ()
+    inputs: Sequence[str]  # files, folders, URLs, or the word python-stdlib or python-docstrings
+    output: str  # PREFIX of the dataset
+    options: PrepareOptions  # how
+    test_sets: Sequence[str] = ()  # files or folders of test sets that must not be in the corpus
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:

@@ -21,17 +21,11 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """The answer to a question.
+    """The answer to a question."""
 
-    Attributes:
-        text: of the context; empty: it has none.
-        best: the best text that is not empty.
-        difference: by how much "it has none" scores above `best`; 0 where every question has an answer.
-    """
-
-    text: str
-    best: str
-    difference: float
+    text: str  # of the context; empty: it has none
+    best: str  # the best text that is not empty
+    difference: float  # by how much "it has none" scores above `best`; 0 where every question has an answer
 
 
 def find_answers(

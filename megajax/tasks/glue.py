@@ -23,19 +23,12 @@ _GROUPS = {genre: group for group, genres in _GENRES.items() for genre in genres
 
 @dataclass(frozen=True)
 class _Format:
-    """The columns of a task's files.
+    """The columns of a task's files."""
 
-    Attributes:
-        texts: of the two texts.
-        labels: names of the column with the label; the first which is there.
-        cut_rows: whether rows with another number of columns are left out, and are no error.
-        grouped: whether records are also counted by group, and may lack a label.
-    """
-
-    texts: tuple[str, str]
-    labels: tuple[str, ...]
-    cut_rows: bool = False
-    grouped: bool = False
+    texts: tuple[str, str]  # of the two texts
+    labels: tuple[str, ...]  # names of the column with the label; the first which is there
+    cut_rows: bool = False  # whether rows with another number of columns are left out, and are no error
+    grouped: bool = False  # whether records are also counted by group, and may lack a label
 
 
 _FORMATS = {

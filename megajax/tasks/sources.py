@@ -73,21 +73,13 @@ def _order(file: Path) -> list[tuple[list[Any], str]]:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file of a task that is read.
+    """A file of a task that is read."""
 
-    Attributes:
-        path: where it is.
-        flag: the flag that named it, for error messages.
-        task: one of `TASKS`.
-        labelled: whether the right answers must be there.
-        records: what was read of all files so far; the reader adds its own.
-    """
-
-    path: Path
-    flag: str
-    task: str
-    labelled: bool
-    records: Records[Any]
+    path: Path  # where it is
+    flag: str  # the flag that named it, for error messages
+    task: str  # one of `TASKS`
+    labelled: bool  # whether the right answers must be there
+    records: Records[Any]  # what was read of all files so far; the reader adds its own
 
     @property
     def place(self) -> str:
