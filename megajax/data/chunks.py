@@ -56,10 +56,8 @@ def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbe
     Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
     only a document of one sentence makes a chunk of one.
 
-    Args:
-        documents: the corpus.
-        numbers: of the documents, ascending.
-        target: from the first sentences of chunks to the numbers of tokens wanted.
+    `numbers` are those of the documents, ascending; `target` goes from the first sentences of chunks to the tokens
+    wanted.
     """
     found = [_joined(part, target) for part in _parts(documents, numbers)]
     return Chunks(

@@ -95,12 +95,7 @@ class CheckedTokens:
 
     A small file is checked as a whole at once.
 
-    Args:
-        tokens: ids, [N].
-        digests: of its blocks, [B, 16]; None: there are none.
-        vocab_size: all ids must be below this.
-        file: the tokens' file, for error messages.
-        advice: what to do if they are others, for error messages.
+    `advice` says what to do about a difference, for error messages.
     """
 
     def __init__(

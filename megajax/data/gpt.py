@@ -30,16 +30,7 @@ def train_and_validation(
     overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the training and of the validation split, no document being in both.
-
-    Args:
-        documents: the corpus.
-        sequence_length: tokens of a sample.
-        validation_fraction: share of all tokens that the validation split has, about.
-        seed: of the split, and of the order of training.
-        overlap: that of `EvaluationSamples`.
-        with_positions: samples have positions, too.
-    """
+    """Samples of the training and of the validation split, no document being in both."""
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
@@ -91,17 +82,6 @@ class TrainSamples:
     In every epoch the documents are joined in a new random order and cut in samples of T + 1 tokens, of which the last
     is also the first of the next sample. Samples are drawn in a random order (Grain's index shuffle). The last tokens
     of an epoch, too few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
-
-    Args:
-        documents: the corpus.
-        numbers: the documents to train on, int64.
-        sequence_length: T.
-        seed: any whole number from 0.
-        with_positions: samples have positions, too.
-
-    Attributes:
-        sequence_length: T.
-        epoch_size: samples per epoch.
     """
 
     def __init__(
@@ -146,17 +126,8 @@ class EvaluationSamples:
     They are windows of T tokens that advance by `overlap` targets. The first window counts all its targets, every other
     one its last `overlap`, each of which is predicted from at least T - `overlap` earlier tokens.
 
-    Args:
-        documents: the corpus.
-        numbers: the documents to evaluate on, int64; all if None.
-        sequence_length: T.
-        overlap: 1 to T; 0: T, no token is in two windows.
-        with_positions: samples have positions, too.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        overlap: as given, or T.
+    `overlap` is 1 to T; with 0 it is T, so that no token is in two windows. `numbers` are the documents to evaluate on;
+    None: all.
     """
 
     def __init__(
@@ -211,9 +182,7 @@ def padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignor
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
     """Every token's place in its document, int32 [length].
 
-    Args:
-        begins: indices of the tokens that begin a document, ascending. The first token counts as the begin of one.
-        length: how many tokens there are.
+    `begins` are the indices of the tokens that begin a document, ascending; the first token always counts as one.
     """
     begin_T = np.zeros(length, np.int32)
     begin_T[begins] = begins

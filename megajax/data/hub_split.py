@@ -75,11 +75,7 @@ class HubSplit:
         return [*map(str, files), *(":".join(map(str, entry)) for entry in known)]
 
     def rows(self, key: str) -> Iterator[str]:
-        """The texts of all rows in order, read as they are asked for; empty where there is none.
-
-        Args:
-            key: the column, unless the URL has one.
-        """
+        """The texts of all rows in order, read as they are asked for; empty where there is none."""
         column = self.column or key
         try:
             with _quiet():

@@ -59,12 +59,8 @@ class IndexedWriter:
     Everything is written in a temporary folder. Only when the block ends without an exception do the files get theirs,
     the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
 
-    Args:
-        prefix: path of the two files without their suffixes.
-        vocab_size: ids are below this; tokens take two bytes if it is less than 65500, else four (as in Megatron-LM).
-
-    Attributes:
-        digests: after the block, those of the .bin file's blocks, [B, 16].
+    Tokens take two bytes if `vocab_size` is less than 65500, else four, as in Megatron-LM. After the block, `digests`
+    has those of the .bin file's blocks, [B, 16].
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:

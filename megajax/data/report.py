@@ -95,10 +95,7 @@ def are_digests(value: Any) -> bool:
 def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:
     """The digests for a report, of what there is.
 
-    Args:
-        index_file: of the dataset.
-        blocks: digests of the blocks of its tokens; None: neither tokens nor index have a digest.
-        tokenizer_folder: its tokenizer's, if it has one.
+    Where `blocks`, the digests of the blocks of its tokens, is None, neither tokens nor index have a digest.
     """
     found = {} if blocks is None else {TOKENS: root(blocks), _INDEX: file_digest(index_file)}
     files = _tokenizer_files(tokenizer_folder)

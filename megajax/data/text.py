@@ -25,16 +25,10 @@ class TextDocuments:
     Files of a folder that are not UTF-8 are skipped and counted in `report.skipped_files`. A broken line of JSONL is an
     error. Documents of white space only are left out.
 
-    Args:
-        path: a file, a folder, a URL, `python-stdlib` or `python-docstrings`.
-        cut: whether a single text file is cut in several documents.
-        flag: the flag that named the path, for error messages.
-        key: of the text in JSONL, and column of a Parquet file.
+    With `cut`, a single text file is cut in several documents; `key` is that of the text in JSONL, and the column of a
+    Parquet file.
 
-    Attributes:
-        path: as given.
-        report: counts of the latest iteration.
-        size: bytes of all files on disk.
+    `report` counts what the latest iteration read.
     """
 
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:

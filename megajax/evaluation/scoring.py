@@ -110,10 +110,7 @@ def score_continuations(
 ) -> list[Continuation]:
     """Scores of the ends of token sequences, in order.
 
-    Args:
-        program: as of `score_samples`.
-        params: weights on the program's mesh.
-        sequences: ids, and the index of the first one to score, at least 1.
+    A sequence is its ids and the index of the first one to score, at least 1.
     """
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):

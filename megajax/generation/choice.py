@@ -45,14 +45,7 @@ def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
 def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
     """The next token of every row.
 
-    Args:
-        logits_BV: of all tokens; the vocabulary's padding is left out.
-        bits_B: the state of the noise of each row's prompt.
-        position_B: int32, the position of the token that is chosen.
-        sampling: how it is chosen.
-
-    Returns:
-        Ids, int32 [B].
+    `position_B` is the position of the chosen token; the vocabulary's padding is not in `logits_BV`.
     """
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:

@@ -35,12 +35,7 @@ def read_prompts(given: list[str], file: str) -> list[str]:
 
 
 class TextStream:
-    """The text of ids that come some at a time, never with a part of a character.
-
-    Args:
-        tokenizer: of the ids.
-        before: ids that stand before them: a token's text may depend on the token before it.
-    """
+    """The text of ids that come some at a time, never with a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -74,13 +69,7 @@ def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -
 
 
 class Screen:
-    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows.
-
-    Args:
-        tokenizer: of the ids.
-        starts: the prompt of each text.
-        ids: those of each prompt.
-    """
+    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
         self._waiting = list(starts)

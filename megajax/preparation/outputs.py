@@ -42,13 +42,7 @@ _LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
 
 
 def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
-    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read.
-
-    Args:
-        output: PREFIX.
-        inputs: files that are read, each with the name of its flag.
-        folders: folders that are read.
-    """
+    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read."""
     resolved = functools.cache(Path.resolve)
     outputs = [*_results(output), work_folder(output).folder]
     for folder in folders:

@@ -86,13 +86,8 @@ def _check_pieces(tokenizer: str) -> None:
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Lock the work folder for this process in a `with` block, made if missing.
 
-    Args:
-        work: the folder.
-        plan: of this preparation.
-        overwrite: begin anew; an older dataset stays until it is replaced.
-
-    Yields:
-        Whether an interrupted preparation goes on.
+    With `overwrite` the preparation begins anew; an older dataset stays until it is replaced. Yields whether an
+    interrupted preparation goes on.
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)

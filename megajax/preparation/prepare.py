@@ -46,14 +46,8 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
     that is complete only returns its report. The result does not depend on the number of workers.
 
-    Args:
-        task: what to do.
-        workers: processes.
-        overwrite: begin anew, and replace what another preparation made.
-        show: where progress is shown.
+    With `overwrite` it begins anew, and replaces what another preparation made. Returns the report.
 
-    Returns:
-        The report.
 
     Raises:
         UserError: input, options or output cannot be used; the disk is full.

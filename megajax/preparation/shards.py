@@ -51,12 +51,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 class WorkFolder:
-    """The files of a preparation that is under way.
-
-    Args:
-        folder: where they are.
-        output: the value of `--output`, for error messages.
-    """
+    """The files of a preparation that is under way."""
 
     def __init__(self, folder: Path, output: str) -> None:
         self.folder, self.output = folder, output
@@ -81,8 +76,7 @@ class WorkFolder:
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
         """Write the cleaned texts of a shard.
 
-        Returns:
-            The byte at which each text begins, and the size of the file, int64 [D + 1].
+        Returns the byte at which each text begins, and the size of the file, int64 [D + 1].
         """
         starts = np.zeros(len(texts) + 1, np.int64)
         with self.writing(self._file("clean", shard, "text")) as file:

@@ -37,12 +37,8 @@ def write_predictions(
 ) -> None:
     """Write what was predicted.
 
-    Args:
-        path: of a file that is not there.
-        task_name: one of `TASKS`.
-        records: all that were predicted for.
-        found: for each the number of its class or option, or the text of its answer, empty for none.
-        flag: that named the path, for error messages.
+    `found` has for each record the number of its class or option, or the text of its answer, empty for none. The file
+    must not be there yet.
     """
     assert len(found) == len(records), (len(found), len(records))
     check_predictions(path, records, flag)
