@@ -66,7 +66,8 @@ CLASSES: dict[str, list[Fault]] = {
             "the gradient of what g gave is summed, too",
             "parallel.layers.RowParallelLinear.__call__",
             "self.boundary.leave(product_BTD)",
-            "(lambda y: lax.psum(y, TENSOR) - lax.stop_gradient(lax.psum(y, TENSOR) - y))(self.boundary.leave(product_BTD))",
+            "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"
+            "(self.boundary.leave(product_BTD), axis_size(TENSOR))",
             named("mlp_activation of layer 1, backward"),
             ON_TENSOR,
         ),
@@ -376,7 +377,7 @@ CLASSES: dict[str, list[Fault]] = {
             "parallel.layers.ColumnParallelLinear.of_all_parts",
             "self._part",
             "0 * self._part",
-            gradient("blocks/attention/key/weight, layer 0, 1"),
+            gradient("blocks/attention/value/weight, layer 0, 1"),
             {"mesh": (1, 2, 4), "weight_gradients": "deferred", **FEW_KEYS},
         ),
     ],
