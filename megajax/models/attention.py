@@ -29,7 +29,6 @@ Beside = dict[str, Any]  # what is returned beside an activation, by name: figur
 # (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, and what is returned beside them
 Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Beside]]
 ATTENTION_WEIGHTS = 0  # a site of dropout in a layer, beside those of `layer.py`
-FUSED_FORWARD = "dot_product_attention_fwd"  # starts the names of cuDNN's operations in a jaxpr
 
 
 class Attention(nnx.Module):

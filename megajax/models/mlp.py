@@ -13,7 +13,6 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.backend import Backend
-from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.parallel.boundary import RegionBoundary
@@ -26,6 +25,7 @@ from megajax.parallel.layers import (
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
+from megajax.private import FUSED_FORWARD
 
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.

@@ -109,8 +109,7 @@ def _losses_and_gradients(
     else:
         grads = layout.adapters.gradients(grads, adapters, dtype)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
-    losses, figures = (complete(sums, dict.fromkeys(sums, SCALAR)) for sums in (losses, figures))
-    return losses, grads, figures
+    return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
 
 
 def _total(program: Program, losses: dict[str, Array]) -> Array:
