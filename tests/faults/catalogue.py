@@ -367,8 +367,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "there is a slot too few for factors",
             "pipeline.schedule.with_deferral",
-            "int(kept.max())",
-            "max(1, int(kept.max()) - 1)",
+            "int(most_kept(backward.active, early, late).max())",
+            "max(1, int(most_kept(backward.active, early, late).max()) - 1)",
             types("overwritten"),
             ON_DEFERRED,
         ),
