@@ -499,7 +499,7 @@ CLASSES: dict[str, list[Fault]] = {
         ),
         Fault(
             "heads are numbered from each device's first one",
-            "models.attention.attend",
+            "models.attend.Blocks.attend",
             "axis_index(TENSOR) * num_heads",
             "0",
             named("attention_heads of layer 0, forward"),

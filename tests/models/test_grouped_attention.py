@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend
+from megajax.models.attend import attend
 from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout
 
