@@ -13,6 +13,7 @@ from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.digests import read_manifest
 from megajax.runs.trained import weights_in_parts
 
 
@@ -40,7 +41,7 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
         checkpoints.wait()
         checkpoints.close()
     assert len(there) == len(named)
-    sums = [json.loads((tmp_path / name / "checkpoints/0/digest/metadata").read_text()) for name in ("parts", "whole")]
+    sums = [read_manifest(tmp_path / name / "checkpoints/0").arrays for name in ("parts", "whole")]
     assert sums[0] == sums[1] and len(sums[0]) > 3 * len(named)
 
     states = []
@@ -62,9 +63,10 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
     checkpoints.wait()
     checkpoints.close()
-    file = tmp_path / "checkpoints/0/digest/metadata"
-    sums = json.loads(file.read_text())
-    file.write_text(json.dumps(sums | {".params['shared']['table']": 1 + sums[".params['shared']['table']"]}))
+    file, table = tmp_path / "checkpoints/0/checkpoint.json", ".params['shared']['table']"
+    manifest = json.loads(file.read_text())
+    manifest["arrays"][table] += 1
+    file.write_text(json.dumps(manifest))
     read, _ = weights_in_parts(layout, tmp_path, "latest")
     table, positions = (
         next(
