@@ -27,7 +27,6 @@ from megajax.parallel.sites import site
 
 # q_BTHK, k_BSHK, v_BSHK of this device's heads -> heads_BTHK, and what it remembers
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-FUSED_FORWARD = "dot_product_attention_fwd"  # starts the names of cuDNN's operations in a jaxpr
 
 
 class Attention(nnx.Module):

@@ -14,7 +14,6 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
-from megajax.models.attention import FUSED_FORWARD
 from megajax.models.config import ModelConfig
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.deferred import NO_DUMMIES, Dummies
@@ -27,6 +26,7 @@ from megajax.parallel.layers import (
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import site
 from megajax.precision import at_least_fp32
+from megajax.private import FUSED_FORWARD
 
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.

@@ -7,6 +7,7 @@ bits times a weight that is odd and differs between neighbours in every dim; so 
 
 import json
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from megajax.data.digests import file_digest
 from megajax.runs.ownership import FORMAT
 
 MANIFEST = "checkpoint.json"
+_OWN = "checksum"  # of the manifest itself
 _LARGEST = 64 * 2**20  # bytes of such a file; 150 a line: far more files than any checkpoint has
 
 
@@ -38,20 +40,27 @@ class Manifest:
     arrays: dict[str, int]
     files: dict[str, list[Any]]
 
+    @classmethod
+    def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
+        """The manifest of a folder that holds all files of a checkpoint, whose arrays have these checksums.
 
-def write_manifest(folder: Path, arrays: dict[str, int]) -> None:
-    """Write the manifest of a folder that holds all files of a checkpoint.
+        Raises:
+            OSError: a file cannot be read.
+        """
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+        return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
 
-    Args:
-        folder: of the checkpoint.
-        arrays: checksums of its arrays.
+    def write(self, folder: Path) -> None:
+        """Write it to the checkpoint's folder.
 
-    Raises:
-        OSError: a file cannot be read, or the manifest not be written.
-    """
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
-    found = {str(file.relative_to(folder)): _size_and_digest(file) for file in files}
-    write_json(folder / MANIFEST, asdict(Manifest(FORMAT, arrays, found)))
+        Raises:
+            OSError: that cannot be done.
+        """
+        write_json(folder / MANIFEST, asdict(self) | {_OWN: self._checksum})
+
+    @property
+    def _checksum(self) -> int:
+        return zlib.crc32(json.dumps(asdict(self)).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -64,8 +73,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if type(content["format"]) is int and content["format"] > FORMAT:
             return Manifest(content["format"], {}, {})
+        checksum = content.pop(_OWN)
         found = Manifest(**content)
-        valid = found.format == FORMAT and all(type(value) is int for value in found.arrays.values())
+        valid = found._checksum == checksum and found.format == FORMAT
+        valid = valid and all(type(value) is int for value in found.arrays.values())
         for name, (size, digest) in found.files.items():
             outside = Path(name).is_absolute() or ".." in Path(name).parts
             valid = valid and not outside and type(size) is int and type(digest) is str

@@ -23,7 +23,7 @@ from etils import epath  # Orbax's paths
 from megajax.paths import identity
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
-from megajax.runs.digests import local_checksums, read_json, write_json, write_manifest
+from megajax.runs.digests import Manifest, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
 from megajax.runs.lazy_array import LazyArray
 from megajax.runs.lazy_array import writer as deferred_writer
@@ -190,7 +190,7 @@ class Write:
         finally:
             handler.close()
         self._check_place()
-        write_manifest(self._place, self._sums)
+        Manifest.of(self._place, self._sums).write(self._place)
         if os.path.lexists(self._folder / str(self.step)):
             step_folders.set_aside(self._folder, self.step)
         self._place.rename(self._folder / str(self.step))

@@ -21,6 +21,7 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint, stored
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.digests import read_manifest
 from megajax.runs.retention import Retention
 from megajax.runs.stored import DamagedCheckpoint
 
@@ -228,8 +229,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(
 
 def forget_files(checkpoint: Path) -> None:
     """Take the digests of the files out of a checkpoint's manifest."""
-    manifest = json.loads((checkpoint / DIGESTS).read_text())
-    (checkpoint / DIGESTS).write_text(json.dumps(manifest | {"files": {}}))
+    dataclasses.replace(read_manifest(checkpoint), files={}).write(checkpoint)
 
 
 def test_a_newer_format_is_refused(small: StateLayout, written: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Damage of any file is found by its digest, a changed array by its checksum, however the array is sharded."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.mesh import make_mesh
-from megajax.runs.digests import MANIFEST, checksum, local_checksums, problem_of, read_manifest, write_manifest
+from megajax.runs.digests import MANIFEST, Manifest, checksum, local_checksums, problem_of, read_manifest
+from megajax.runs.ownership import FORMAT
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "state").mkdir()
     for name, content in (("a", b"one"), ("state/b", bytes(range(256))), ("state/empty", b"")):
         (tmp_path / name).write_bytes(content)
-    write_manifest(tmp_path, {"x": 7})
+    Manifest.of(tmp_path, {"x": 7}).write(tmp_path)
     return tmp_path
 
 
@@ -28,7 +30,7 @@ def problem(folder: Path) -> str:
 def test_what_was_written_is_whole(folder: Path) -> None:
     """Also when the manifest is written again; a file more is nobody's."""
     assert problem(folder) == ""
-    write_manifest(folder, {"x": 7})
+    Manifest.of(folder, {"x": 7}).write(folder)
     manifest = read_manifest(folder)
     assert manifest.files.keys() == {"a", "state/b", "state/empty"} and manifest.arrays == {"x": 7}
     (folder / "more").write_text("")
@@ -52,24 +54,36 @@ def test_damage_is_named(folder: Path, name: str, content: bytes | None, expecte
     assert problem(folder) == expected
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"[]", b"[" * 100_000, b'{"format": 1}', b'{"format": "1", "arrays": {}, "files": {}}'),
-        *(b'{"format": 0, "arrays": {}, "files": {}}', b'{"format": 1, "arrays": {"x": 1.5}, "files": {}}'),
-        *(b'{"format": 1, "arrays": 1, "files": {}}', b'{"format": 1, "arrays": {}, "files": {"a": 1}}'),
-        *(b'{"format": 1, "arrays": {}, "files": {"a": [1e999, "0"]}}', b'{"format": 1, "arrays": {}, "files": []}'),
-        b'{"format": 1, "arrays": {}, "files": {"../a": [3, "0"]}}',
-    ],
-)
-def test_a_damaged_manifest(folder: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b'{"format": 1}', b'{"format": 1, "checksum": 0}'])
+def test_no_manifest(folder: Path, content: bytes) -> None:
     (folder / MANIFEST).write_bytes(content)
     with pytest.raises(ValueError):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"format": "1"}, {"format": 0}, {"arrays": {"x": 1.5}}, {"arrays": 1}, {"files": []}, {"files": {"a": 1}}),
+        *({"files": {"a": [1.5, "0"]}}, {"files": {"../a": [3, "0"]}}, {"files": {"/a": [3, "0"]}}),
+    ],
+)
+def test_a_manifest_that_says_what_none_can(folder: Path, change: dict[str, Any]) -> None:
+    Manifest(**{"format": FORMAT, "arrays": {}, "files": {}} | change).write(folder)
+    with pytest.raises(ValueError, match="damaged"):
+        read_manifest(folder)
+
+
+def test_a_changed_manifest(folder: Path) -> None:
+    """Also where it could be one."""
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"x": 7', '"x": 8'))
+    with pytest.raises(ValueError, match="damaged"):
+        read_manifest(folder)
+
+
 def test_a_name_with_a_nul(folder: Path) -> None:
-    (folder / MANIFEST).write_bytes(b'{"format": 1, "arrays": {}, "files": {"a\\u0000": [3, "0"]}}')
+    Manifest(FORMAT, {}, {"a\0": [3, "0"]}).write(folder)
     assert problem(folder) == "a\0 is missing"
 
 

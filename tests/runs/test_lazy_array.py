@@ -1,7 +1,6 @@
 """A state that is written leaf by leaf is stored as one that was in memory as a whole."""
 
 import dataclasses
-import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -63,10 +62,9 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
     checkpoints.wait()
     checkpoints.close()
-    file, table = tmp_path / "checkpoints/0/checkpoint.json", ".params['shared']['table']"
-    manifest = json.loads(file.read_text())
-    manifest["arrays"][table] += 1
-    file.write_text(json.dumps(manifest))
+    manifest = read_manifest(tmp_path / "checkpoints/0")
+    manifest.arrays[".params['shared']['table']"] += 1
+    manifest.write(tmp_path / "checkpoints/0")
     read, _ = weights_in_parts(layout, tmp_path, "latest")
     table, positions = (
         next(
