@@ -64,7 +64,7 @@ def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, f
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
     """A dataset, compared with the digests that `megajax prepare` left beside it, and those of its blocks, [B, 16].
 
-    None in their place where nothing was left: the dataset is Megatron-LM's own, or of before digests.
+    None in their place where nothing was left: the dataset is Megatron-LM's own.
     """
     expected = _digests(prefix)
     if not expected:
