@@ -148,8 +148,8 @@ def test_unknown_gpus_and_precisions():
 
 
 def test_a_window_as_long_as_the_sequence_is_none():
-    """Then attention is the fused one, and as fast; with a shorter one it is not."""
+    """Attention is the fused one with any; with a shorter one it has less to do."""
     words = {"head_size": 64, "sequence_length": 256, "dropout": 0.0, "precision": "bf16"}
     configs = [tiny_config(sliding_window=window, **words) for window in (0, 256, 300, 255)]
     seconds = [step_time(config, H100).seconds for config in configs]
-    assert seconds[0] == seconds[1] == seconds[2] < seconds[3]
+    assert seconds[0] == seconds[1] == seconds[2] > seconds[3]
