@@ -35,8 +35,8 @@ FAULTS = {
         "sorted(varying_axes(leaf) - axes)", "sorted(varying_axes(leaf) - axes - {TENSOR})", "tests/test_parity.py"
     ),
     "a reduce-scatter does not sum": Fault(
-        "return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)",
-        "return own_shard(x, dim % x.ndim, axis)",
+        "return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
+        "return own_shard(x, dim % x.ndim, axes)",
         "tests/test_parity.py",
     ),
     "the tied embedding's gradient is not summed over the pipe": Fault(
@@ -75,8 +75,8 @@ FAULTS = {
         "gradient, self._part, 1)", "gradient, 0 * self._part, 1)", "tests/test_parity.py -k decoders"
     ),
     "ZeRO takes another device's shard": Fault(
-        "axis_index(axis) * size, size, dim",
-        "(axis_size(axis) - 1 - axis_index(axis)) * size, size, dim",
+        "axis_index(axes) * size, size, dim",
+        "(axis_size(axes) - 1 - axis_index(axes)) * size, size, dim",
         "tests/test_parity.py",
     ),
     "the first head of keys for all that share them": Fault(

@@ -62,7 +62,7 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, padded):
 
     def run(backend):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
+        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
             visible = AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)) if padded else CAUSAL
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))

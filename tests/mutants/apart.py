@@ -133,7 +133,7 @@ OUTSIDE = [  # beside the train step, which alone is verified; arguments of pyte
     ),
 ]
 
-PUT = "        entries[dim] = _with_axis(entries[dim], DATA)"
+PUT = "        entries[dim] = (*entry_axes(entries[dim]), *BATCH_AXES)"
 EQUIVALENT = [
     Apart(
         "weight gradients of padded layers",
@@ -173,8 +173,8 @@ EQUIVALENT = [
     ),
     Apart(
         "pipe is not the outermost axis of the devices' order",
-        "reshape(pipe, data, tensor).transpose(1, 0, 2)",
-        "reshape(data, pipe, tensor)",
+        "DEVICE_ORDER = tuple(_ROLES)",
+        "DEVICE_ORDER = tuple(sorted(_ROLES))",
         "which device has which coordinates changes times only; tests/test_mesh.py",
     ),
     Apart(

@@ -24,12 +24,12 @@ SHARED_VOCABULARY = {"mesh": (1, 2, 2), "vocabulary": "split"}
 F = 'return lax.pcast(x, axes, to="varying")'
 G = "return lax.psum(x, axes)"
 MAX = "return lax.pmax(x, axes)"
-ALL_GATHER = 'return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")'
-ROLLED = ALL_GATHER.replace("return", "x =") + "\n    return jnp.roll(x, x.shape[dim] // axis_size(axis), dim)"
-SCATTER = "return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)"
+ALL_GATHER = 'return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")'
+ROLLED = ALL_GATHER.replace("return", "x =") + "\n    return jnp.roll(x, x.shape[dim] // axis_size(axes), dim)"
+SCATTER = "return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)"
 BROADCAST = "return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)"
 PAIRS = "(stage, (stage + step) % p) for stage in range(p) if ring or 0 <= stage + step < p"
-OWN = "axis_index(axis) * size, size, dim"
+OWN = "axis_index(axes) * size, size, dim"
 VARY = 'return lax.pcast(x, missing, to="varying") if missing else x'
 
 
@@ -138,7 +138,7 @@ COLLECTIVES = [
     Mutant(
         "ZeRO updates another device's shard",
         OWN,
-        "(axis_size(axis) - 1 - axis_index(axis)) * size, size, dim",
+        "(axis_size(axes) - 1 - axis_index(axes)) * size, size, dim",
         ON_DATA,
         "numbers",
         update("data"),
@@ -146,7 +146,7 @@ COLLECTIVES = [
     Mutant(
         "every device has the first tokens' positions",
         OWN,
-        "axis_index(axis) * 0, size, dim",
+        "axis_index(axes) * 0, size, dim",
         ON_SEQUENCE,
         "numbers",
         forward(0, "input", "tensor"),
@@ -177,7 +177,7 @@ COLLECTIVES = [
     Mutant(
         "a reduce-scatter of tokens does not sum",
         SCATTER,
-        "return own_shard(x, dim % x.ndim, axis)",
+        "return own_shard(x, dim % x.ndim, axes)",
         ON_SEQUENCE,
         "numbers",
         forward(0, "input", "tensor"),
@@ -185,7 +185,7 @@ COLLECTIVES = [
     Mutant(
         "a reduce-scatter of gradients does not sum",
         SCATTER,
-        "return own_shard(x, dim % x.ndim, axis)",
+        "return own_shard(x, dim % x.ndim, axes)",
         ON_DATA,
         "numbers",
         gradient("", "data"),
@@ -193,7 +193,7 @@ COLLECTIVES = [
     Mutant(
         "a reduce-scatter of gradients takes the mean",
         SCATTER,
-        SCATTER + " / axis_size(axis)",
+        SCATTER + " / axis_size(axes)",
         ZERO3,
         "numbers",
         gradient("", "data"),
@@ -201,9 +201,9 @@ COLLECTIVES = [
     Mutant(
         "a reduce-scatter hands out the parts in reverse",
         SCATTER,
-        "size = axis_size(axis)\n"
-        "    x = lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)\n"
-        "    return lax.ppermute(x, axis, [(i, size - 1 - i) for i in range(size)])",
+        "size = axis_size(axes)\n"
+        "    x = lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)\n"
+        "    return lax.ppermute(x, axes, [(i, size - 1 - i) for i in range(size)])",
         ON_SEQUENCE,
         "numbers",
         forward(0, "input", "tensor"),

@@ -133,8 +133,8 @@ LAYERS = [
     ),
     Mutant(
         "every device has all rows of the batch",
-        "BATCH_SPEC = PartitionSpec(DATA)",
-        "BATCH_SPEC = PartitionSpec()",
+        "ROWS = PartitionSpec(ROW_AXES)",
+        "ROWS = PartitionSpec(None)",
         ON_DATA,
         "types",
     ),

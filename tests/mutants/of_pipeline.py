@@ -24,8 +24,8 @@ LONG_RING = ON_RING | {"num_layers": 8}
 ENDS = [
     Mutant(
         "losses vary over all stages",
-        "return (DATA,) if self.vocabulary_split else (DATA, PIPE)",
-        "return (DATA, PIPE)",
+        "return BATCH_AXES if self.vocabulary_split else (*BATCH_AXES, PIPE)",
+        "return (*BATCH_AXES, PIPE)",
         ON_VOCABULARY,
         "types",
     ),

@@ -3,13 +3,14 @@
 from mutant import ON_DATA, ON_PIPE, ON_SEQUENCE, ON_TENSOR, Mutant, backward, forward, gradient, update
 
 ZERO3 = ON_DATA | {"zero": 3}
-ROWS = "row_B = axis_index(DATA) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)"
+ROWS = "row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)"
+COUNTS = "return complete(counts, dict.fromkeys(counts, PartitionSpec()))"
 DROPOUT = "Dropout.at(dropout, config.seed, step, microbatch[_ROW])"
 COMPLETE = "grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.owned_specs)"
 BIND = [
     Mutant(
         "losses are divided by the targets of a device's rows",
-        "return sum_over(program.form.counts(batch), (DATA,))",
+        COUNTS,
         "return program.form.counts(batch)",
         ON_DATA,
         "numbers",
@@ -17,17 +18,17 @@ BIND = [
     ),
     Mutant(
         "losses are divided by the mean of the devices' targets",
-        "return sum_over(program.form.counts(batch), (DATA,))",
-        "return jax.tree.map(lambda count: count // jax.lax.axis_size(DATA), "
-        "sum_over(program.form.counts(batch), (DATA,)))",
+        COUNTS,
+        COUNTS.replace("return", "counts =")
+        + "\n    return jax.tree.map(lambda count: count // jax.lax.axis_size('data'), counts)",
         ON_DATA,
         "numbers",
         backward(-1, "losses", "data", "loss"),
     ),
     Mutant(
         "targets are counted on every stage",
-        "return sum_over(program.form.counts(batch), (DATA,))",
-        "return sum_over(program.form.counts(batch), (DATA, PIPE))",
+        COUNTS,
+        COUNTS.replace("return", "counts =") + "\n    return jax.lax.psum(counts, PIPE)",
         ON_PIPE,
         "numbers",
         backward(-1, "losses", "pipe", "loss"),
@@ -35,7 +36,7 @@ BIND = [
     Mutant(
         "rows are numbered from each device's first one",
         ROWS,
-        "row_B = axis_index(DATA) * 0 + jnp.arange(num_rows, dtype=jnp.int32)",
+        "row_B = axis_index('data') * 0 + jnp.arange(num_rows, dtype=jnp.int32)",
         ON_DATA,
         "numbers",
         forward(0, "input", "data"),
@@ -43,7 +44,7 @@ BIND = [
     Mutant(
         "rows are numbered in turn over the devices",
         ROWS,
-        "row_B = axis_index(DATA) + 2 * jnp.arange(num_rows, dtype=jnp.int32)",
+        "row_B = axis_index('data') + 2 * jnp.arange(num_rows, dtype=jnp.int32)",
         ON_DATA,
         "numbers",
         forward(0, "input", "data"),
@@ -81,8 +82,8 @@ BIND = [
     ),
     Mutant(
         "what is between split tokens is summed in every layer",
-        "axes = (DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)",
-        "axes = (DATA,)",
+        "axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES",
+        "axes = BATCH_AXES",
         ON_SEQUENCE,
         "communication",
         gradient("communication", "tensor"),
@@ -97,7 +98,7 @@ BIND = [
     Mutant(
         "losses grow with the data groups",
         "total / jnp.maximum(counts[name], 1).astype(total.dtype)",
-        "total * jax.lax.axis_size(DATA) / jnp.maximum(counts[name], 1).astype(total.dtype)",
+        "total * jax.lax.axis_size('data') / jnp.maximum(counts[name], 1).astype(total.dtype)",
         ON_DATA,
         "numbers",
         backward(-1, "losses", "data", "loss"),

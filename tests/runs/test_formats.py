@@ -137,7 +137,7 @@ def test_query_key_and_value_are_divided_in_host_memory(mesh: tuple[int, int, in
 
 def test_a_tree_without_attention_in_parts_stays() -> None:
     """Where today's tree has one leaf nothing is upgraded; where it has three one is divided, whatever is beside."""
-    mesh = make_mesh(2, 1, 2, jax.devices()[:4])
+    mesh = make_mesh(jax.devices()[:4], data=2, tensor=2)
 
     def struct(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
