@@ -21,6 +21,7 @@ from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.registry import PRETRAINING
+from megajax.traits import SAMPLES, Small
 
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
@@ -71,18 +72,25 @@ class MeshConfig:
 class TrainConfig:
     """Length and batch of the training run."""
 
-    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO] = 0
+    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
     epochs: Annotated[
-        float, "of a task: how often every record is trained on, if train.steps does not end it earlier", AT_LEAST_ZERO
+        float,
+        "of a task: how often every record is trained on, if train.steps does not end it earlier",
+        AT_LEAST_ZERO,
+        Small(fixed=0.0),
     ] = 0
-    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
+    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS, SAMPLES]
     ramp_start: Annotated[
         int,
         "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
         between(0, 1_000_000),
+        SAMPLES,
+        Small(fixed=0),
     ] = 0
-    ramp_increment: Annotated[int, "sequences by which it grows at a time", between(0, 1_000_000)] = 0
-    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO] = 0
+    ramp_increment: Annotated[
+        int, "sequences by which it grows at a time", between(0, 1_000_000), SAMPLES, Small(fixed=0)
+    ] = 0
+    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO, SAMPLES, Small(fixed=0)] = 0
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
@@ -165,11 +173,16 @@ def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
 class Config:
     """A run."""
 
-    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED] = 0
+    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
     seeds: Annotated[
-        int, "of a task: train so many times with seeds from this one on, each in a folder of its own", between(1, 1000)
+        int,
+        "of a task: train so many times with seeds from this one on, each in a folder of its own",
+        between(1, 1000),
+        Small(fixed=1),
     ] = 1
-    init: Annotated[str, "run directory whose weights a new run begins with; empty: with fresh ones"] = ""
+    init: Annotated[
+        str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed="")
+    ] = ""
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
     ] = "fp32"

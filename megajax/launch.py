@@ -15,6 +15,7 @@ from functools import partial
 from megajax.config import Config
 from megajax.ending import fail, leave_together, stop_signals
 from megajax.errors import UserError
+from megajax.private import backends_are_initialized
 from megajax.relay import Relay
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
@@ -55,7 +56,7 @@ def start(config: Config) -> None:
     Raises:
         UserError: the processes cannot find each other; simulated devices are asked for after JAX was used.
     """
-    runs = jax_runs()  # its flags were read then
+    runs = backends_are_initialized()  # its flags were read then
     if not runs:
         avoid_known_faults()
     if config.distributed.process_id <= 0 and reductions_are_faulty():
@@ -123,16 +124,10 @@ def _warn_of_reductions(why: str, _flags: str) -> None:
     )
 
 
-def jax_runs() -> bool:
-    """Whether JAX was used in this process, as a notebook may have, so that its devices and XLA's flags are fixed."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    return bridge is not None and bridge.backends_are_initialized()
-
-
 def _simulate(count: int) -> None:
     import jax
 
-    if jax_runs():
+    if backends_are_initialized():
         there = jax.device_count() if jax.default_backend() == "cpu" else 0
         if there != count:
             raise UserError(

@@ -83,6 +83,6 @@ def check_place(path: str | Path, name: str) -> None:
     if folder == place and not folder.is_dir():
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"{name} {path}: {folder} is no folder; valid: a path in a folder, or in one that can be made")
+        raise UserError(f"{name} {path}: {folder} is no folder; valid: a path in a folder, old or new")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{name} {path}: {folder} may not be written; valid: a folder that may be written")
+        raise UserError(f"{name} {path}: {folder} may not be written; valid: a writable folder")

@@ -71,7 +71,7 @@ def read_file(place: str) -> bytes:
     try:
         return reading.read_bytes(place)
     except OSError as error:
-        raise UserError(f"{place}: {error.strerror}; valid: a TOML file that can be read") from None
+        raise UserError(f"{place}: {error.strerror}; valid: a readable TOML file") from None
 
 
 def parse_toml(content: bytes, place: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def kind(path: str | Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; valid: a path that can be looked at") from None
+        raise UserError(f"{path}: {error.strerror}; valid: short names, in folders that may be entered") from None
     except ValueError as error:  # a NUL
         raise UserError(f"{path}: {error}; valid: a path without it") from None
 
@@ -79,7 +79,7 @@ def names(folder: str | Path) -> set[str]:
     try:
         return set(os.listdir(folder))
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; valid: a folder that can be read") from None
+        raise UserError(f"{folder}: {error.strerror}; valid: a readable folder") from None
 
 
 def open_file(path: str | Path) -> IO[bytes]:
@@ -120,7 +120,7 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
     try:
         return read_bytes(path, most).decode().removeprefix("\ufeff")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; valid: a file that can be") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}; valid: a readable file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
 

@@ -80,7 +80,7 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
         shown = [name for name in inside if not any(part.startswith(".") for part in name.parts[depth:])]
         return [_described(system, inside[name]) for name in sorted(shown, key=lambda name: name.parts)], False
     except Exception as error:  # of the store's library: no network, no permission, no such bucket
-        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: what can be") from None
+        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a readable URL") from None
 
 
 def read_bytes(url: str, flag: str) -> bytes:
@@ -97,7 +97,7 @@ def read_bytes(url: str, flag: str) -> bytes:
         with files[0].open() as content:
             return reading.whole(content, reading.SMALL_BYTES)
     except (OSError, reading.TooLong) as error:
-        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that can be") from None
+        raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that you may read") from None
 
 
 def _file_system(url: str, flag: str) -> tuple[Any, str]:

@@ -64,3 +64,10 @@ def test_no_help_needs_more_than_the_configuration() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script, *HELPS], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_private_names_stand_in_one_module() -> None:
+    """Those of JAX and Orbax, each with the public way that is hoped for."""
+    package = Path(megajax.__file__).parent
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if "._src" in file.read_text()}
+    assert found == {"private.py"}

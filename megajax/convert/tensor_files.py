@@ -50,7 +50,7 @@ class TensorFiles:
             file = safe_open(path, framework="np")
         except OSError as error:
             reason = "it does not exist" if not reading.kind(path) else error.strerror or str(error)
-            raise UserError(f"{path}: cannot be read: {reason}; valid: a file that can be") from None
+            raise UserError(f"{path}: cannot be read: {reason}; valid: a readable file") from None
         except SafetensorError as error:
             raise UserError(f"{path}: damaged, or not a safetensors file: {error}; valid: a whole one") from None
         for name in file.keys():  # noqa: SIM118  # not a dict

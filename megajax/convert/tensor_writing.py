@@ -73,7 +73,7 @@ def write_tensors(
                 file = folder / INDEX
                 file.write_text(_index(places, _NUMPY[dtype].itemsize), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a place that can be") from None
+            raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a writable place with room") from None
 
 
 def _planned(shapes: Mapping[str, tuple[int, ...]], itemsize: int, most: int) -> dict[str, _Place]:

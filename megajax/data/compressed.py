@@ -2,23 +2,32 @@
 
 import contextlib
 import gzip
-import io
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO
 
 from megajax.reading import open_file
 from megajax.remote import RemoteFile
 
-SUFFIXES = (".gz", ".zst")
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
-_BLOCK_BYTES = 1 << 20
-_ZSTD_BYTES = 1 << 14  # read at a time; uncompressed, they may take thousands of times as much memory
+_SUFFIXES = (".gz", ".zst")
+_LONG_WINDOWS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}  # files of `zstd --long=31`
 
 
 class Damaged(Exception):
     """A compressed file that is truncated or not what its name says."""
+
+
+def inner_suffix(file: object) -> str:
+    """The suffix of a file's name in lower case, that of the compression left out: `.jsonl` of `a.JSONL.zst`."""
+    name = PurePath(str(file))
+    return (name.with_suffix("") if name.suffix.lower() in _SUFFIXES else name).suffix.lower()
 
 
 @contextlib.contextmanager
@@ -36,48 +45,9 @@ def reading(file: Path | RemoteFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 with gzip.open(raw, "rb") as content:
                     yield content, raw  # type: ignore[misc]
             elif suffix == ".zst":
-                with io.BufferedReader(_Zstd(raw), _BLOCK_BYTES) as content:
-                    yield content, raw
+                with zstd.open(raw, "rb", options=_LONG_WINDOWS) as content:
+                    yield content, raw  # type: ignore[misc]
             else:
                 yield raw, raw
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
             raise Damaged(str(error)) from None
-
-
-class _Zstd(io.RawIOBase):
-    """The content of Zstandard frames in order. A truncated file is an error, unlike in the package's own reader."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._pending, self._frame = raw, memoryview(b""), self._new_frame()
-        self._inside = False  # a frame that has begun and not ended
-
-    @staticmethod
-    def _new_frame() -> Any:
-        import zstandard
-
-        return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        import zstandard
-
-        while not self._pending:
-            if self._frame.eof:
-                block, self._frame, self._inside = self._frame.unused_data, self._new_frame(), False
-            else:
-                block = b""
-            block = block or self._raw.read(_ZSTD_BYTES)
-            if not block:
-                if self._inside:
-                    raise EOFError("the last frame has no end")
-                return 0
-            self._inside = True
-            try:
-                self._pending = memoryview(self._frame.decompress(block))
-            except zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-        count = min(len(buffer), len(self._pending))
-        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
-        return count

@@ -1,12 +1,14 @@
 """What a text source may be, and the files that one names."""
 
+import contextlib
 import itertools
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megajax import reading, remote
+from megajax.data import compressed
 from megajax.data.hub_split import SCHEME as HUB
 from megajax.data.hub_split import HubSplit
 from megajax.data.library import SKIPPED_FOLDERS, WORDS, library_folder
@@ -18,11 +20,7 @@ Input = Path | RemoteFile | HubSplit  # one file, or what is read like one
 
 
 def check_input(path: str, flag: str) -> None:
-    """Check that one can say whether text is at a path; whether it is does not matter.
-
-    Raises:
-        UserError: as `check_path`; what its scheme needs is not known or not installed.
-    """
+    """Check that one can say whether text is at a path; whether it is does not matter."""
     if path in WORDS:
         return
     if scheme(path) == HUB:
@@ -34,16 +32,12 @@ def check_input(path: str, flag: str) -> None:
 
 
 def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
-    """The files of a source, in order, and whether it names a file itself.
-
-    Raises:
-        UserError: nothing is there.
-        OSError: a folder cannot be read, or a link in it leads nowhere.
-    """
+    """The files of a source, in order, and whether the source is a single file rather than a folder."""
     if not path:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path in WORDS:
-        library = _below(library_folder(), SKIPPED_FOLDERS, follow=False)
+        with readable(library_folder(), flag):
+            library = files_below(library_folder(), SKIPPED_FOLDERS, follow=False)
         return [file for file in library if file.suffix == ".py"], False
     if scheme(path) == HUB:
         return [HubSplit.parse(path, flag)], True
@@ -52,7 +46,8 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
     root = Path(path)
     kind = reading.kind(root)
     if kind == "a folder":
-        return [*_below(root)], False
+        with readable(root, flag):
+            return [*files_below(root)], False
     if kind == "a file":
         return [root], True
     raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
@@ -60,10 +55,7 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
 
 def _remote(url: str, flag: str) -> tuple[list[Input], bool]:
     found, is_file = remote.find(url, flag)
-    datasets = [url] if url.endswith((".bin", ".idx")) else []
-    if not found and remote.find(f"{url}.idx", flag)[1]:
-        datasets = [url]
-    if datasets:
+    if url.endswith((".bin", ".idx")) or (not found and remote.find(f"{url}.idx", flag)[1]):
         raise UserError(
             f"{flag} {url}: a prepared dataset is mapped into memory where it lies; valid: a copy on a file system"
         )
@@ -73,7 +65,7 @@ def _remote(url: str, flag: str) -> tuple[list[Input], bool]:
 
 
 def size_of(file: Input) -> int:
-    """Bytes of a file, or 0: that is not known."""
+    """Bytes of a file, or 0 if unknown."""
     return file.stat().st_size if isinstance(file, Path) else file.size
 
 
@@ -94,31 +86,32 @@ def valid_paths(flag: str) -> str:
     return f"valid: UTF-8 text as a file, {files}, {elsewhere}, {prepared}or the word {' or '.join(WORDS)}"
 
 
-def raise_unreadable(flag: str, error: OSError, path: object) -> NoReturn:
-    """Raise a `UserError` for an error of reading `path`."""
-    raise UserError(
-        f"{flag}: cannot read {error.filename or path}: {error.strerror or error}; valid: files to read"
-    ) from None
+@contextlib.contextmanager
+def readable(path: object, flag: str) -> Iterator[None]:
+    """Turn whatever goes wrong while a file or folder is read in the `with` block into a `UserError`."""
+    try:
+        yield
+    except reading.TooLong as error:
+        raise UserError(f"{flag}: {path}: {error}") from None
+    except compressed.Damaged as error:
+        raise UserError(f"{flag}: {path} is truncated or damaged: {error}; valid: all of it") from None
+    except OSError as error:
+        problem = f"cannot read {error.filename or path}: {error.strerror or error}"
+        raise UserError(f"{flag}: {problem}; valid: files to read") from None
 
 
 def read_folders(path: str, flag: str) -> list[Path]:
-    """The folder that a source is, and those elsewhere that are read by links below it; none where it is no folder.
-
-    Raises:
-        UserError: a folder cannot be read.
-    """
+    """The folder that a source is, and the folders elsewhere that links below it lead to; none if it is no folder."""
     if path in WORDS or scheme(path) or not reading.is_folder(path):
         return []
-    try:
+    with readable(path, flag):
         return _walk(Path(path))[1]
-    except OSError as error:
-        raise_unreadable(flag, error, path)
 
 
-def _below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> list[Path]:
+def files_below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> list[Path]:
     """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths.
 
-    With `follow` links to folders are followed, but each folder is read once: where it lies, else by the first link.
+    With `follow`, links to folders are followed, but each folder is read once: where it lies, else by the first link.
 
     Raises:
         OSError: a folder cannot be read; with `follow`: a link leads nowhere.
@@ -130,7 +123,7 @@ def _below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> li
 
 
 def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tuple[list[Path], list[Path]]:
-    """What is no folder below `root`, as `_below` finds it, and `root` with the links to folders that were followed."""
+    """Everything below `root` that is no folder, and `root` with the links to folders that were followed."""
 
     def fail(error: OSError) -> NoReturn:
         raise error

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal, NamedTuple
 from megajax import reading
 from megajax.data import compressed
 from megajax.data.hub_split import HubSplit
-from megajax.data.inputs import Input, find_inputs, raise_unreadable, size_of
+from megajax.data.inputs import Input, find_inputs, readable, size_of
 from megajax.data.library import DOCSTRINGS, prose
 from megajax.data.pieces import check_length, joined, pieces, separated
 from megajax.data.tokenizer import END_OF_TEXT
@@ -99,16 +99,9 @@ class TextFiles:
     store (`megajax/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document per
     row (`hub_split.py`).
 
-    Args:
-        paths: files, folders, URLs, `python-stdlib`, `python-docstrings`.
-        flag: the flag that named the paths, for error messages.
-
     Attributes:
         files: all files, in order.
         sizes: bytes of each file on disk; 0 where that is not known.
-
-    Raises:
-        UserError: a path is missing or neither file nor folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
@@ -116,35 +109,23 @@ class TextFiles:
         self._in_folder: list[bool] = []  # such a file of text is one document
         self._of_docstrings: list[bool] = []
         self._flag = flag
-        try:
-            for path in paths:
-                found, named = find_inputs(str(path), flag)
-                self.files += found
-                self._in_folder += [not named] * len(found)
-                self._of_docstrings += [str(path) == DOCSTRINGS] * len(found)
-            self.sizes = [size_of(file) for file in self.files]
-        except OSError as error:
-            raise_unreadable(flag, error, paths[0])
+        self.sizes: list[int] = []
+        for path in paths:
+            found, named = find_inputs(str(path), flag)
+            self.files += found
+            self._in_folder += [not named] * len(found)
+            self._of_docstrings += [str(path) == DOCSTRINGS] * len(found)
+            with readable(path, flag):
+                self.sizes += map(size_of, found)
 
     def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
         """Every record, and how many bytes of its file were read by then.
 
-        Args:
-            cut: whether a single text file is cut in several documents.
-            key: column of a Parquet file.
-
-        Raises:
-            UserError: a file cannot be read; a named text file is not UTF-8.
+        With `cut`, a single text file is cut in several documents; `key` is the column of a Parquet file.
         """
         for index, file in enumerate(self.files):
-            try:
+            with readable(file, self._flag):
                 yield from self._file_records(index, file, cut, key)
-            except reading.TooLong as error:
-                raise UserError(f"{self._flag}: {file}: {error}") from None
-            except compressed.Damaged as error:
-                raise UserError(f"{self._flag}: {file} is truncated or damaged: {error}; valid: all of it") from None
-            except OSError as error:
-                raise_unreadable(self._flag, error, file)
 
     def _file_records(self, index: int, file: Input, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
         if isinstance(file, HubSplit):
@@ -191,9 +172,8 @@ class TextFiles:
 
 
 def _kind(file: Path | RemoteFile) -> str:
-    inner = PurePath(str(file))
-    inner = inner.with_suffix("") if inner.suffix.lower() in compressed.SUFFIXES else inner
-    return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}.get(inner.suffix.lower(), "text")
+    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+    return kinds.get(compressed.inner_suffix(file), "text")
 
 
 def _contains(file: Path | RemoteFile, wanted: bytes) -> bool:

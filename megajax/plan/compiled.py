@@ -4,6 +4,7 @@ where JAX's CUDA packages are installed. Nothing is allocated and nothing runs.
 XLA's CPU compiler is asked not to optimise its machine code, which changes no buffer and takes most of its time.
 """
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -58,15 +59,17 @@ def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
 
 def for_h200s(config: Config) -> Compiled:
     """The train step of `config`, compiled for as many H200s as its mesh has."""
-    return traced_step(config, h200.devices(config.mesh.num_devices)).lower().compile()
+    with h200.attention():
+        return traced_step(config, h200.devices(config.mesh.num_devices)).lower().compile()
 
 
 def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
     """Compile the train step of `config`, for H200s or for the first simulated devices of this process, of which
     there must be enough (`launch.imagine_devices`)."""
     began, count = time.perf_counter(), config.mesh.num_devices
-    traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
-    memory = traced.lower().compile(None if gpus else _QUICK).memory_analysis()
+    with h200.attention() if gpus else contextlib.nullcontext():
+        traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
+        memory = traced.lower().compile(None if gpus else _QUICK).memory_analysis()
     kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
     return CompiledStep(
         f"XLA of jaxlib {jax.lib.__version__} for {count} {kind}",

@@ -5,7 +5,7 @@ of activations and the factors of weight gradients that wait. The rest is a mode
 docs/plan.md says how far it is from what XLA allocates.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -14,6 +14,7 @@ from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.activations import LayerSizes, chunk_bytes, factor_bytes
+from megajax.plan.machines import Machine
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
 from megajax.plan.temporaries import Temporaries
@@ -61,6 +62,11 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
+
+
+def backend_of(machine: Machine) -> Backend:
+    """The forms that suit a GPU, cuDNN's attention if there is one."""
+    return GPU if machine.fused_attention else replace(GPU, fused_attention=False)
 
 
 def memory(config: Config, backend: Backend = GPU) -> Memory:

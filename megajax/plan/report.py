@@ -4,13 +4,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from megajax.backend import CPU, GPU, Backend
+from megajax.backend import CPU, GPU
 from megajax.config import Config
 from megajax.models.family import count_parameters, step_flops
 from megajax.plan.communication import bytes_by_axis, communication, totals
 from megajax.plan.compiled import CompiledStep
 from megajax.plan.machines import Machine
-from megajax.plan.memory import Memory, memory
+from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.time import StepTime, step_time
 
 _GIB, _GB = 2**30, 1e9
@@ -83,11 +83,6 @@ class Plan:
         if self.compiled is None:
             return None
         return totals(communication(self.config)) == totals(self.compiled.collectives)
-
-
-def backend_of(machine: Machine) -> Backend:
-    """The forms that suit a GPU, cuDNN's attention if there is one."""
-    return GPU if machine.fused_attention else Backend(**asdict(GPU) | {"fused_attention": False})
 
 
 def figures(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from megajax.axes import AXES
+from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.options import as_flag, options
@@ -18,7 +19,7 @@ from megajax.pipeline.checks import has_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
-from megajax.plan.memory import Memory, memory
+from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.validation import validate, validate_mesh
@@ -101,12 +102,12 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
         UserError: nothing fits, or the model has no mesh of so many devices; with what forbids it.
     """
     peak_of(machine, config.precision)
-    kept = frozenset(given)
+    kept, backend = frozenset(given), backend_of(machine)
     tried, smallest, fitting = 0, None, []
     for base in _on_meshes(config, devices, kept):
         models: dict[Any, StepModel] = {}
         for each in _of_mesh(base, kept):
-            sizes = list(_sizes(each, kept))
+            sizes = list(_sizes(each, kept, backend))
             tried += len(sizes)
             least = min(sizes, key=lambda pair: pair[0], default=None)
             if least is not None and (smallest is None or least[0] < smallest[0]):
@@ -150,7 +151,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
         taken.add(like)
         config = each.config
         validate(config, devices)
-        planned = Planned(config, step_time(config, machine), memory(config))
+        planned = Planned(config, step_time(config, machine), memory(config, backend_of(machine)))
         if planned.memory.total <= machine.usable:
             chosen.append(planned)
         if len(chosen) == 4 * count:  # the formula is not exact
@@ -219,7 +220,7 @@ def _as_fast(config: Config) -> Config:
     return replace(config, train=replace(config.train, remat="none")) if selective else config
 
 
-def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, PipelineConfig]]:
+def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[tuple[int, PipelineConfig]]:
     """Every schedule and number of chunks whose table can be made and its buffers told quickly, with the bytes that a
     device needs. Those are told by fewer microbatches where the schedule's table has buffers of the same sizes with
     these."""
@@ -240,7 +241,7 @@ def _sizes(config: Config, kept: frozenset[str]) -> Iterator[tuple[int, Pipeline
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)
-        found = memory(replace(config, train=short, pipeline=pipeline))
+        found = memory(replace(config, train=short, pipeline=pipeline), backend)
         yield sum(vars(found).values()) + found.batch * (m - fewer) // fewer, pipeline
 
 

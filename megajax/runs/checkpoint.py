@@ -69,7 +69,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             step_folders.clear(self.folder)
         except OSError as error:
-            raise UserError(f"{self.folder}: {error.strerror}; valid: a folder that can be written") from None
+            raise UserError(f"{self.folder}: {error.strerror}; valid: a writable place with room") from None
         self._losses = validation_losses(self.folder.parent)
 
     def steps(self) -> list[int]:
@@ -270,7 +270,7 @@ class Checkpoints:
                         step_folders.set_aside(self.folder, step)
                     except OSError as error:
                         problem = in_one_line(error)
-                        raise UserError(f"{self.folder}: {problem}; valid: a folder that can be written") from None
+                        raise UserError(f"{self.folder}: {problem}; valid: a writable place with room") from None
 
         on_first_process(rename)
 

@@ -11,6 +11,7 @@ from megajax.data.files import put_back
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
+from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
 from megajax.runs.formats import FORMAT, check_known
@@ -18,6 +19,7 @@ from megajax.runs.lock import RunLock
 from megajax.runs.ownership import entries, mark, run_format
 from megajax.runs.parts import MARK, check_outside_runs, check_parts
 from megajax.runs.step_folders import named
+from megajax.traits import Changes
 
 
 def claim(run_dir: Path, config: Config) -> None:
@@ -107,54 +109,15 @@ def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
         raise
 
 
-_WEIGHTS = [  # what a run keeps: its weights' names and shapes, and what is computed with them
-    "model.family",
-    "model.num_layers",
-    "model.hidden_size",
-    "model.num_heads",
-    "model.sequence_length",
-    "model.vocab_size",
-    "model.padded_vocab_size",
-    "model.layer_order",
-    "model.num_kv_heads",
-    "model.head_size",
-    "model.mlp_size",
-    "model.norm",
-    "model.norm_epsilon",
-    "model.positions",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.rope_factor",
-    "model.rope_low_frequency",
-    "model.rope_high_frequency",
-    "model.rope_original_length",
-    "model.activation",
-    "model.bias",
-    "model.query_key_norm",
-    "model.tied_embedding",
-    "model.sliding_window",
-    "model.head",
-    "model.num_classes",
-    "task.name",
-]
-_SAMPLES = [  # and, once it has trained, which samples it has seen and holds out
-    "seed",
-    "data.validation_fraction",
-    "train.global_batch",
-    "train.ramp_start",
-    "train.ramp_increment",
-    "train.ramp_samples",
-    "task.doc_stride",
-    "task.question_tokens",
-    "task.option_tokens",
-]
+_KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps from its first step on
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    of_adapters = ["lora.rank", *(["lora.alpha", "lora.targets"] if config.lora.rank else [])]
-    for key in _WEIGHTS + of_adapters + (_SAMPLES if trained else []):
+    of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
+    samples = compared(Config, Changes.SAMPLES) if trained else ()
+    for key in (*compared(Config, *_KEPT), *of_adapters, *samples):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))

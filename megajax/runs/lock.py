@@ -116,7 +116,7 @@ class RunLock:
                     return self._hold()
             except OSError as error:
                 raise UserError(
-                    f"--run-dir {self._run_dir}: {error.strerror}; valid: a folder that can be written"
+                    f"--run-dir {self._run_dir}: {error.strerror}; valid: a writable place with room"
                 ) from None
             if not told and not dead:
                 told = True

@@ -104,7 +104,7 @@ def _readable(folder: Path) -> list[Path]:
     try:
         return _entries(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {error.strerror}; valid: a folder that may be read") from None
+        raise UserError(f"{folder}: cannot be read: {error.strerror}; valid: a readable folder") from None
 
 
 def _entries(folder: Path) -> list[Path]:

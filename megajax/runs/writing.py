@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
 from megajax.paths import identity
+from megajax.private import ORBAX_HANDLERS
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.checksums import part_sums
@@ -216,11 +217,10 @@ class Write:
 
 
 # What Orbax's own readers, and megajax before `files.json`, look for in a checkpoint's folder.
-_HANDLERS = "orbax.checkpoint._src.handlers"
 _METADATA = {
     "item_handlers": {
-        "digest": f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
-        "state": f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler",
+        "digest": f"{ORBAX_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
+        "state": f"{ORBAX_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler",
     },
     "metrics": {},
     "performance_metrics": {},

@@ -61,7 +61,7 @@ class RunLog:
             try:
                 self._trackers = self._files(finished_steps)
             except OSError as error:
-                raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a folder that can be written") from None
+                raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with room") from None
             self._trackers += others()
         self._display = Display(write, console)
         self._progress = TrainingProgress(total_steps, finished_steps, log_every, self._display)

@@ -10,22 +10,18 @@ from rich.status import Status
 from rich.text import Text
 
 from megajax.config import Config
+from megajax.models.config import ModelConfig
+from megajax.options import compared, options
+from megajax.traits import Changes, Size, Small
 from megajax.verify.fold import shown
 from megajax.verify.shrink import Shrunk
 from megajax.verify.verdict import Finding
 from megajax.verify.verify import Result
 
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "mlp_size",
-    "sequence_length",
-    "sliding_window",
-    "vocab_size",
-    "padded_vocab_size",
+_SIZES = tuple(
+    name
+    for name, option in compared(ModelConfig, *Changes).items()
+    if options(ModelConfig)[option].trait(Size) or options(ModelConfig)[option].trait(Small)
 )
 _BATCH = ("global_batch", "microbatch")
 _NAME = 46  # columns

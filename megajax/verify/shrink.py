@@ -3,22 +3,22 @@ words of the model, what divides what, what is uneven, and how the step is compu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megajax.axes import BATCH_AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.options import options
 from megajax.pipeline.config import PipelineConfig
+from megajax.traits import ReadWith, Size, Small
 from megajax.verify.fold import fold
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
-_RANK = 3  # of LoRA
-_CLIP_NORM = 0.1  # so that gradients are clipped
-_LOSS_SCALE = 2.0**12  # under which no gradient of so small a model overflows
-_GROWTH_EVERY = 2  # so that the scale grows within the steps
 
 
 @dataclass(frozen=True)
@@ -49,51 +49,39 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    model = dataclasses.replace(
-        config.model,
-        num_layers=sizes.num_layers(),
-        **width,
-        **sizes.tokens(),
-        **sizes.vocabulary(),
-        num_classes=min(config.model.num_classes, 5),
-    )
-    microbatch, microbatches = min(config.train.microbatch, 2), sizes.num_microbatches()
+    ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary()}
+    model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
+    microbatch = min(config.train.microbatch, 2)
     train = dataclasses.replace(
-        config.train,
-        microbatch=microbatch,
-        global_batch=mesh.row_shards * microbatch * microbatches,
-        ramp_start=0,
-        ramp_increment=0,
-        ramp_samples=0,
-        steps=10,
-        epochs=0,
+        config.train, microbatch=microbatch, global_batch=mesh.row_shards * microbatch * sizes.num_microbatches()
     )
+    optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     small = dataclasses.replace(
         config,
-        seeds=1,
-        init="",
         distributed=type(config.distributed)(),
         model=model,
-        lora=dataclasses.replace(config.lora, rank=min(config.lora.rank, _RANK)),
         mesh=mesh,
         train=train,
         pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            warmup_steps=0,
-            warmup_fraction=0.0,
-            decay_steps=10,
-            cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0,
-            clip_norm=min(config.optimizer.clip_norm, _CLIP_NORM),
-        ),
-        loss_scale=dataclasses.replace(
-            config.loss_scale,
-            initial=min(config.loss_scale.initial, _LOSS_SCALE),
-            floor=min(config.loss_scale.floor, _LOSS_SCALE),
-            growth_every=min(config.loss_scale.growth_every, _GROWTH_EVERY),
-        ),
+        optimizer=optimizer,
     )
-    return Shrunk(small, tuple(notes))
+    return Shrunk(_by_traits(small), tuple(notes))
+
+
+def _by_traits(config: Config) -> Config:
+    """With every option that has a `Small` with a value reduced to that, or set to it."""
+    values: dict[str, dict[str, Any]] = {}
+    for key, option in options(Config).items():
+        small, value = option.trait(Small), attrgetter(key)(config)
+        section, _, name = key.rpartition(".")
+        if small and small.most is not None:
+            values.setdefault(section, {})[name] = min(value, option.convert(small.most))
+        elif small and small.fixed is not None:
+            values.setdefault(section, {})[name] = small.fixed
+    own = values.pop("")
+    return dataclasses.replace(
+        config, **own, **{name: dataclasses.replace(getattr(config, name), **found) for name, found in values.items()}
+    )
 
 
 def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:
@@ -164,19 +152,18 @@ class _Sizes:
         return next(fitting, ours.tensor * first)
 
     def tokens(self) -> dict[str, Any]:
-        """Sequence, and what is counted in its tokens."""
+        """Sequence, and what is counted in its tokens: as much shorter or longer than it."""
         model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
 
         def scaled(tokens: int) -> int:
-            return max(1, round(length * tokens / model.sequence_length))
+            near = round(length * tokens / model.sequence_length)
+            return min(length - 1, max(2, near)) if tokens < model.sequence_length else max(length, near)
 
         sizes = {"sequence_length": length}
-        if model.window_in(model.sequence_length) is not None:
-            sizes["sliding_window"] = min(length - 1, max(2, scaled(model.sliding_window)))
-        elif model.sliding_window:
-            sizes["sliding_window"] = length
-        if model.rope_scaling == "llama3":
-            sizes["rope_original_length"] = scaled(model.rope_original_length)
+        for name, option in options(ModelConfig).items():
+            small, reader, tokens = option.trait(Small), option.trait(ReadWith), getattr(model, name)
+            if small and small.tokens and tokens and (reader is None or reader.is_read(model)):
+                sizes[name] = scaled(tokens)
         return sizes
 
     def vocabulary(self) -> dict[str, Any]:
@@ -192,6 +179,16 @@ class _Sizes:
         padded, added = part * ours, model.padded_vocab_size - model.vocab_size
         left = max(1, padded * added // model.padded_vocab_size) if added else 0
         return {"vocab_size": padded - left, "vocab_multiple": padded}
+
+    def others(self, ruled: Collection[str]) -> dict[str, Any]:
+        """Sizes that have no rule of their own: a few, or, of what is split, a few on every device."""
+        found = {}
+        for name, option in options(ModelConfig).items():
+            size, value = option.trait(Size), getattr(self._model, name)
+            if size and value and name not in ruled:
+                here = self._ours.tensor if size.split else 1
+                found[name] = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
+        return found
 
     def num_layers(self) -> int:
         """One layer or two in every virtual stage, or none in the last ones; as uneven as theirs, over stages and over

@@ -144,7 +144,7 @@ def process_of_its_own() -> Iterator[None]:
     with (
         contextlib.chdir(ROOT),
         mock.patch.dict(os.environ),
-        mock.patch.object(launch, "jax_runs", lambda: False),  # of tests before
+        mock.patch.object(launch, "backends_are_initialized", lambda: False),  # of tests before
         mock.patch.object(launch, "_keep_freed_memory"),  # for good, and of all tests of this process
         mock.patch.object(jax, "devices", lambda: devices[:number]),
         mock.patch.object(jax, "device_count", lambda: number),

@@ -1,6 +1,7 @@
 """How a user's mistake ends: exit code 2, and one line that names the flag or file and what would be valid."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,25 @@ def train_mistake(commands: Commands, run_dir: Path, *arguments: object, preset:
     line = mistake(commands, "train.py", preset or commands.preset, "--run-dir", run_dir, *arguments)
     assert (contents(run_dir) if run_dir.exists() else None) == before, "written to"
     return line
+
+
+def by_line(table: list[tuple[str, ...]]) -> list[Any]:
+    """The rows of a table, each a command and the words that its line must have, as parameters of a test."""
+    return [pytest.param(line, words, id=f"{number} {line[-60:]}") for number, (line, *words) in enumerate(table)]
+
+
+def assert_refused(commands: Commands, line: str, words: list[str], names: Mapping[str, object]) -> None:
+    """The command ends with a line that has the words, and writes nothing.
+
+    `names` are written in capitals in the command and in the words: texts, and paths, below which nothing may change.
+    """
+    places = [path for name, path in names.items() if isinstance(path, Path) and re.search(rf"\b{name}\b", line)]
+    before = [contents(path) for path in places]
+
+    def filled(text: str) -> str:
+        return re.sub(r"\b[A-Z]+\b", lambda match: str(names.get(match[0], match[0])), text)
+
+    said = mistake(commands, *filled(line).split())
+    assert_says(said, *(filled(word) for word in words))
+    assert len(said) < 600, "a long value is not repeated"
+    assert [contents(path) for path in places] == before, "written to"

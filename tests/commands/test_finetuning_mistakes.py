@@ -4,113 +4,168 @@ import json
 from pathlib import Path
 
 import pytest
-from finetuning import MODEL, PRESET, Finetuning
-from mistakes import assert_says, one_line, redundant
-from processes import Commands, Run, contents
+from finetuning import MODEL, PRESET, SIZE, Finetuning
+from made_up_tasks import SUFFIXES
+from mistakes import assert_refused, assert_says, by_line, one_line
+from processes import Run, made_once
 
 NAMES = "pretraining, mnli, qqp, squad1, squad2, race"
 ANY_TASK = "--task.name mnli or qqp or squad1 or squad2 or race"
-PRETRAINING = ("--task.name", "pretraining", "--train.epochs", 0, "--train.steps", 2, "--optimizer.decay-steps", 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--data.path", "x.txt"), [r"--data\.path with --task\.name mnli; valid: --data\.train and --data\.dev"]),
-        (("--task.name", "cola"), [r"--task\.name 'cola'", NAMES]),
-        (("--task.name", "squad"), [r"--task\.name 'squad'", NAMES, "did you mean"]),
-        (("--model.head", "span"), [r"--model\.head span with --task\.name mnli; valid: classes"]),
-        (("--model.num-classes", 2), [r"--model\.num-classes 2 with --task\.name mnli; valid: 3"]),
-        (("--train.epochs", 0), [r"--train\.steps 0", r"--train\.epochs"]),
-        (("--train.epochs", -1), [r"--train\.epochs -1", "valid: 0 to"]),
-        (("--optimizer.warmup-steps", 3), [r"--optimizer\.warmup-steps and --optimizer\.warmup-fraction are both"]),
-        (("--model.vocab-size", 40), [r"--model\.vocab-size 40", "valid: 100 or more"]),
-        (("--model.sequence-length", 4), [r"--model\.sequence-length 4", "valid: 5 or more"]),
-        (("--data.train", "no.tsv"), [r"--data\.train: no\.tsv does not exist", "valid: a file of mnli"]),
-        (("--data.dev", "no.tsv"), [r"--data\.dev: no\.tsv does not exist", "valid: a file of mnli"]),
-        (("--data.train",), [r"--data\.train needs a value"]),
-        redundant(("--model.head", "nothing"), [r"--model\.head 'nothing'", "pretraining, classes, span, choice"]),
-        redundant(("--task.doc-stride", 0), [r"--task\.doc-stride 0", "valid: 1 to"]),
-        redundant(("--task.n-best", "x"), [r"--task\.n-best", "valid: a whole number"]),
-        redundant(("--optimizer.warmup-fraction", 1), [r"--optimizer\.warmup-fraction 1", "less than 1"]),
-        redundant(("--data.validation-fraction", 1), [r"--data\.validation-fraction 1", "less than 1"]),
-        redundant(("--mesh.data", 2, "--simulate-devices", 2, "--train.microbatch", 8), [r"--train\.global-batch 8"]),
-    ],
-)
-def test_flags_of_training(tuning: Finetuning, tmp_path: Path, flags: tuple, words: list[str]) -> None:
-    assert_says(one_line(tuning.start("mnli", tmp_path / "run", *flags)), *words)
-    assert not list(tmp_path.iterdir())
+@pytest.fixture(scope="session")
+def files(tuning: Finetuning) -> Path:
+    """A folder with train and dev of every task, dev once more cut in the middle as by an interrupted download, and
+    some of their mistakes."""
+    folder = tuning.folder / "files"
+
+    def make() -> None:
+        folder.mkdir()
+        for task, suffix in SUFFIXES.items():
+            train, dev = (tuning.file(task, kind).read_bytes() for kind in ("train", "dev"))
+            for name, content in (("train", train), ("dev", dev), ("cut", dev[: len(dev) * 2 // 3])):
+                (folder / f"{task}-{name}{suffix}").write_bytes(content)
+        header, *rows = (folder / "mnli-dev.tsv").read_text().splitlines()
+        rows[6] = rows[6].rsplit("\t", 1)[0] + "\tmaybe"
+        (folder / "maybe.tsv").write_text("\n".join([header, *rows]) + "\n")
+        (folder / "again.tsv").write_bytes((folder / "mnli-dev.tsv").read_bytes())
+
+    made_once(folder, make)
+    return folder
 
 
-def test_a_task_of_gpt2(tuning: Finetuning, tmp_path: Path) -> None:
-    line = one_line(tuning.start("mnli", tmp_path / "run", "--model.family", "gpt2"))
-    assert not (tmp_path / "run").exists()
-    assert_says(line, r"--task\.name mnli", r"--model\.family decoder", r"valid: .*bert")
+def tune(task: str) -> str:
+    """The command that fine-tunes on a task."""
+    data = (f"--data.{kind} FILES/{task}-{kind}{SUFFIXES[task]}" for kind in ("train", "dev"))
+    return " ".join([f"train.py {PRESET} --run-dir FILES/new --task.name {task}", *map(str, SIZE), *data])
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--data.train", "x.tsv"), [r"--data\.train without a task", ANY_TASK]),
-        (("--data.dev", "x.tsv"), [r"--data\.dev without a task", ANY_TASK]),
-        (("--train.epochs", 2), [r"--train\.epochs without a task", ANY_TASK]),
-        (("--seeds", 2), ["--seeds without a task", ANY_TASK]),
-        (("--model.head", "classes"), [r"--model\.head classes without a task", ANY_TASK]),
-        ((), [r"--data\.path missing"]),
-    ],
-)
-def test_flags_of_tasks_in_pretraining(commands: Commands, tmp_path: Path, flags: tuple, words: list[str]) -> None:
-    size = (*MODEL, "--train.microbatch", 2, *PRETRAINING)
-    done = commands.run("train.py", PRESET, "--run-dir", tmp_path / "run", *size, *flags)
-    assert_says(one_line(done), *words)
-    assert not list(tmp_path.iterdir())
+MNLI = tune("mnli")
+AGAIN = MNLI.replace("FILES/new", "TUNED")
+PRETRAIN = f"train.py {PRESET} --run-dir FILES/new {' '.join(map(str, MODEL))} --train.microbatch 2 --train.epochs 0"
+PRETRAIN += " --task.name pretraining --train.steps 2 --optimizer.decay-steps 2"
+EVAL = "eval.py mnli --checkpoint TUNED"
+PERPLEXITY = "eval.py perplexity --checkpoint"
+
+TRAINING: list[tuple[str, ...]] = [
+    (f"{MNLI} --data.path x.txt", r"--data\.path with --task\.name mnli; valid: --data\.train and --data\.dev"),
+    (f"{MNLI} --task.name cola", r"--task\.name 'cola'", NAMES),
+    (f"{MNLI} --task.name squad", r"--task\.name 'squad'", NAMES, "did you mean"),
+    (f"{MNLI} --model.head span", r"--model\.head span with --task\.name mnli; valid: classes"),
+    (f"{MNLI} --model.head nothing", r"--model\.head 'nothing'", "pretraining, classes, span, choice"),
+    (f"{MNLI} --model.num-classes 2", r"--model\.num-classes 2 with --task\.name mnli; valid: 3"),
+    (f"{MNLI} --model.family gpt2", r"--task\.name mnli", r"--model\.family decoder", r"valid: .*bert"),
+    (f"{MNLI} --train.epochs 0", r"--train\.steps 0", r"--train\.epochs"),
+    (f"{MNLI} --train.epochs -1", r"--train\.epochs -1", "valid: 0 to"),
+    (f"{MNLI} --optimizer.warmup-steps 3", r"--optimizer\.warmup-steps and --optimizer\.warmup-fraction are both"),
+    (f"{MNLI} --optimizer.warmup-fraction 1", r"--optimizer\.warmup-fraction 1", "less than 1"),
+    (f"{MNLI} --model.vocab-size 40", r"--model\.vocab-size 40", "valid: 100 or more"),
+    (f"{MNLI} --model.sequence-length 4", r"--model\.sequence-length 4", "valid: 5 or more"),
+    (f"{MNLI} --task.doc-stride 0", r"--task\.doc-stride 0", "valid: 1 to"),
+    (f"{MNLI} --data.validation-fraction 1", r"--data\.validation-fraction 1", "less than 1"),
+    (f"{MNLI} --mesh.data 2 --simulate-devices 2 --train.microbatch 8", r"--train\.global-batch 8"),
+    (f"{MNLI} --data.train", r"--data\.train needs a value"),
+    (f"{MNLI} --data.train no.tsv", r"--data\.train: no\.tsv does not exist", "valid: a file of mnli"),
+    (f"{MNLI} --data.dev no.tsv", r"--data\.dev: no\.tsv does not exist", "valid: a file of mnli"),
+    (f"train.py {PRESET} --run-dir FILES/new", r"--data\.train missing", r"valid: files of --task\.name qqp"),
+    (f"{PRETRAIN} --data.train x.tsv", r"--data\.train without a task", ANY_TASK),
+    (f"{PRETRAIN} --data.dev x.tsv", r"--data\.dev without a task", ANY_TASK),
+    (f"{PRETRAIN} --train.epochs 2", r"--train\.epochs without a task", ANY_TASK),
+    (f"{PRETRAIN} --seeds 2", "--seeds without a task", ANY_TASK),
+    (f"{PRETRAIN} --model.head classes", r"--model\.head classes without a task", ANY_TASK),
+    (PRETRAIN, r"--data\.path missing"),
+    # The file of another task: the line says of which one.
+    *(
+        (
+            f"{tune(task)} --data.{kind} FILES/{given}-dev{SUFFIXES[given]}",
+            rf"--data\.{kind}: .*looks like a file of .*{given}.*, not of .*{task}",
+            "valid: ",
+        )
+        for task, given in (
+            ("mnli", "qqp"),
+            ("mnli", "squad1"),
+            ("squad2", "race"),
+            ("race", "squad1"),
+            ("qqp", "mnli"),
+        )
+        for kind in ("train", "dev")
+    ),
+    # What cannot be seen from the beginning of a file: the first question without an answer.
+    (
+        f"{tune('squad1')} --data.train FILES/squad2-train.json",
+        r"--data\.train: .*question \d+ \(id q\d+\)",
+        "squad2",
+        "valid: ",
+    ),
+    *(
+        (
+            f"{tune(task)} --data.{kind} FILES/{task}-cut{SUFFIXES[task]}",
+            f"--data.{kind}: FILES/{task}-cut",
+            "ends in the middle|truncated",
+            "valid: ",
+        )
+        for task in ("mnli", "squad2", "race")
+        for kind in ("train", "dev")
+    ),
+    (
+        f"{MNLI} --data.dev FILES/maybe.tsv",
+        "--data.dev: FILES/maybe.tsv:8",
+        'label "maybe"',
+        "valid: entailment, neutral, contradiction",
+    ),
+    # The directory of a run that was trained otherwise.
+    *(
+        (f"{again} {flags}", f"--run-dir TUNED holds a run with ({key}|model.num_classes) ", "valid: the same")
+        for again, key, flags in (
+            (tune("qqp").replace("FILES/new", "TUNED"), "task.name", ""),
+            (AGAIN, "train.global_batch", "--train.global-batch 4"),
+            (AGAIN, "seed", "--seed 3"),
+            (AGAIN, "task.option_tokens", "--task.option-tokens 3"),
+            (AGAIN, "model.num_layers", "--model.num-layers 2"),
+            (AGAIN, "task.doc_stride", "--task.doc-stride 3"),
+        )
+    ),
+]
+
+EVALUATING: list[tuple[str, ...]] = [
+    ("eval.py mnli", "--checkpoint"),
+    ("eval.py cola --checkpoint TUNED", "TASK 'cola'; valid: .*mnli.*qqp.*race.*squad1.*squad2"),
+    (
+        "eval.py qqp --checkpoint TUNED --data FILES/qqp-dev.tsv",
+        "--checkpoint TUNED: a run of mnli",
+        "fine-tuned on qqp",
+    ),
+    ("eval.py race --checkpoint TUNED", "--checkpoint TUNED: a run of mnli", "valid: a run .* race"),
+    ("eval.py mnli --checkpoint GPT --data FILES/mnli-dev.tsv", "--checkpoint GPT", "fine-tuned on mnli"),
+    (f"{EVAL} GPT --data FILES/mnli-dev.tsv", "--checkpoint GPT", "fine-tuned on mnli"),
+    (f"{EVAL} FILES/none --data FILES/mnli-dev.tsv", r"--checkpoint FILES/none: no config\.toml"),
+    (f"{EVAL} --data FILES/qqp-dev.tsv", "--data: FILES/qqp-dev.tsv looks like a file of qqp, not of mnli"),
+    (f"{EVAL} --data FILES/none", "--data: FILES/none does not exist", "valid: a file of mnli"),
+    (f"{EVAL} --data FILES/mnli-dev.tsv FILES/mnli-dev.tsv", "--data: FILES/mnli-dev.tsv is named twice", "valid: "),
+    (f"{EVAL} --step 3", "--step 3; valid: latest, best, or one of"),
+    (f"{EVAL} --overlap 3", "--overlap: mnli does not take it", "valid: "),
+    (f"{EVAL} --predictions FILES/maybe.tsv", "--predictions FILES/maybe.tsv is there already", "valid: "),
+    # Records of one name, as MNLI's two dev files have them.
+    (
+        f"{EVAL} --data FILES/mnli-dev.tsv FILES/again.tsv --predictions FILES/new.tsv",
+        "--predictions: two records have the name",
+        "valid: ",
+    ),
+    (f"{PERPLEXITY} TUNED", "--checkpoint TUNED: a run of mnli", "valid: megajax eval mnli"),
+    ("eval.py lambada --checkpoint TUNED --data FILES/mnli-dev.tsv", "--checkpoint TUNED", "valid: "),
+    (f"{PERPLEXITY} GPT GPT", "--checkpoint: 2 paths", "valid: one"),
+    (f"{PERPLEXITY} GPT --predictions x", "--predictions is not for perplexity", "mnli"),
+    (f"{PERPLEXITY} GPT --task.n-best 3", r"--task\.n-best is not for perplexity", "mnli"),
+]
 
 
-def test_no_files_at_all(tuning: Finetuning, tmp_path: Path) -> None:
-    done = tuning.commands.run("train.py", PRESET, "--run-dir", tmp_path / "run")
-    assert_says(one_line(done), r"--data\.train missing", r"valid: files of --task\.name qqp")
-    assert not list(tmp_path.iterdir())
-
-
-OTHERS = [("mnli", "qqp"), ("mnli", "squad1"), ("squad2", "race"), ("race", "squad1"), ("qqp", "mnli")]
-
-
-@pytest.mark.parametrize(("task", "given"), OTHERS)
-@pytest.mark.parametrize("flag", ["--data.train", "--data.dev"])
-def test_the_files_of_another_task(tuning: Finetuning, tmp_path: Path, task: str, given: str, flag: str) -> None:
-    """The line says of which one."""
-    line = one_line(tuning.start(task, tmp_path / "run", flag, tuning.file(given, "dev")))
-    assert_says(line, f"{flag}: ", f"looks like a file of .*{given}.*, not of .*{task}", "valid: ")
-    assert not list(tmp_path.iterdir())
-
-
-def test_squad2_for_squad1(tuning: Finetuning, tmp_path: Path) -> None:
-    """What cannot be told from its beginning is told by the first question without an answer; its number and id."""
-    line = one_line(tuning.start("squad1", tmp_path / "run", "--data.train", tuning.file("squad2", "train")))
-    assert_says(line, r"--data\.train: .*question \d+ \(id q\d+\)", "squad2", "valid: ")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("flag", ["--data.train", "--data.dev"])
-@pytest.mark.parametrize("task", ["mnli", "squad2", "race"])
-def test_a_file_that_ends_in_the_middle(tuning: Finetuning, tmp_path: Path, task: str, flag: str) -> None:
-    """As an interrupted download."""
-    content = tuning.file(task, "dev").read_bytes()
-    file = tmp_path / tuning.file(task, "dev").name
-    file.write_bytes(content[: len(content) * 2 // 3])
-    line = one_line(tuning.start(task, tmp_path / "run", flag, file))
-    assert_says(line, f"{flag}: {file}", "ends in the middle|truncated", "valid: ")
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
-
-
-def test_an_unknown_label(tuning: Finetuning, tmp_path: Path) -> None:
-    header, *rows = tuning.file("mnli", "dev").read_text().splitlines()
-    rows[6] = rows[6].rsplit("\t", 1)[0] + "\tmaybe"
-    file = tmp_path / "dev.tsv"
-    file.write_text("\n".join([header, *rows]) + "\n")
-    line = one_line(tuning.start("mnli", tmp_path / "run", "--data.dev", file))
-    assert_says(line, f"--data.dev: {file}:8", 'label "maybe"', "valid: entailment, neutral, contradiction")
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("line", "words"), by_line(TRAINING + EVALUATING))
+def test_one_line_and_nothing_written(
+    tuning: Finetuning, straight: Run, files: Path, line: str, words: list[str]
+) -> None:
+    """TUNED is a run of mnli, GPT one of GPT-2, FILES a folder of files of tasks."""
+    names = {"TUNED": tuning.run("mnli"), "GPT": straight.folder, "FILES": files}
+    assert_refused(tuning.commands, line, words, names)
 
 
 def test_an_answer_that_is_not_at_its_offset(tuning: Finetuning, tmp_path: Path) -> None:
@@ -130,55 +185,6 @@ def test_an_answer_that_is_not_at_its_offset(tuning: Finetuning, tmp_path: Path)
     assert_says(line, f"--data: {file}: {place}", "not at their offset", "valid: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("qqp", "--checkpoint", "RUN", "--data", "QQP"), ["--checkpoint RUN: a run of mnli", "fine-tuned on qqp"]),
-        (("race", "--checkpoint", "RUN"), ["--checkpoint RUN: a run of mnli", "valid: a run .* race"]),
-        (("mnli", "--checkpoint", "GPT", "--data", "DEV"), ["--checkpoint GPT", "fine-tuned on mnli"]),
-        (("mnli", "--checkpoint", "RUN", "GPT", "--data", "DEV"), ["--checkpoint GPT", "fine-tuned on mnli"]),
-        (("mnli", "--checkpoint", "RUN", "NONE", "--data", "DEV"), [r"--checkpoint NONE: no config\.toml"]),
-        (("mnli", "--checkpoint", "RUN", "--data", "QQP"), ["--data: QQP looks like a file of qqp, not of mnli"]),
-        (("mnli", "--checkpoint", "RUN", "--data", "NONE"), ["--data: NONE does not exist", "valid: a file of mnli"]),
-        (("mnli", "--checkpoint", "RUN", "--step", 3), ["--step 3; valid: latest, best, or one of"]),
-        (("mnli", "--checkpoint", "RUN", "--overlap", 3), ["--overlap: mnli does not take it", "valid: "]),
-        (("mnli", "--checkpoint", "RUN", "--predictions", "DEV"), ["--predictions DEV is there already", "valid: "]),
-        (("mnli", "--checkpoint", "RUN", "--data", "DEV", "DEV"), ["--data: DEV is named twice", "valid: "]),
-        (("mnli",), ["--checkpoint"]),
-        (("cola", "--checkpoint", "RUN"), ["TASK 'cola'; valid: .*mnli.*qqp.*race.*squad1.*squad2"]),
-        (("perplexity", "--checkpoint", "RUN"), ["--checkpoint RUN: a run of mnli", "valid: megajax eval mnli"]),
-        (("lambada", "--checkpoint", "RUN", "--data", "DEV"), ["--checkpoint RUN", "valid: "]),
-        (("perplexity", "--checkpoint", "GPT", "GPT"), ["--checkpoint: 2 paths", "valid: one"]),
-        (("perplexity", "--checkpoint", "GPT", "--predictions", "x"), ["--predictions is not for perplexity", "mnli"]),
-        (("perplexity", "--checkpoint", "GPT", "--task.n-best", 3), [r"--task\.n-best is not for perplexity", "mnli"]),
-    ],
-)
-def test_mistakes_in_evaluating(
-    tuning: Finetuning, straight: Run, tmp_path: Path, arguments: tuple, words: list[str]
-) -> None:
-    """GPT is a run of GPT-2."""
-    run = tuning.run("mnli")
-    places = {"RUN": run, "GPT": straight.folder, "NONE": tmp_path / "none"}
-    places |= {"DEV": tuning.file("mnli", "dev"), "QQP": tuning.file("qqp", "dev")}
-    before = contents(run)
-    line = one_line(tuning.commands.run("eval.py", *(places.get(argument, argument) for argument in arguments)))
-    for name, place in places.items():
-        words = [word.replace(name, str(place)) for word in words]
-    assert_says(line, *words)
-    assert contents(run) == before and not list(tmp_path.iterdir())
-
-
-def test_predictions_of_records_that_have_one_name(tuning: Finetuning, tmp_path: Path) -> None:
-    """As those of MNLI's two dev files have: refused before anything is computed."""
-    again = tmp_path / "again.tsv"
-    again.write_bytes(tuning.file("mnli", "dev").read_bytes())
-    file, data = tmp_path / "predictions.tsv", (tuning.file("mnli", "dev"), again)
-    run = tuning.run("mnli")
-    done = tuning.commands.run("eval.py", "mnli", "--checkpoint", run, "--data", *data, "--predictions", file)
-    assert_says(one_line(done), "--predictions: two records have the name", "valid: ")
-    assert not file.exists()
-
-
 def test_predictions_need_no_labels(tuning: Finetuning, tmp_path: Path) -> None:
     """Of a test set, as GLUE's have no labels."""
     rows = [line.rsplit("\t", 1)[0] for line in tuning.file("mnli", "dev").read_text().splitlines()]
@@ -190,24 +196,3 @@ def test_predictions_need_no_labels(tuning: Finetuning, tmp_path: Path) -> None:
     assert file.read_bytes() == tuning.predictions("mnli", labelled, run)
     line = one_line(tuning.commands.run("eval.py", "mnli", "--checkpoint", run, "--data", data))
     assert_says(line, f"--data: {data} has no column gold_label", "valid: ")
-
-
-@pytest.mark.parametrize(
-    ("key", "flags"),
-    [
-        ("task.name", ("--task.name", "qqp")),
-        ("train.global_batch", ("--train.global-batch", 4)),
-        ("seed", ("--seed", 3)),
-        ("task.option_tokens", ("--task.option-tokens", 3)),
-        redundant("model.num_layers", ("--model.num-layers", 2)),
-        redundant("task.doc_stride", ("--task.doc-stride", 3)),
-    ],
-)
-def test_a_run_of_something_else(tuning: Finetuning, key: str, flags: tuple) -> None:
-    """The directory of a run that was trained otherwise is refused and untouched."""
-    run = tuning.run("mnli")
-    before = contents(run)
-    task = flags[1] if key == "task.name" else "mnli"
-    line = one_line(tuning.start(str(task), run, *(flags if key != "task.name" else ())))
-    assert_says(line, f"--run-dir {run} holds a run with ({key}|model.num_classes) ", "valid: the same")
-    assert contents(run) == before

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import zstandard
+from backports import zstd
 from mutations import mutated
 
 
@@ -21,7 +21,7 @@ class Packing(NamedTuple):
 
 NONE = Packing(bytes, bytes)
 GZ = Packing(functools.partial(gzip.compress, compresslevel=1), gzip.decompress)
-ZST = Packing(zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress)
+ZST = Packing(functools.partial(zstd.compress, level=1), zstd.decompress)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megajax.pictures import is_marked
 from megajax.pipeline import checks
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
-from megajax.plan.memory import memory
+from megajax.plan.memory import backend_of, memory
 from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search, value
 from megajax.plan.time import step_time
@@ -59,6 +59,15 @@ def test_every_combination_is_tried_once(found):
     for each in found.fitting[::7]:
         validate(each.config, 4)
         assert each.bytes == memory(each.config).total
+
+
+def test_memory_is_that_of_the_gpu():
+    """A V100 has no fused attention, so that scores need room."""
+    v100 = MACHINES["v100"]
+    found = search(replace(CONFIG, model=replace(CONFIG.model, dropout=0.0), precision="fp16"), 1, v100, count=2)
+    for each in found.best:
+        assert each.memory == memory(each.config, backend_of(v100)) != memory(each.config)
+    assert found.fitting[0].bytes == memory(found.fitting[0].config, backend_of(v100)).total
 
 
 def test_the_best_is_the_fastest_of_all(found):

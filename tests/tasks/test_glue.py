@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import zstandard
+from backports import zstd
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.glue import read_mnli, read_qqp
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 from megajax.tasks.registry import TASKS
 
@@ -20,11 +20,11 @@ def write(path: Path, *rows: list[str], end: str = "\n") -> str:
 
 
 def mnli(*paths: str, **change):
-    return read_mnli(paths, TaskConfig(**change), "--data.train")
+    return read_records("mnli", paths, TaskConfig(**change), "--data.train")
 
 
 def qqp(*paths: str, **change):
-    return read_qqp(paths, TaskConfig(**change), "--data.train")
+    return read_records("qqp", paths, TaskConfig(**change), "--data.train")
 
 
 ROWS = [
@@ -51,7 +51,7 @@ def test_columns_are_found_by_name_and_nothing_is_quoted(end: str, beginning: by
     file.write_bytes(file.read_bytes().rstrip())
     assert mnli(str(file)).entries == PAIRS
     (tmp_path / "t.gz").write_bytes(gzip.compress(file.read_bytes()))
-    (tmp_path / "t.zst").write_bytes(zstandard.compress(file.read_bytes()))
+    (tmp_path / "t.zst").write_bytes(zstd.compress(file.read_bytes()))
     assert mnli(str(tmp_path / "t.gz"), str(tmp_path / "t.zst")).entries == PAIRS * 2
 
 
@@ -92,7 +92,7 @@ def test_rows_that_qqp_has_cut_in_two_are_skipped(tmp_path: Path) -> None:
 
 def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
     file = write(tmp_path / "test.tsv", ["id", "question1", "question2"], ["0", "A", "B"])
-    assert read_qqp([file], TaskConfig(), "--data", labelled=False).entries == [Pair("0", ("A", "B"), None)]
+    assert read_records("qqp", [file], TaskConfig(), "--data", labelled=False).entries == [Pair("0", ("A", "B"), None)]
     with pytest.raises(UserError, match="has no column is_duplicate, but id, question1, question2; valid: "):
         qqp(file)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.race import read_race
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam
 
 OPTIONS = [["Ada", "I", "He", "She"], ["one", "two", "three"], ["no", "yes"]]
@@ -24,7 +24,7 @@ def write(path: Path, name: str | None = None, **change) -> str:
 
 
 def read(*paths: str | Path, labelled: bool = True, **change):
-    return read_race([str(path) for path in paths], TaskConfig(**change), "--data.train", labelled=labelled)
+    return read_records("race", [str(path) for path in paths], TaskConfig(**change), "--data.train", labelled=labelled)
 
 
 def test_a_passage_with_its_questions(tmp_path: Path) -> None:
@@ -51,6 +51,10 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     for name in ("r/.hidden/1.txt", "r/._1.txt", "r/readme.md"):
         write(tmp_path / name, article="")
     (tmp_path / "r" / "high" / "1.txt.gz").write_bytes(gzip.compress((tmp_path / "r" / "x.txt").read_bytes()))
+    (tmp_path / "r" / "high" / "deep").rename(tmp_path / "deep")
+    for link in ("high/deep", "high/the-same", ".links"):  # each folder is read once
+        (tmp_path / "r" / link).symlink_to(tmp_path / "deep")
+    (tmp_path / "deep" / "back").symlink_to(tmp_path / "r")
     exams = read(tmp_path / "r").entries[::3]
     names = [
         "high/1.txt.gz",
@@ -63,6 +67,9 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     ]
     assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in [*names, "x.txt"]]
     assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 5 + [""]
+    (tmp_path / "deep" / "lost").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"^--data\.train: cannot read .*/high/deep/lost: it is a link to nowhere: "):
+        read(tmp_path / "r")
 
 
 def test_a_passage_on_each_line(tmp_path: Path) -> None:

@@ -9,17 +9,18 @@ import pytest
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
+from megajax.options import options
 from megajax.preset_files import preset_folders
 from megajax.presets import load_preset, resolve
+from megajax.traits import Size, Small
 from megajax.validation import validate, validate_imagined
 from megajax.verify.fold import fold
 from megajax.verify.shrink import Shrunk, shrink
 
 PRESETS = [*(file for folder in preset_folders()[1:] for file in sorted(folder.rglob("*.toml")))]
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 3, 2), (3, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 3), (64, 1, 8), (8, 8, 8), (2, 5, 1)]
-SAME = [  # words of a model
-    *("family", "norm", "norm_epsilon", "positions", "rope_theta", "rope_scaling", "rope_factor", "activation", "bias"),
-    *("query_key_norm", "tied_embedding", "dropout", "init_std", "layer_order", "head", "num_classes", "scan_layers"),
+SAME = [  # a model's options that are no sizes
+    name for name, option in options(ModelConfig).items() if not (option.trait(Size) or option.trait(Small))
 ]
 
 

@@ -1,0 +1,43 @@
+"""Every name of JAX and Orbax that we use although it is not public, each with the public way that we hope for."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+
+# The prefix of cuDNN's attention operations in a jaxpr; selective recomputation saves their results. Hoped for:
+# `checkpoint_name` on the statistics of `jax.nn.dot_product_attention`, which its forward pass does not return.
+FUSED_FORWARD = "dot_product_attention_fwd"
+
+# The modules that Orbax's readers of whole checkpoints look for in `_CHECKPOINT_METADATA`. Hoped for: a function of
+# Orbax's that writes this file for a checkpoint that was written in parts.
+ORBAX_HANDLERS = "orbax.checkpoint._src.handlers"
+
+_CUDNN_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
+
+
+def backends_are_initialized() -> bool:
+    """Whether this process has used JAX's devices, so that its flags are fixed; imports nothing. Hoped for: a function
+    of `jax.extend.backend`."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+@contextlib.contextmanager
+def imagined_cudnn(version: int, capability: float) -> Iterator[None]:
+    """Inside, `jax.nn.dot_product_attention` is traced for a GPU of this compute capability, 9.0 for example, with this
+    version of cuDNN, instead of the GPU of this machine. Hoped for: that JAX asks the target of a compilation."""
+    attention = importlib.import_module(_CUDNN_ATTENTION)
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: float(least) <= capability,
+        "is_cuda_compute_capability_equal": lambda other: float(other) == capability,
+    }
+    before = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
+    for name in before:
+        setattr(attention, name, answers[name])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(attention, name, function)
