@@ -70,7 +70,7 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
 
     def run(backend):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
+        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
             y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)

@@ -38,7 +38,7 @@ def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.nda
     @jax.jit
     @partial(
         jax.shard_map,
-        mesh=make_mesh(1, 1, size, jax.devices()[:size]),
+        mesh=make_mesh(jax.devices()[:size], tensor=size),
         in_specs=(HEADS_SPLIT,) * 4,
         out_specs=(HEADS_SPLIT,) * 4,
     )

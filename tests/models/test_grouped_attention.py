@@ -27,7 +27,7 @@ def results(arrays: list[Array], rate: float, window: int | None, backend: Backe
         y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
 
-    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    mesh = make_mesh(jax.devices()[:1])
     region = jax.shard_map(run, mesh=mesh, in_specs=(P(None, None, "tensor"),) * 4, out_specs=P(None, None, "tensor"))
     return [np.asarray(array, np.float32) for array in jax.jit(region)(*arrays)]
 

@@ -9,6 +9,7 @@ import jax
 import pytest
 from tiny import tiny_config
 
+from megajax.axes import AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.mesh import make_mesh, rank_groups
@@ -34,15 +35,15 @@ def large(**changes) -> Config:
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4)])
 def test_members_of_a_group_in_a_server(sizes, server):
     """As the mesh numbers its devices: those of a server are neighbours."""
-    groups = rank_groups(make_mesh(*sizes, jax.devices()))
-    data, pipe, tensor = sizes
+    mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
+    groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
     for name, axes in (
         ("data", ("data",)),
         ("pipe", ("pipe",)),
         ("tensor", ("tensor",)),
         ("model", ("pipe", "tensor")),
     ):
-        found = group_of(axes, MeshConfig(data=data, pipe=pipe, tensor=tensor), server)
+        found = group_of(axes, mesh, server)
         of_servers = {
             sum(rank // server == other // server for other in group) for group in groups[name] for rank in group
         }
