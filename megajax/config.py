@@ -222,6 +222,10 @@ class Config:
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
 
+    def __post_init__(self) -> None:
+        if self.lora.rank:  # frozen weights have no gradients to defer
+            object.__setattr__(self, "pipeline", replace(self.pipeline, weight_gradients="together"))
+
     @property
     def pretrains(self) -> bool:
         """Whether it is for no task."""

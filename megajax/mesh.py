@@ -25,9 +25,11 @@ RULES: Mapping[str, Axes | None] = {
     "token_type": None,
     "features": None,  # columns of a dense layer that every device of a tensor group has whole
     "head_size": None,
+    "rank": None,  # of LoRA's adapters
 }
 
-_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp"}  # dims of weights that tensor-parallel regions have inside
+# Dims of weights that tensor-parallel regions have inside.
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "rank"}
 
 ROWS = PartitionSpec(ROW_AXES)
 """Where arrays with an entry for each row of a batch lie."""

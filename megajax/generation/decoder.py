@@ -80,7 +80,7 @@ class Decoder:
         self._row_shards = program.config.mesh.row_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
-        self._model = CutModel(self._config, F_AND_G, program.backend)
+        self._model, self._adapters = CutModel(self._config, F_AND_G, program.backend), program.layout.adapters
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
         self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}
@@ -96,6 +96,7 @@ class Decoder:
         self._weights = self._unstack(params)
 
     def _unstacked(self, params: Tree) -> Tree:
+        params = params if self._adapters is None else self._adapters.merged(params)
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
         layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_layers)]
         return {"shared": params["shared"], "layers": layers}

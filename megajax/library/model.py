@@ -218,9 +218,11 @@ class Model:
     def weights(self) -> dict[str, Any]:
         """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; of a
         layer's weights all layers are stacked, [L, …]."""
-        layout = self.program.layout
-        state, merged = self._state, layout.adapters is not None  # what adapters add is in what layers compute with
-        held = self._params if state is None or state.main is None or merged else state.main
+        layout, held = self.program.layout, self._params
+        if self._state is not None and self._state.main is not None:
+            held = layout.with_trained(held, self._state.main)
+        if layout.adapters is not None:
+            held = jax.jit(layout.adapters.merged)(held)
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:

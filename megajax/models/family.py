@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
-from megajax.models.config import ModelConfig
+from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.context import Context
 from megajax.models.flops import MatrixProduct
 from megajax.models.registry import FAMILIES
@@ -117,8 +118,10 @@ class CutModel:
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig, boundary: RegionBoundary, backend: Backend):
+    def __init__(self, config: ModelConfig, boundary: RegionBoundary, backend: Backend, lora: LoraConfig | None = None):
+        """With a rank in `lora` layers may have adapters, and their products are frozen."""
         family = family_of(config)
+        self._lora = lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
         self._new = lambda key: family.model(config, key, boundary, backend)
         self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
@@ -135,8 +138,17 @@ class CutModel:
         return nnx.merge(self._ends, shared)
 
     def block(self, weights: Tree) -> Any:
-        """One layer, whose weights have no leading dim."""
-        return nnx.merge(self._blocks, weights)
+        """One layer, whose weights have no leading dim; with LoRA the adapters' among them (`models/lora.py`)."""
+        if self._lora is None:
+            return nnx.merge(self._blocks, weights)
+        flat = flatten_dict(weights)
+        adapters = {path: flat.pop(path) for path in list(flat) if path[-1] in ("a", "b")}
+        block = nnx.merge(self._blocks, unflatten_dict(flat))
+        for name, paths in self._products.items():
+            for linear, (*path, _) in zip(block.products[name], paths, strict=True):
+                pair = [adapters[*path, matrix] for matrix in ("a", "b") if (*path, matrix) in adapters]
+                linear.freeze(self._lora.alpha / self._lora.rank, *pair)
+        return block
 
     @property
     def products(self) -> frozenset[Path]:

@@ -1,5 +1,6 @@
-"""LoRA (Hu et al., arXiv 2106.09685): a weight W [*I, *O] of a product in a layer is frozen, and what layers compute
-with is `W + alpha / rank · A B`, of which A [*I, R] and B [R, *O] are trained.
+"""LoRA (Hu et al., arXiv 2106.09685): a weight W [*I, *O] of a product in a layer is frozen and counts as
+`W + alpha / rank · A B`, of which A [*I, R] and B [R, *O] are trained: the linear layers compute
+`x W + alpha / rank · (x A) B` (`parallel/layers.py`).
 
 Letters: L layers, I what goes into a product, O what comes out of it, both one dim or several, R rank.
 """
@@ -10,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.family import CutModel
 from megajax.parallel.random import NamedKey
+from megajax.precision import at_least_fp32
 
 Tree = Any
 LORA = "lora"  # the key of the adapters beside the weights' `shared` and `blocks`
@@ -51,8 +54,8 @@ class Adapters:
         def specs_of(spec: PartitionSpec, inner: int) -> dict[str, PartitionSpec]:
             layers, *dims = spec
             return {
-                "a": PartitionSpec(layers, *dims[:inner], None),
-                "b": PartitionSpec(layers, None, *dims[inner:]),
+                "a": PartitionSpec(layers, *dims[:inner], "rank"),
+                "b": PartitionSpec(layers, "rank", *dims[inner:]),
             }
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner)
@@ -123,19 +126,23 @@ class Adapters:
         added = jnp.matmul(a_IR, b_RO, precision=lax.Precision.HIGHEST)  # of GPUs' fp32 products, too, all bits
         return (self._scale * added).reshape(*a.shape[:-1], *b.shape[stacked + 1 :])
 
-    def merged(self, part: Tree, adapters: Tree) -> Tree:
-        """A part of the weights with what its adapters add."""
-        return jax.tree.map(
-            lambda weight, adapter, inner: weight + self.added(adapter, inner), part, adapters, self.num_inner
-        )
+    def merged(self, weights: Mapping[str, Tree]) -> Tree:
+        """Weights with what their adapters add, and without these."""
+        frozen = without_adapters(weights)
 
-    def of_shard(self, adapter: Mapping[str, Array], inner: int, dim: int, cut: Any) -> dict[str, Array]:
-        """The adapter of the shard along a `dim`, counted from its last, that `cut(array, dim)` takes of a weight."""
-        a, b = adapter["a"], adapter["b"]
-        outer = b.ndim - (a.ndim - inner - 1) - 1
-        if -dim <= outer:
-            return {"a": a, "b": cut(b, dim)}
-        return {"a": cut(a, dim + outer - 1), "b": b}
+        def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
+            a_and_b = jax.tree.map(lambda x: x.astype(at_least_fp32(x.dtype)), adapter)
+            return (weight + self.added(a_and_b, inner)).astype(weight.dtype)
+
+        return self.put(frozen, jax.tree.map(merge, self.part(frozen), weights[LORA], self.num_inner))
+
+
+def layer_weights(weights: Mapping[str, Tree]) -> Tree:
+    """The weights of the layers, or something for each of them; those of adapters, where there are, as `a` and `b`
+    beside the `weight` of their product."""
+    if LORA not in weights:
+        return weights[_BLOCKS]
+    return unflatten_dict(flatten_dict(weights[_BLOCKS]) | flatten_dict(weights[LORA][_BLOCKS]))
 
 
 def without_adapters(weights: Mapping[str, Tree]) -> Tree:

@@ -9,7 +9,6 @@ Letters: B batch, T tokens, D model.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,36 @@ class Linear(nnx.Module):
         return product(x_BTD, self.weight[...], 1, self.backend) + self.bias[...][None, None]
 
 
-class ColumnParallelLinear(nnx.Module):
+class _Product(nnx.Module):
+    """A product with a weight, which may be frozen and have an adapter (LoRA, `models/lora.py`)."""
+
+    weight: nnx.Param
+    backend: Backend
+    frozen: bool = False
+
+    def freeze(self, scale: float, *adapter: Array) -> None:
+        """From now on the weight W has no gradient; with an adapter, A and B, it counts as `W + scale · A B`."""
+        self.frozen, self.scale = True, scale
+        if adapter:
+            self.a, self.b = map(nnx.Param, adapter)
+
+    @property
+    def adapter(self) -> tuple[Array, ...]:
+        """A and B, if there are."""
+        return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
+
+    def multiply(self, x: Array, weight: Array, adapter: tuple[Array, ...], contracted: int) -> Array:
+        """The last `contracted` dims of `x` with the first ones of the weight, or of what it counts as."""
+        if not self.frozen:
+            return product(x, weight, contracted, self.backend)
+        y = jnp.tensordot(x, weight, contracted)
+        if not adapter:
+            return y
+        a, b = adapter
+        return y + jnp.tensordot(jnp.tensordot(x, a, contracted) * jnp.asarray(self.scale, x.dtype), b, 1)
+
+
+class ColumnParallelLinear(_Product):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size)."""
 
     def __init__(
@@ -122,27 +150,37 @@ def column_parallel(
 ) -> list[Array]:
     """The outputs of several layers of one input, which enters their region once. With `factors` the backward pass
     leaves those of their weight gradients there, under their `name`."""
-    boundary, backend = linears[0].boundary, linears[0].backend
+    boundary = linears[0].boundary
     weights = [linear.weight[...] for linear in linears]
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
 
-    def multiply(times: Callable[[Array, Array, int], Array], input_BTD: Array, weights: list[Array]) -> list[Array]:
-        entered_BTD = boundary.enter(input_BTD) if boundary.regathers else input_BTD
+    def entered(input_BTD: Array) -> Array:
+        return boundary.enter(input_BTD) if boundary.regathers else input_BTD
+
+    def linear_in_both(input_BTD: Array, weights: list[Array]) -> list[Array]:
+        x_BTD = entered(input_BTD)
         own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
-        return [times(entered_BTD, weight, 1) for weight in own]
+        return [jnp.tensordot(x_BTD, weight, 1) for weight in own]
+
+    def multiply(input_BTD: Array, weights: list[Array], adapters: list[tuple[Array, ...]]) -> list[Array]:
+        x_BTD, outputs = entered(input_BTD), []
+        for linear, weight, adapter in zip(linears, weights, adapters, strict=True):
+            own = adapter and (adapter[0], linear.own(adapter[1], 1))
+            outputs.append(linear.multiply(x_BTD, linear.own(weight, 1), own, 1))
+        return outputs
 
     if factors:
-        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, factors)
+        outputs = deferred(name, linear_in_both, input_BTD, weights, factors)
     else:
-        together: Callable[[Array, list[Array]], list[Array]] = partial(multiply, partial(product, backend=backend))
+        together = multiply
         if boundary.regathers or any(linear.replicated for linear in linears):  # nor is a part of a weight kept
             together = jax.checkpoint(together)
-        outputs = together(input_BTD, weights)
+        outputs = together(input_BTD, weights, [linear.adapter for linear in linears])
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
     return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
 
 
-class RowParallelLinear(nnx.Module):
+class RowParallelLinear(_Product):
     """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
     def __init__(
@@ -170,7 +208,7 @@ class RowParallelLinear(nnx.Module):
                 name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], factors
             )
         else:
-            product_BTD = product(y, weight, contracted, self.backend)
+            product_BTD = self.multiply(y, weight, self.adapter, contracted)
         y_BTD = self.boundary.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 

@@ -48,6 +48,7 @@ class StageFunctions:
             the step.
         trained: for every name whether the gradient is taken of it; the others are only added up.
         storage: how the shared weights are kept; they are gathered just for an end.
+        frozen: the shared weights have no gradient.
         loss_scale: what the backward pass starts from; the gradients, not the losses, are multiplied by it.
     """
 
@@ -59,6 +60,7 @@ class StageFunctions:
     trained: dict[str, bool]
     storage: Shards
     loss_scale: Array
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class EmbeddingAndHead:
 
         def head(own: Microbatch, total: Tree) -> tuple[Array, Tree]:
             y = self.broadcast(output(), row.head.here)
-            losses, pullback = jax.vjp(lambda shared, y: self.functions.losses(shared, y, *own), self.weights(), y)
+            shared, frozen = self._trained()
+            losses, pullback = jax.vjp(lambda shared, y: self.functions.losses(shared | frozen, y, *own), shared, y)
             shared, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             return vary(grad, (PIPE,)), {"losses": added, "shared": self._add(total["shared"], shared)}
@@ -123,7 +126,9 @@ class EmbeddingAndHead:
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
 
     def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
-        """The gradient of the first virtual stage's input goes on into the embedding."""
+        """The gradient of the first virtual stage's input goes on into the embedding, if that has one."""
+        if self.functions.frozen:
+            return total
 
         def into_embedding(own: Microbatch, total: Tree) -> Tree:
             x_grad = self.broadcast(grad, row.embed_backward.here)
@@ -163,8 +168,14 @@ class EmbeddingAndHead:
         scale = self.functions.loss_scale if self.functions.trained[name] else jnp.zeros(())
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
+    def _trained(self) -> tuple[Tree, Tree]:
+        """The weights to compute with that have gradients, and those that have none."""
+        return ({}, self.weights()) if self.functions.frozen else (self.weights(), {})
+
     @jax.named_scope("gradient_sums")
     def _add(self, total: Tree, grads: Tree) -> Tree:
         """Gradients of the gathered weights, added to the sums of those that are kept."""
+        if self.functions.frozen:
+            return total
         scattered = self.functions.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
         return jax.tree.map(jnp.add, total, scattered)

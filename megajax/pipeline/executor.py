@@ -188,7 +188,9 @@ class Pipeline:
     def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
         """The sums of a step: losses and gradients of the ends, and gradients of the layers, with the factors of those
         that wait."""
-        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), self.weights)
+        trained = {"shared": {} if self.functions.frozen else self.weights["shared"]}
+        trained["blocks"] = self.layers.trained(self.blocks)
+        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
         ends = {"losses": dict.fromkeys(self.functions.trained, loss), "shared": zeros["shared"]}
         factors: Tree = NO_FACTORS

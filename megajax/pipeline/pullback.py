@@ -37,7 +37,7 @@ class Pullback:
 
 def with_pullback(
     function: LayerFunction,
-    later: frozenset[Path],
+    apart: frozenset[Path],
     weights: Tree,
     dummies: Factors,
     index: Array,
@@ -47,11 +47,11 @@ def with_pullback(
     """A layer's output with its figures, its residuals, each once however often the backward pass uses it, and its
     pullback.
 
-    The pullback gives the gradients by path of all weights but those that come `later`, the factors of these, and the
-    gradient of `x`.
+    The pullback gives the gradients by path of all weights but those `apart`, which are frozen or deferred, the factors
+    of these, and the gradient of `x`.
     """
     flat = flatten_dict(weights)
-    at_once = {path: weight for path, weight in flat.items() if path not in later}
+    at_once = {path: weight for path, weight in flat.items() if path not in apart}
 
     def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> tuple[Array, Figures]:
         return function(unflatten_dict(flat | at_once), dummies, index, x, context)

@@ -101,6 +101,7 @@ class Layers:
         storage: how the weights of a layer are kept; they are gathered just for it, forward and again backward.
         recompute_stage: keep a stage's input only, and run its forward again in the backward pass.
         products: those whose weight gradients are deferred; None: no weight gradient is.
+        frozen: weights that have no gradient.
     """
 
     function: LayerFunction
@@ -110,6 +111,7 @@ class Layers:
     storage: Shards
     recompute_stage: bool = False
     products: Products | None = None
+    frozen: frozenset[Path] = frozenset()
 
     @property
     def num_chunks(self) -> int:
@@ -205,7 +207,7 @@ class Layers:
                 gathered = self.storage.gather(own)
                 dummies = self._dummies(gathered, x, context)
                 (y, figures), residuals, _ = with_pullback(
-                    self.function, self._later, gathered, dummies, index, x, context
+                    self.function, self._apart, gathered, dummies, index, x, context
                 )
                 return y, (figures, residuals)
 
@@ -237,7 +239,7 @@ class Layers:
                 gathered = self.storage.gather(own)
                 # The gradient is of the input's type.
                 dummies = self._dummies(gathered, grad, context)
-                structure = lambda *args: with_pullback(self.function, self._later, *args)[2]  # noqa: E731
+                structure = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
                 pullback = jax.eval_shape(structure, gathered, dummies, index, grad, context)
                 grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
                 return self._scattered(grads, total), factors, grad
@@ -263,9 +265,14 @@ class Layers:
         return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
 
     @property
-    def _later(self) -> frozenset[Path]:
-        """The weights whose gradients are deferred."""
-        return frozenset() if self.products is None else self.products.paths
+    def _apart(self) -> frozenset[Path]:
+        """The weights whose gradients are deferred, and those that have none."""
+        return self.frozen if self.products is None else self.frozen | self.products.paths
+
+    def trained(self, weights: Tree) -> Tree:
+        """Those that have gradients."""
+        flat = flatten_dict(weights)
+        return unflatten_dict({path: weight for path, weight in flat.items() if path not in self.frozen})
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return jax.tree.map(idle, self._layer_factors(gathered, x, context))

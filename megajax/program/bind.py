@@ -6,16 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from megajax.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.models.context import Context
 from megajax.models.family import CutModel
+from megajax.models.lora import layer_weights
 from megajax.models.mlp import save_expensive
 from megajax.parallel import sites
 from megajax.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.parallel.random import Dropout
+from megajax.parallel.shards import Shards
 from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.stages import Layers, Products, rematerialized
@@ -75,7 +78,7 @@ def _bind(
         weight = vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
         return weight.reshape(-1, *weight.shape[3:])
 
-    blocks = jax.tree.map(of_chunks, params["blocks"], layout.needs_tensor_sum["blocks"])
+    blocks = jax.tree.map(of_chunks, layer_weights(params), layer_weights(layout.needs_tensor_sum))
 
     def context(batch: Batch, row_B: Array) -> Context:
         found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
@@ -99,6 +102,7 @@ def _bind(
             totals = model.ends(shared).losses(x_BTD, batch, context)
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
 
+    frozen = layout.adapters is not None
     unroll = not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
     layer = rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll)
@@ -110,15 +114,17 @@ def _bind(
             jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
             unroll,
             layout.placement.padded,
-            layout.per_use["blocks"],
+            Shards(layer_weights(layout.per_use.dims)),
             recompute_stage=config.train.remat == "stage",
             products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
+            frozen=frozenset(flatten_dict(params["blocks"])) if frozen else frozenset(),
         ),
         context=context,
         losses=losses,
         trained={name: name in program.form.targets for name in counts},
         storage=layout.per_use["shared"],
         loss_scale=loss_scale,
+        frozen=frozen,
     )
     weights = {"shared": shared, "blocks": blocks}
     return Pipeline(functions, weights, batch, row_B, program.num_microbatches, config.splits_vocabulary)

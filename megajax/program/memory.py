@@ -25,11 +25,11 @@ Tree = Any
 
 def state_bytes(program: Program) -> dict[str, int]:
     """Bytes on one device by part: those of `kept_bytes`, and `gradients`, which live while a step runs: their sums,
-    and where those are in half precision, or of LoRA's frozen weights, what the optimizer gets, in fp32. As in the
+    and where those are in half precision, what the optimizer gets, in fp32. As in the
     published figures, fp32 shards of fp32 sums are not counted again. Nothing is computed.
     """
     layout = program.layout
-    others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype) or layout.adapters is not None
+    others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = sum_bytes(program)
     gradients += _local_bytes(layout, layout.trained_shapes, layout.trained_specs) if others else 0
     return kept_bytes(layout) | {"gradients": gradients}

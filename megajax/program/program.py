@@ -47,7 +47,7 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.backend = backend_of(mesh)
-        self.model = CutModel(config.model, training_boundary(config), self.backend)
+        self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
@@ -63,7 +63,7 @@ class Program:
 
     @cached_property
     def unsharded_model(self) -> CutModel:
-        return CutModel(self.config.model, RegionBoundary(vocabulary_axes(self.config)), self.backend)
+        return CutModel(self.config.model, RegionBoundary(vocabulary_axes(self.config)), self.backend, self.config.lora)
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`function` of this device's shards as a function of global arrays: one `shard_map`, all mesh axes manual and

@@ -1,8 +1,8 @@
 """What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
 form.
 
-With LoRA the main weights are the frozen ones, with the adapters beside them, which alone are trained
-(`program/adapters.py`).
+With LoRA the adapters stand beside the weights, under `lora`, and they alone are trained: the others are frozen, and
+there is nothing of them but what layers compute with.
 
 On devices the stacked layers are pipelined, `[chunks, stages, n, …]`, and weights and moments may be sharded over
 the axes that divide a batch (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends
@@ -10,7 +10,7 @@ on neither mesh nor precision: layers `[L, …]`, and main weights only.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from megajax.config import Config
 from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shardings, zero_spec
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
-from megajax.models.lora import LORA, Adapters, without_adapters
+from megajax.models.lora import LORA, Adapters
 from megajax.optim.adam import make_optimizer
 from megajax.optim.guard import initial_norms
 from megajax.optim.loss_scale import LossScale
@@ -34,7 +34,6 @@ from megajax.parallel.collectives import PIPE, Axes
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
-from megajax.program.adapters import PlacedAdapters
 
 Tree = Any
 
@@ -46,10 +45,11 @@ class TrainState:
 
     Attributes:
         step: updates of the weights, int32 scalar. Steps that were skipped are not counted.
-        params: the weights that layers compute with, in the compute dtype, `{"shared": …, "blocks": …}`.
-        main: the same in fp32, which are updated; None where `params` are that already (fp32, fp64). With LoRA those
-            without what the adapters add, and the adapters as `lora`.
-        optimizer: optax's state, its moments shaped like what is trained: the main weights, or the adapters.
+        params: the weights that layers compute with, in the compute dtype, `{"shared": …, "blocks": …}`; with LoRA the
+            adapters, too, as `lora`.
+        main: what is trained of them (`StateLayout.trained`), in fp32, which is updated; None where `params` are that
+            already (fp32, fp64).
+        optimizer: optax's state, its moments shaped like what is trained.
         loss_scale: fp16's; 1 otherwise.
         recent_norms: gradient norms of the last updates, fp32 (`optim/guard.py`).
     """
@@ -68,9 +68,8 @@ class StateLayout:
     Attributes:
         specs: where the state lies.
         layer_specs: where the parts of every layer lie in canonical form, were all layers everywhere.
-        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
-        adapters: LoRA's, and where they lie; None where all weights are trained.
-        trained_specs: `owned_specs` of what is trained.
+        adapters: LoRA's; None where all weights are trained.
+        trained_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         needs_tensor_sum: of every weight, whether each device of a tensor group holds it whole and uses a part
             (`mesh.needs_tensor_sum`).
@@ -84,7 +83,7 @@ class StateLayout:
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
-        adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
+        self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
 
         def fresh() -> TrainState:
             weights = model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
@@ -92,57 +91,52 @@ class StateLayout:
 
         self._fresh = fresh
         self.canonical_shapes = jax.eval_shape(fresh)
-        self._place(model, adapters, config.optimizer.zero)
+        self._place(model, config.optimizer.zero)
 
     @property
     def model(self) -> ModelConfig:
         """The configuration of the model whose state it is."""
         return self._config.model
 
-    def _place(self, model: CutModel, adapters: Adapters | None, zero: int) -> None:
+    def _place(self, model: CutModel, zero: int) -> None:
         whole_groups = self._config.model.num_kv_heads % self._config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
-        self.needs_tensor_sum = _map_specs(lambda spec: needs_tensor_sum(spec, rules), model.logical_specs)
+        logical, shapes = model.logical_specs, model.shapes
+        if self.adapters is not None:
+            logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
+        self.needs_tensor_sum = _map_specs(lambda spec: needs_tensor_sum(spec, rules), logical)
         layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
-        unsharded, sharded, dims = self._mesh_specs(model, rules)
-        owned = sharded if zero else unsharded
-        params = sharded if zero == 3 else unsharded
+        unsharded, sharded, dims = self._mesh_specs(logical, shapes, rules)
+        owned, params = sharded if zero else unsharded, sharded if zero == 3 else unsharded
         nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
-        self.per_step = Shards(dims if zero == 1 else nothing)
+        self.per_step = Shards(self.trained(dims if zero == 1 else nothing))
         self.per_use = Shards(dims if zero == 3 else nothing)
-        self.has_main = adapters is not None or self.compute_dtype != self.main_dtype
+        self.has_main = self.compute_dtype != self.main_dtype
         pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
-        self.owned_specs = _stacked(owned, *pipelined)
-        self.adapters, trained = None, owned
-        if adapters is not None:
-            unsharded, sharded, dims_of_adapters = self._mesh_specs(adapters, rules)
-            trained = sharded if zero else unsharded
-            shards = Shards(dims_of_adapters if zero else jax.tree.map(lambda _: NOT_SHARDED, dims_of_adapters))
-            self.adapters = PlacedAdapters(adapters, shards, self.per_step, self.per_use, _stacked(trained, *pipelined))
-
-        def main(weights: Tree, *leading) -> Tree:
-            beside = {} if adapters is None else {LORA: _stacked(trained, *leading)}
-            return _stacked(weights, *leading) | beside
-
-        self.trained_specs = _stacked(trained, *pipelined)
-        of_canonical = main(owned if self.has_main else params, layers)
-        self.canonical_specs = self._specs(of_canonical, None, _stacked(trained, layers))
-        self.layer_specs = self._specs(main(owned, None), None, _stacked(trained, None))
+        self.trained_specs = self.trained(_stacked(owned, *pipelined))
+        main = self.with_trained(params, self.trained(owned)) if self.has_main else params
+        trained = self.trained(_stacked(owned, layers))
+        self.canonical_specs = self._specs(_stacked(main, layers), None, trained)
+        self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
         self.specs = self._specs(
-            _stacked(params, *pipelined), main(owned, *pipelined) if self.has_main else None, self.trained_specs
+            _stacked(params, *pipelined), self.trained_specs if self.has_main else None, self.trained_specs
         )
 
-    def _mesh_specs(self, model: CutModel | Adapters, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
+    def _mesh_specs(self, logical: Tree, shapes: Tree, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
         """Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards."""
-
-        def one_layer(function: Callable[[Any], Any], tree: Tree) -> Tree:
-            return tree | {"blocks": _map_specs(function, tree["blocks"])}
-
-        logical = one_layer(lambda spec: PartitionSpec(*spec[1:]), model.logical_specs)
-        shapes = one_layer(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes)
+        logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
+        shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
         unsharded = _map_specs(lambda spec: mesh_spec(spec, rules), logical)
         sharded = _map_specs(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
         return unsharded, sharded, _map_specs(_sharded_dim, sharded, shapes)
+
+    def trained(self, weights: Tree) -> Tree:
+        """What is trained of weights, or of something for each of them: the adapters, or all."""
+        return weights if self.adapters is None else weights[LORA]
+
+    def with_trained(self, weights: Tree, trained: Tree) -> Tree:
+        """Weights with others in the place of what is trained."""
+        return trained if self.adapters is None else weights | {LORA: trained}
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         optimizer = optax.tree_utils.tree_map_params(
@@ -162,13 +156,12 @@ class StateLayout:
 
     @property
     def trained_shapes(self) -> Tree:
-        """What is trained, the main weights or the adapters, on this mesh's stages, as types."""
-        main = self.shapes.params if self.shapes.main is None else self.shapes.main
-        return main.get(LORA, main)
+        """What is trained, on this mesh's stages, as types."""
+        return self.trained(self.shapes.params) if self.shapes.main is None else self.shapes.main
 
     def begin(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, of canonical main weights."""
-        optimizer = make_optimizer(self._config.optimizer).init(weights.get(LORA, weights))
+        optimizer = make_optimizer(self._config.optimizer).init(self.trained(weights))
         loss_scale = LossScale.start(self.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, initial_norms())
 
@@ -215,27 +208,17 @@ class StateLayout:
         state = dataclasses.replace(_map_blocks(self.placement.to_stages, canonical), loss_scale=scale)
         if not self.has_main:
             return state
-        return dataclasses.replace(state, params=self.params_of(state.params), main=state.params)
-
-    def params_of(self, main: Tree) -> Tree:
-        """The weights that layers compute with, of pipelined main weights."""
-        if self.adapters is None:
-            return self.computed(main)
-        specs = self.specs.main, self.specs.params
-        return jax.shard_map(self._merged, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=True)(main)
-
-    def _merged(self, main: Tree) -> Tree:
-        """Inside the region: the weights that layers compute with, of main weights and their adapters."""
-        assert self.adapters is not None
-        weights = self.per_step.gather(self.computed(without_adapters(main)), invariant=True)
-        return self.adapters.put(weights, main, self.compute_dtype)
+        return dataclasses.replace(state, params=self.computed(state.params), main=self.trained(state.params))
 
     def computed(self, main: Tree) -> Tree:
         """Main weights in the compute dtype."""
         return jax.tree.map(lambda weight: weight.astype(self.compute_dtype), main)
 
     def _canonical(self, state: TrainState) -> TrainState:
-        params = state.params if state.main is None else state.main
+        params = state.params
+        if state.main is not None:
+            wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), params)
+            params = self.with_trained(wide, state.main)
         scale = state.loss_scale.stored(self.loss_scale)
         state = dataclasses.replace(state, params=params, main=None, loss_scale=scale)
         return _map_blocks(self.placement.to_canonical, state)
@@ -253,12 +236,16 @@ def _sharded_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
 
 def _stacked(specs: Tree, *leading) -> Tree:
     """Specs of layers that are stacked along leading dims."""
-    return specs | {"blocks": _map_specs(lambda spec: PartitionSpec(*leading, *spec), specs["blocks"])}
+    return _map_blocks(lambda spec: PartitionSpec(*leading, *spec), specs)
 
 
 def _map_blocks(function, tree: Tree) -> Tree:
     """Apply `function` to the leaves that belong to the stacked layers: those below a key `blocks`."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if is_stacked(path) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

@@ -9,7 +9,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.models.lora import LORA
 from megajax.optim.adam import clip_by_norm, global_norm, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
@@ -36,11 +35,10 @@ def train_step_with_gradients(program: Program) -> Wrapped:
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
-    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced, of the weights
-    that layers compute with."""
+    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
     layout = program.layout
     in_specs = (layout.specs.params, BATCH, SCALAR)
-    return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.owned_specs))
+    return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.trained_specs))
 
 
 def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -52,25 +50,18 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
-    adapters = None if layout.adapters is None or state.main is None else state.main[LORA]
-    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
+    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale)
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
-    main = layout.per_step.take(state.params) if state.main is None else state.main
-    trained = main if adapters is None else adapters
-    trained, optimizer = update(program.optimizer, clipped, state.optimizer, trained, taken)
-    if layout.adapters is None:
-        main = trained
-        params = layout.per_step.gather(layout.computed(main), invariant=True)
-    else:
-        main = main | {LORA: trained}
-        params = layout.adapters.put(state.params, main, layout.compute_dtype)
+    main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
+    main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    computed = layout.per_step.gather(layout.computed(main), invariant=True)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
-        params=params,
+        params=layout.with_trained(state.params, computed),
         main=None if state.main is None else main,
         optimizer=optimizer,
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
@@ -84,29 +75,22 @@ def _train_step_with_gradients(
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
+    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED)
     return _total(program, losses), grads
 
 
 def _losses_and_gradients(
-    program: Program,
-    params: Tree,
-    batch: Batch,
-    step: Array,
-    loss_scale: Array | np.float32,
-    adapters: Tree | None,
+    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32
 ) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
-    """The losses by name; the gradients of their sum, in the main dtype and without the scale: of all weights where
-    `layout.owned_specs` have them, or of `adapters` where they lie; and the sums of the layers' figures."""
-    layout = program.layout
+    """The losses by name; the gradients of their sum, in the main dtype and without the scale, of what is trained,
+    where `layout.trained_specs` have it; and the sums of the layers' figures."""
+    layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale)
     losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
-    grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"])
-    dtype = layout.main_dtype
-    if adapters is None or layout.adapters is None:
-        grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.owned_specs)
-    else:
-        grads = layout.adapters.gradients(grads, adapters, dtype)
+    trained = layout.trained(params)
+    grads = {name: grads[name] for name in trained}
+    grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
+    grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from megajax.mesh import shard_unused_axes, shardings
+from megajax.mesh import shard_unused_axes
 from megajax.models.lora import LORA, without_adapters
 from megajax.parallel.collectives import (
     PIPE,
@@ -73,18 +73,20 @@ class Transfer:
     def to_host(self, state: TrainState) -> TrainState:
         """The canonical state in host memory."""
         layout = self._layout
-        params = state.params if state.main is None else state.main
+        params = state.params if state.main is None else layout.with_trained(state.params, state.main)
         state = dataclasses.replace(state, params=params, main=None, loss_scale=layout.stored_scale(state.loss_scale))
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         canonical = []
-        weights = layout.specs.params if layout.specs.main is None else layout.specs.main
+        weights = layout.specs.params
+        if layout.specs.main is not None:
+            weights = layout.with_trained(weights, layout.specs.main)
         specs = dataclasses.replace(layout.specs, params=weights, main=None)
         sources = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
             if self._goes_by_stages(is_stacked(path), target.sharding.spec):
                 canonical.append(self._collected(leaf, source, target))
                 continue
-            on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec)(leaf)
+            on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec, target.dtype)(leaf)
             canonical.append(moved(on_device, _HOST))
             on_device.delete()
         return jax.tree.unflatten(structure, canonical)
@@ -93,25 +95,19 @@ class Transfer:
         """The state on this mesh's stages, in this run's precision, of the canonical one in host memory."""
         layout = self._layout
         specs = layout.specs
-        has_main = specs.main is not None
-        weights = specs.params if specs.main is None else specs.main
         placed = self._place(
             dataclasses.replace(canonical, params=None), dataclasses.replace(specs, params=None, main=None)
         )
-        main = self._place(canonical.params, weights)
-        params = main
-        if layout.adapters is not None:
-            params = jax.jit(layout.params_of, out_shardings=shardings(layout.mesh, specs.params))(main)
-        elif has_main:
-            params = self._place(canonical.params, specs.params, layout.compute_dtype)
+        main = None if specs.main is None else self._place(layout.trained(canonical.params), specs.main)
+        params = self.params_to_devices(canonical.params)
         scale = layout.resumed_scale(placed.loss_scale)
-        return dataclasses.replace(placed, params=params, main=main if has_main else None, loss_scale=scale)
+        return dataclasses.replace(placed, params=params, main=main, loss_scale=scale)
 
     def merged(self, canonical: Tree) -> Tree:
         """Canonical main weights in host memory with what their adapters add, weight by weight."""
-        if self._layout.adapters is None:
+        adapters = self._layout.adapters
+        if adapters is None:
             return canonical
-        adapters = self._layout.adapters.adapters
 
         def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
             place = weight.sharding.with_memory_kind(weight.addressable_shards[0].device.default_memory().kind)
@@ -126,13 +122,16 @@ class Transfer:
         """The weights that layers compute with, on this mesh's stages, of the canonical ones in host memory."""
         return self._place(canonical, self._layout.specs.params, self._layout.compute_dtype)
 
-    def to_canonical(self, stacked: bool, source: PartitionSpec, target: PartitionSpec) -> Callable[..., Array]:
-        """The compiled conversion of a leaf on the stages to its canonical form; for one that goes by stages, of it and
-        a stage's number to that stage's slots."""
+    def to_canonical(
+        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
+    ) -> Callable[..., Array]:
+        """The compiled conversion of a leaf on the stages to its canonical form, in its `dtype`; for one that goes by
+        stages, of it and a stage's number to that stage's slots."""
         steps, by_stages = _steps(source, target, stacked), self._goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
         def local(x: Array, *stage: Array) -> Array:
+            x = x.astype(dtype)
             for dim, axis in steps:
                 x = exchange(x, dim, _STAGES, PIPE) if stacked and axis == PIPE else own_shard(x, dim, axis)
             if not stacked:
@@ -142,7 +141,7 @@ class Transfer:
             return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
 
         out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
-        return self._compiled(("canonical", stacked, source, target), local, source, out)
+        return self._compiled(("canonical", stacked, source, target, dtype), local, source, out)
 
     def from_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
@@ -170,7 +169,8 @@ class Transfer:
 
     def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
         """The canonical form in host memory of a leaf that goes by stages."""
-        convert, index = self.to_canonical(True, source, target.sharding.spec), self._layout.placement.layer_index
+        convert = self.to_canonical(True, source, target.sharding.spec, target.dtype)
+        index = self._layout.placement.layer_index
         whole: dict[Any, np.ndarray] = {}
         for stage in range(index.shape[_STAGES]):
             slots = convert(leaf, np.int32(stage))

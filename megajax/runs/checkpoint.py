@@ -204,19 +204,22 @@ class Checkpoints:
         return state
 
     def restore_params(self, step: int) -> Any:
-        """The weights after `step` steps, as layers compute with them on this mesh; nothing else is read, so that the
-        digests of files are not compared.
+        """The weights after `step` steps, and adapters, as layers compute with them on this mesh; nothing else is read,
+        so that the digests of files are not compared.
 
         Raises:
             DamagedCheckpoint: they cannot be read, or are not what was written.
             UserError: a newer version of this program wrote them.
         """
-        return self._transfer.params_to_devices(self.read_weights(step))
+        return self._transfer.params_to_devices(self._stored_weights(step))
 
     def read_weights(self, step: int) -> Any:
         """The canonical main weights after `step` steps in host memory, with what their adapters add; otherwise as
         `restore_params`."""
-        return self._transfer.merged(self._reader.read(step, weights_of(self._transfer.targets)).params)
+        return self._transfer.merged(self._stored_weights(step))
+
+    def _stored_weights(self, step: int) -> Any:
+        return self._reader.read(step, weights_of(self._transfer.targets)).params
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
         """Canonical main weights and adapters after `step` steps by their paths in the tree of weights, those of

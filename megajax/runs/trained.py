@@ -88,7 +88,7 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
     """
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
-    adapters = None if layout.adapters is None else layout.adapters.adapters
+    adapters = layout.adapters
 
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}

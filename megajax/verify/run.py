@@ -86,7 +86,7 @@ def run(
         fresh: Leaves = {}
         if with_fresh:
             drawn = layout.init(options)
-            fresh = _canonical(program, drawn.params if layout.adapters is None else drawn.main)
+            fresh = _canonical(program, drawn.params)
         state = layout.from_canonical(drawn_state(program))
         batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
@@ -189,13 +189,9 @@ def _unequal(state: TrainState) -> list[str]:
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:
-    """Leaves of `params` that are not those of `main`, with what adapters add, in the precision of the computation, to
-    the bit."""
+    """Leaves of what is trained of `params` that are not those of `main`, in the precision of the computation, to the
+    bit."""
     layout = program.layout
-    params = named_leaves(jax.device_get(state.params))
-    if layout.adapters is None:
-        main = jax.device_get(layout.computed(jax.device_get(state.main)))
-    else:
-        main = jax.device_get(jax.jit(layout.params_of)(state.main))
-    computed = named_leaves(main)
+    params = named_leaves(jax.device_get(layout.trained(state.params)))
+    computed = named_leaves(jax.device_get(layout.computed(jax.device_get(state.main))))
     return [name for name, leaf in params.items() if leaf.tobytes() != computed[name].tobytes()]

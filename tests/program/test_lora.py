@@ -95,18 +95,22 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         np.testing.assert_allclose(after[f"lora/{name}"].reshape(leaf.shape), new, rtol=0, atol=1e-6, err_msg=name)
     for name, leaf in weights.items():
         assert name.startswith("lora/") or after[name].tobytes() == leaf.tobytes(), name
-    params = named_leaves(jax.device_get(program.layout.canonical_weights(state.params)))
+    assert program.layout.adapters is not None
+    merged = named_leaves(
+        program.layout.adapters.merged(program.layout.canonical_weights(jax.device_get(state.params)))
+    )
+    assert merged.keys() == {name for name in weights if not name.startswith("lora/")}
     for name in products:
         a, b = flat(after[f"lora/{name}/a"], after[f"lora/{name}/b"])
         new = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(weights[f"{name}/weight"].shape)
-        np.testing.assert_allclose(params[f"{name}/weight"], new, rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(merged[f"{name}/weight"], new, rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_a_fresh_adapter_is_as_peft_draws_it() -> None:
     """A uniform up to 1 / sqrt(I), in every layer another; B zero."""
     layout = tiny_program(config_of(hidden_size=64, **QWEN3)).layout
     assert layout.adapters is not None
-    for name, leaf in named_leaves(layout.adapters.adapters.init(0)).items():
+    for name, leaf in named_leaves(layout.adapters.init(0)).items():
         if name.endswith("/b"):
             assert not leaf.any(), name
             continue
@@ -117,14 +121,13 @@ def test_a_fresh_adapter_is_as_peft_draws_it() -> None:
 
 @pytest.mark.full
 def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None:
-    """To the bit; layers compute with the frozen weights."""
+    """To the bit."""
     found = []
     for mesh, zero in (((1, 1, 1), 0), ((2, 1, 4), 3)):
         layout = tiny_program(config_of(mesh, zero=zero, hidden_size=64, **QWEN3)).layout
         state = layout.init(QUICKLY)
-        found.append(named_leaves(jax.device_get(layout.canonical_weights(state.main))))
-        params, main = named_leaves(jax.device_get(state.params)), named_leaves(jax.device_get(state.main))
-        assert all(leaf.tobytes() == main[name].tobytes() for name, leaf in params.items())
+        found.append(named_leaves(jax.device_get(layout.canonical_weights(state.params))))
+        assert all(not leaf.any() for name, leaf in found[-1].items() if name.endswith("/b"))
     assert all(leaf.tobytes() == found[1][name].tobytes() for name, leaf in found[0].items())
 
 
@@ -153,7 +156,7 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
     same = [jax.device_get(program.to_canonical(each)) for program, each in ((layout, state), (other.layout, again))]
     jax.tree.map(np.testing.assert_array_equal, *(dataclasses.replace(each, loss_scale=None) for each in same))
     params, _ = restore_params(other, tmp_path, "latest")
-    assert params.keys() == {"shared", "blocks"}
+    assert params.keys() == {"shared", "blocks", LORA}
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # noqa: E731
     jax.tree.map(near, jax.device_get(params), jax.device_get(again.params))
 
@@ -165,7 +168,7 @@ def test_only_the_adapters_have_moments() -> None:
         for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.optimizer[0].mu)
     }
     assert len(names) == 14 and all(name.endswith(("/a", "/b")) for name in names)
-    assert layout.shapes.main.keys() == {"shared", "blocks", LORA}
+    assert layout.shapes.main.keys() == layout.trained_shapes.keys() == {"blocks"}
 
 
 def test_words_of_targets() -> None:
