@@ -49,7 +49,7 @@ def hand_written(program: Program):
 
             def layer(x, slot):
                 weights, index = slot
-                return model.block(weights)(x, context, index), None
+                return model.block(weights)(x, context, index)[0], None
 
             unroll = not scans_layers(config, CPU)
             if config.train.remat == "layer":

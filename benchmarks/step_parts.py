@@ -38,8 +38,9 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from jax.sharding import PartitionSpec
 
     from megajax.mesh import make_mesh
-    from megajax.models.attention import attend
+    from megajax.models.attention import attend_in_context
     from megajax.models.attention_mask import CAUSAL
+    from megajax.models.context import Context
     from megajax.models.decoder.model import TransformerDecoder
     from megajax.models.norms import norm_of
     from megajax.models.stack import layer_of
@@ -90,8 +91,10 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
 
     def attention(module, x_BTD, dropout):
-        position_1T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
-        return module(x_BTD, position_1T, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
+        return module(x_BTD, context_of(x_BTD, dropout), attend_in_context)[0]
+
+    def context_of(x_BTD, dropout):
+        return Context(dropout, CAUSAL, jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None])
 
     def head(module, x_BTD, dropout):
         context = module.context({"tokens": targets_BT}, dropout)
@@ -100,7 +103,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     block = layer_of(decoder.blocks, 0)
     calls = {
         "attention": (block.attention, attention, layers),
-        "MLP": (block.mlp, lambda module, x, _: module(x), layers),
+        "MLP": (block.mlp, lambda module, x, dropout: module(x, context_of(x, dropout)), layers),
         "norms": (norm_of(model), lambda module, x, _: module(x), 2 * layers),
         "head and loss": (decoder, head, 1),
     }

@@ -213,11 +213,14 @@ class Config:
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
+RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, by which they are told from other presets
+
+
 def to_toml(config: Config) -> str:
-    """The configuration as the text of a preset; loading and resolving that gives an equal configuration."""
+    """The text of a run's `config.toml`; loading and resolving it as a preset gives an equal configuration."""
     import tomli_w
 
-    return tomli_w.dumps(asdict(config))
+    return tomli_w.dumps({RUN_MARK: True} | asdict(config))
 
 
 def to_values(config: Config) -> dict[str, Any]:

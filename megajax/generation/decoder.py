@@ -19,7 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
-from megajax.models.cache import decode_step, prefill, visible_slots
+from megajax.models.attention import Attend
+from megajax.models.cache import Cache, decode_step, prefill, visible_slots
+from megajax.models.context import Context
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, vary
@@ -179,11 +181,7 @@ class Decoder:
     def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
-        attend = prefill(num_slots, context.visible, self._backend)
-        caches = []
-        for layer in weights["layers"]:
-            x_BTD, cache = self._model.block(layer).run(x_BTD, context, attend)
-            caches.append(cache)
+        x_BTD, caches = self._through_layers(weights, x_BTD, context, [prefill(num_slots)] * self._config.num_layers)
         state = {
             "caches": caches,
             "length": length_B,
@@ -223,13 +221,21 @@ class Decoder:
         context, x_B1D = self._embed(weights, tokens)
         num_slots, window = state["caches"][0].key_BHSK.shape[2], self._config.sliding_window
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
-        caches = []
-        for layer, cache in zip(weights["layers"], state["caches"], strict=True):
-            x_B1D, cache = self._model.block(layer).run(x_B1D, context, decode_step(cache, slot, visible_BS))
-            caches.append(cache)
+        attends = [decode_step(cache, slot, visible_BS) for cache in state["caches"]]
+        x_B1D, caches = self._through_layers(weights, x_B1D, context, attends)
         return x_B1D, state | {"caches": caches}
 
-    def _embed(self, weights: Tree, batch: State) -> tuple[Tree, Array]:
+    def _through_layers(
+        self, weights: Tree, x_BTD: Array, context: Context, attends: list[Attend]
+    ) -> tuple[Array, list[Cache]]:
+        """The last layer's output, and every layer's cache."""
+        caches = []
+        for number, (layer, attend) in enumerate(zip(weights["layers"], attends, strict=True)):
+            x_BTD, beside = self._model.block(layer)(x_BTD, context, number, attend)
+            caches.append(beside["cache"])
+        return x_BTD, caches
+
+    def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:
         """What every layer gets of a batch, and the first layer's input."""
         context = self._model.context(batch, Dropout.off())
         return context, self._model.ends(weights["shared"]).embed(batch, context)

@@ -87,7 +87,7 @@ class PlainModel:
 
         def layer(x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
             number, own = numbered
-            return self._cut.block(own)(x_BTD, context, number), None
+            return self._cut.block(own)(x_BTD, context, number)[0], None
 
         numbers_L = np.arange(self.config.model.num_layers, dtype=np.int32)
         x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))

@@ -61,7 +61,7 @@ def repeat_part(
         elif part == "embed_backward":
             total = ends.embed_backward(on_first, x, total)
         else:
-            y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
+            y, buffer, _ = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
             grad = y
             if part != "forward":
                 grad, total = ends.head(row, lambda: y, y, total) if alone else (y, total)
@@ -93,7 +93,7 @@ def repeat_part(
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
 
-    x = vary(pipeline.functions.embed(ends.weights(), ends.take(0)), (PIPE,))
+    x = vary(pipeline.functions.embed(ends.weights(), *ends.take(0)), (PIPE,))
     if not one_stage:
         return run(x)
     mine = (k >= 0) & (k % stages == pipeline.stage)

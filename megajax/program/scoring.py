@@ -12,7 +12,6 @@ from jax.stages import Wrapped
 from megajax.mesh import BATCH_SPEC
 from megajax.models.family import Scores
 from megajax.parallel.collectives import DATA, complete, gather_shards
-from megajax.pipeline.ends import Microbatch
 from megajax.program.bind import forward_pipeline
 from megajax.program.program import Batch, Program, vocabulary_axes
 
@@ -54,13 +53,13 @@ def _answers(program: Program, params: Tree, batch: Batch) -> Array:
     return _of_rows(program, params, batch, lambda ends, x_BTD, rows: ends.task_logits(x_BTD, rows))
 
 
-def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[Any, Array, Microbatch], Tree]) -> Tree:
+def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[Any, Array, Batch], Tree]) -> Tree:
     """What `function` makes of the ends, the last layer's output and the rows of a microbatch, of all rows on every
     device."""
     pipeline = forward_pipeline(program, params, batch)
 
-    def finish(x_BTD: Array, microbatch: Microbatch) -> Tree:
-        return function(program.unsharded_model.ends(pipeline.ends.weights()), x_BTD, microbatch)
+    def finish(x_BTD: Array, own: Batch) -> Tree:
+        return function(program.unsharded_model.ends(pipeline.ends.weights()), x_BTD, own)
 
     found = pipeline.forward(program.forward_schedule, finish)
     found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, DATA), found))
@@ -70,7 +69,7 @@ def _of_rows(program: Program, params: Tree, batch: Batch, function: Callable[[A
 def _logits(program: Program, params: Tree, batch: Batch) -> Array:
     pipeline = forward_pipeline(program, params, batch)
 
-    def finish(x_BTD: Array, _: Microbatch) -> Array:
+    def finish(x_BTD: Array, _: Batch) -> Array:
         found = program.unsharded_model.ends(pipeline.ends.weights()).logits(x_BTD)
         return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
 
@@ -82,7 +81,7 @@ def _logits(program: Program, params: Tree, batch: Batch) -> Array:
 def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:
     pipeline = forward_pipeline(program, params, batch)
 
-    def finish(x_BTD: Array, _: Microbatch) -> Array:
+    def finish(x_BTD: Array, _: Batch) -> Array:
         last_BTD = lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1)
         return program.unsharded_model.ends(pipeline.ends.weights()).logits(last_BTD)[:, 0]
 

@@ -54,7 +54,7 @@ def _train_step_with_gradients(
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
     adapters = None if layout.adapters is None or state.main is None else state.main[LORA]
-    losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
+    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -80,11 +80,12 @@ def _train_step_with_gradients(
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
+    parts |= {f"layers/{name}": value for name, value in figures.items()}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
+    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
     return _total(program, losses), grads
 
 
@@ -95,12 +96,12 @@ def _losses_and_gradients(
     step: Array,
     loss_scale: Array | np.float32,
     adapters: Tree | None,
-) -> tuple[dict[str, Array], Tree]:
-    """The losses by name, and the gradients of their sum, in the main dtype and without the scale: of all weights where
-    `layout.owned_specs` have them, or of `adapters` where they lie."""
+) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
+    """The losses by name; the gradients of their sum, in the main dtype and without the scale: of all weights where
+    `layout.owned_specs` have them, or of `adapters` where they lie; and the sums of the layers' figures."""
     layout = program.layout
     pipeline = training_pipeline(program, params, batch, step, loss_scale)
-    losses, grads = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
+    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"])
     dtype = layout.main_dtype
     if adapters is None or layout.adapters is None:
@@ -108,7 +109,7 @@ def _losses_and_gradients(
     else:
         grads = layout.adapters.gradients(grads, adapters, dtype)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
-    return complete(losses, dict.fromkeys(losses, SCALAR)), grads
+    return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
 
 
 def _total(program: Program, losses: dict[str, Array]) -> Array:

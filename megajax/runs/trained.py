@@ -25,9 +25,8 @@ from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
-from megajax.runs.formats import check_known
 from megajax.runs.mismatch import check_fits
-from megajax.runs.parts import marked_format
+from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.validation import validate_mesh
 
@@ -133,7 +132,7 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
-    check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
+    check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
 def evaluation_config(

@@ -492,8 +492,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "rows are numbered from each microbatch's first one",
             "program.bind._bind.context",
-            "microbatch[_ROW]",
-            "microbatch[_ROW] % program.config.train.microbatch",
+            "Dropout.at(dropout, config.seed, step, row_B)",
+            "Dropout.at(dropout, config.seed, step, row_B % program.config.train.microbatch)",
             named("input of layer 0, forward"),
             ON_DATA,
         ),
@@ -516,8 +516,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "every stage has masks of its own",
             "program.bind._bind.context",
-            "Dropout.at(dropout, config.seed, step, microbatch[_ROW])",
-            "Dropout.at(dropout, config.seed, step + axis_index(PIPE), microbatch[_ROW])",
+            "Dropout.at(dropout, config.seed, step, row_B)",
+            "Dropout.at(dropout, config.seed, step + axis_index(PIPE), row_B)",
             named("attention_heads of layer 1, forward"),
             ON_PIPE,
         ),
