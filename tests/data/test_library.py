@@ -31,12 +31,9 @@ def test_docstrings_in_the_order_of_the_file():
     ]
 
 
-def test_topics_are_documents():
+def test_topics_are_documents_and_some_files_have_no_prose():
     source = b'topics = {"a": "First one.\\n", "b": "\\n>>> x\\n", "c": "Another.", "d": 4}'
     assert prose(Path("pydoc_data", "topics.py"), source) == ["First one.", "Another."]
-
-
-def test_files_without_prose():
     for source in b"", b"x = 1", b"def f(:", b"\xff\xfe", b"x = 1\0", b"(" * 9999, b"# coding: nothing\nx":
         assert prose(Path("a.py"), source) == []
 
