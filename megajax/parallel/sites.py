@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.parallel.collectives import AXES, TENSOR, Axes, axis_index
+from megajax.axes import AXES
+from megajax.parallel.collectives import TENSOR, Axes, axis_index
 
 HEAD = "head"
 
@@ -36,7 +37,7 @@ class SiteRecord:
         split: that dim; None where there is none.
         first: where this device's part begins there.
         shared: other devices have the same part, and its gradient here is one of several that add up to it.
-        device: its coordinates on the mesh axes (data, pipe, tensor).
+        device: its coordinates on the mesh axes, in the order of `AXES`.
     """
 
     site: str

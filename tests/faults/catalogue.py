@@ -92,8 +92,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "targets are counted on every stage",
             "program.bind.count_targets",
-            "(DATA,)",
-            "(DATA, PIPE)",
+            "complete(counts, dict.fromkeys(counts, PartitionSpec()))",
+            'jax.lax.psum(counts, ("data", "pipe"))',
             types(VARYING),
             ON_PIPE,
         ),
@@ -161,8 +161,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "losses are divided by a device's own targets",
             "program.bind.count_targets",
-            "sum_over(program.form.counts(batch), (DATA,))",
-            "program.form.counts(batch)",
+            "complete(counts, dict.fromkeys(counts, PartitionSpec()))",
+            "counts",
             named("the sum of the losses: step 1"),
             ON_DATA,
         ),
@@ -177,8 +177,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "a reduce-scatter takes the mean",
             "parallel.collectives.scatter_sum",
-            "lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)",
-            "lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True) / 2",
+            "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
+            "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
             gradient("blocks/attention_norm/bias, layer 0, 1"),
             ON_ZERO3,
         ),
@@ -484,7 +484,7 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "rows are numbered from each device's first one",
             "program.bind._bind",
-            "axis_index(DATA)",
+            "axis_index(ROW_AXES)",
             "0",
             named("input of layer 0, forward: rows never computed"),
             ON_DATA,
@@ -499,7 +499,7 @@ CLASSES: dict[str, list[Fault]] = {
         ),
         Fault(
             "heads are numbered from each device's first one",
-            "models.attention.attend",
+            "models.attend.Blocks.attend",
             "axis_index(TENSOR) * num_heads",
             "0",
             named("attention_heads of layer 0, forward"),
@@ -541,8 +541,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "a device updates another one's shard",
             "parallel.collectives.own_shard",
-            "axis_index(axis) * size",
-            "(axis_size(axis) - 1 - axis_index(axis)) * size",
+            "axis_index(axes) * size",
+            "(axis_size(axes) - 1 - axis_index(axes)) * size",
             named("the update of the weights: shared/positions"),
             ON_DATA,
         ),
@@ -608,8 +608,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "gradients of norms are summed in every layer where the sequence is split",
             "program.bind._bind",
-            "(DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)",
-            "(DATA,)",
+            "(*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES",
+            "BATCH_AXES",
             Caught("communication", "2 instead of 0 all-reduce over data x pipe"),
             ON_SEQUENCE,
         ),
