@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR, Axes, spec_axes
 
@@ -40,6 +40,11 @@ def make_mesh(data: int, pipe: int, tensor: int, devices: Sequence[jax.Device] |
     assert len(devices) == data * pipe * tensor, (len(devices), data, pipe, tensor)
     grid = np.asarray(devices).reshape(pipe, data, tensor).transpose(1, 0, 2)
     return Mesh(grid, AXES)
+
+
+def make_abstract_mesh(data: int, pipe: int, tensor: int) -> AbstractMesh:
+    """The same mesh without devices, to trace on."""
+    return AbstractMesh((data, pipe, tensor), AXES)
 
 
 def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:

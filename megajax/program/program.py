@@ -17,7 +17,7 @@ from jax.stages import Wrapped
 from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
 from megajax.config import Config
-from megajax.mesh import BATCH_SPEC, make_mesh
+from megajax.mesh import BATCH_SPEC, make_abstract_mesh, make_mesh
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.boundary import RegionBoundary
@@ -42,9 +42,9 @@ class Program:
         gradient_dtype: what gradients are summed in.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, backend: Backend | None = None):
         self.config, self.mesh = config, mesh
-        self.backend = backend_of(mesh)
+        self.backend = backend or backend_of(mesh)
         self.model = CutModel(config.model, training_boundary(config), self.backend)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
@@ -59,6 +59,11 @@ class Program:
         """On the mesh that the configuration asks for, of `devices`, or of all there are."""
         mesh = config.mesh
         return cls(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, devices))
+
+    @classmethod
+    def abstract(cls, config: Config, backend: Backend) -> "Program":
+        """On the mesh that the configuration asks for, without devices: to be traced as on those of a `backend`."""
+        return cls(config, make_abstract_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor), backend)
 
     @cached_property
     def unsharded_model(self) -> CutModel:
