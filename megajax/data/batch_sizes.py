@@ -9,17 +9,11 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of one size, from `first_step` on.
+    """Steps of one size, from `first_step` on."""
 
-    Attributes:
-        first_step: steps before it.
-        first_sample: samples drawn before it.
-        size: of its global batches.
-    """
-
-    first_step: int
-    first_sample: int
-    size: int
+    first_step: int  # steps before it
+    first_sample: int  # samples drawn before it
+    size: int  # of its global batches
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,7 @@ def hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Bits:
-    """An endless stream of random bits.
-
-    Args:
-        key: of a family of streams.
-        number: of the stream in it, from 0.
-    """
+    """An endless stream of random bits."""
 
     def __init__(self, key: np.uint64, number: int = 0) -> None:
         self._state = hashed(hashed(np.array([number], np.uint64)) + key)

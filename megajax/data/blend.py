@@ -29,9 +29,6 @@ class Blend:
     numbers: weights count as the decimal fractions they are written as, and after their common denominator the order
     repeats. The order is worked out from its start, at about a million samples a second and two bytes for each.
 
-    Args:
-        weights: above 0, one for each source; shares are in proportion to them.
-
     Attributes:
         period: samples after which the order of the sources repeats.
     """
@@ -87,17 +84,7 @@ class Blend:
 
 
 class BlendedSamples:
-    """An endless sequence of samples of several sources.
-
-    Args:
-        sources: at least one, all with the same sequence length.
-        weights: one for each source.
-
-    Attributes:
-        sources: as given.
-        blend: which source each sample comes from.
-        sequence_length: of all sources.
-    """
+    """An endless sequence of samples of several sources."""
 
     def __init__(self, sources: Sequence[EpochSamples], weights: Sequence[float]) -> None:
         self.sources = sources
@@ -111,15 +98,7 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """The samples of several corpora to evaluate on, in turn: any first part has of each in proportion to its size.
-
-    Args:
-        parts: at least one, all with the same sequence length.
-
-    Attributes:
-        sequence_length: of all parts.
-        form: of all parts.
-    """
+    """The samples of several corpora to evaluate on, in turn: any first part has of each in proportion to its size."""
 
     def __init__(self, parts: Sequence[CorpusSamples]) -> None:
         self._parts = parts

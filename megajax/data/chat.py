@@ -47,14 +47,8 @@ class Conversation:
 class ChatTemplate:
     """A chat template, compiled.
 
-    Args:
-        source: in Jinja.
-        tokens: special tokens by the names that it has for them (`bos_token`).
-        name: for error messages, such as the file that it is from.
-        today: what `strftime_now` of the template tells; None: the time.
-
-    Raises:
-        UserError: it is no template.
+    `tokens` has special tokens by the names that the template has for them (`bos_token`), `name` stands in error
+    messages, and `today` is what `strftime_now` uses.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
@@ -76,13 +70,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
         """The text of some messages.
 
-        Args:
-            messages: with `role` and `content`, and whatever else the template looks at; None stands for nothing.
-            place: of the messages, for error messages.
-            add_generation_prompt: the text ends with what stands before the assistant's next words.
-
-        Raises:
-            UserError: the template cannot render them, or the text is too long.
+        `messages` have `role`, `content` and whatever else the template looks at; `place` stands in error messages.
+        With `add_generation_prompt` the text ends with what precedes the assistant's next words.
         """
         return self._render(messages, place, add_generation_prompt)[0]
 
@@ -92,9 +81,6 @@ class ChatTemplate:
         They are what the template has between `{% generation %}` and `{% endgeneration %}`. Of one without these they
         are, for every message of the role `assistant`, the text with it without the text that asks for it. White space
         after one of the texts `ends`, with which the assistant ends, is not its.
-
-        Raises:
-            UserError: as `render`; or the text of some messages does not begin with that of fewer.
         """
         if len(messages) > MOST_MESSAGES:
             raise UserError(f"{place}: {len(messages)} messages; valid: at most {MOST_MESSAGES}")
@@ -187,8 +173,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def begin(self, blocks: list[str]) -> list[tuple[int, str]]:
         """Begin a text, whose blocks the caller collects.
 
-        Returns:
-            what stands in `{% generation %}`, as it comes: where it begins, and the text.
+        Returns the list in which `generation` notes what stands in `{% generation %}`: where it begins, and the text.
         """
         self._blocks, self._generated = blocks, []
         return self._generated

@@ -20,21 +20,13 @@ _PART = 1 << 20  # sentences looked at in one go
 
 @dataclass(frozen=True)
 class SentenceCounts:
-    """What sentences documents have; those without a token do not count.
+    """What sentences documents have; those without a token do not count."""
 
-    Attributes:
-        documents: with at least one sentence.
-        sentences: of all documents.
-        single: documents of one sentence, which make no pair.
-        empty_documents: documents without a token.
-        empty_sentences: sentences without a token.
-    """
-
-    documents: int
-    sentences: int
-    single: int
-    empty_documents: int
-    empty_sentences: int
+    documents: int  # with at least one sentence
+    sentences: int  # of all documents
+    single: int  # documents of one sentence, which make no pair
+    empty_documents: int  # documents without a token
+    empty_sentences: int  # sentences without a token
 
 
 def count_sentences(documents: SequenceDocuments, numbers: Numbers | None = None) -> SentenceCounts:
@@ -48,17 +40,11 @@ def count_sentences(documents: SequenceDocuments, numbers: Numbers | None = None
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of neighbouring sentences, in the order of the text.
+    """Chunks of neighbouring sentences, in the order of the text."""
 
-    Attributes:
-        begins: int64 [C], the first sentence of each, as a number of the dataset.
-        sizes: int32 [C], how many sentences it has, empty ones among them included.
-        targets: int32 [C], tokens wanted.
-    """
-
-    begins: Numbers
-    sizes: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.int32]
+    begins: Numbers  # int64 [C], the first sentence of each, as a number of the dataset
+    sizes: npt.NDArray[np.int32]  # int32 [C], how many sentences it has, empty ones among them included
+    targets: npt.NDArray[np.int32]  # int32 [C], tokens wanted
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -70,10 +56,8 @@ def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbe
     Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
     only a document of one sentence makes a chunk of one.
 
-    Args:
-        documents: the corpus.
-        numbers: of the documents, ascending.
-        target: from the first sentences of chunks to the numbers of tokens wanted.
+    `numbers` are those of the documents, ascending; `target` goes from the first sentences of chunks to the tokens
+    wanted.
     """
     found = [_joined(part, target) for part in _parts(documents, numbers)]
     return Chunks(
@@ -85,21 +69,13 @@ def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbe
 
 @dataclass(frozen=True)
 class _Part:
-    """Sentences of some documents, those without a token left out.
+    """Sentences of some documents, those without a token left out."""
 
-    Attributes:
-        ids: [S], numbers in the dataset.
-        totals: [S + 1], tokens before each.
-        begins: [D], the first sentence of each document, as a place in `ids`.
-        ends: [D], the one after its last.
-        num_empty: sentences left out.
-    """
-
-    ids: Numbers
-    totals: Numbers
-    begins: Numbers
-    ends: Numbers
-    num_empty: int
+    ids: Numbers  # [S], numbers in the dataset
+    totals: Numbers  # [S + 1], tokens before each
+    begins: Numbers  # [D], the first sentence of each document, as a place in `ids`
+    ends: Numbers  # [D], the one after its last
+    num_empty: int  # sentences left out
 
 
 def _parts(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Part]:

@@ -16,14 +16,9 @@ class ContinuationSamples:
     A sequence gives one sample, its last T tokens and their targets; a sequence whose end has more than T tokens gives
     several samples, which predict each of these tokens once.
 
-    Args:
-        sequences: ids, and the index of the first one to predict, at least 1.
-        sequence_length: the most tokens that the model takes.
+    A sequence is its ids and the index of the first one to predict, at least 1.
 
-    Attributes:
-        owners: for every sample the number of its sequence.
-        sequence_length: T, the least power of two that is enough, or the model's.
-        form: what a batch of the samples holds.
+    `owners` has the sequence of every sample. T is the least power of two that is enough, or what the model takes.
     """
 
     def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:

@@ -29,23 +29,15 @@ from megajax.errors import UserError
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus.
-
-    Attributes:
-        tokenizer: None if the dataset was given tokenized and without one.
-    """
+    """A tokenized corpus."""
 
     tokens: IndexedDataset
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None if the dataset was given tokenized and without one
     report: CorpusReport
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made; reads only, on any process.
-
-    Raises:
-        UserError: a file is missing, damaged or was changed; the tokenizer or a token id is too large for `vocab_size`.
-    """
+    """Open what `make_corpus` made; reads only, on any process."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
@@ -74,11 +66,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
 
 
 def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests.
-
-    Raises:
-        UserError: there is none, or it is not what was written.
-    """
+    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests."""
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
     if corpus := next(corpora, None):
@@ -99,9 +87,6 @@ def evaluation_tokens(
 ) -> SequenceDocuments:
     """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
     single text file is one document.
-
-    Raises:
-        UserError: the text or the dataset cannot be used.
     """
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
@@ -126,11 +111,7 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder.
-
-    Raises:
-        UserError: there is none, or it has more ids than `vocab_size`.
-    """
+    """The tokenizer of a folder."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 

@@ -80,11 +80,7 @@ def file_digest(file: Path) -> str:
 
 
 def check_files(files: Mapping[Path, str], advice: str) -> None:
-    """Compare files with their digests.
-
-    Raises:
-        UserError: one is missing, cannot be read or is another; `advice` says what to do.
-    """
+    """Compare files with their digests."""
     for file, expected in files.items():
         try:
             same = file_digest(file) == expected
@@ -99,15 +95,7 @@ class CheckedTokens:
 
     A small file is checked as a whole at once.
 
-    Args:
-        tokens: ids, [N].
-        digests: of its blocks, [B, 16]; None: there are none.
-        vocab_size: all ids must be below this.
-        file: the tokens' file, for error messages.
-        advice: what to do if they are others, for error messages.
-
-    Raises:
-        UserError: they are not what was written, or an id is beyond the vocabulary.
+    `advice` says what to do about a difference, for error messages.
     """
 
     def __init__(
@@ -129,11 +117,7 @@ class CheckedTokens:
             self.check(0, len(tokens))
 
     def check(self, start: int, stop: int) -> None:
-        """Check the tokens from `start` to `stop`, as far as they have not been.
-
-        Raises:
-            UserError: they are not what was written, or an id is beyond the vocabulary.
-        """
+        """Check the tokens from `start` to `stop`, as far as they have not been."""
         first, last = start // self._size, -(-stop // self._size)
         while (block := self._unknown.find(1, first, last)) >= 0:
             self._check_block(block)

@@ -98,11 +98,7 @@ def file_atomically(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 file, or write it anew.
-
-    Raises:
-        UserError: the file cannot be written (no permission, no space).
-    """
+    """Write a UTF-8 file, or write it anew."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_atomically(path) as new, new.open("w", encoding="utf-8", newline="") as file:
@@ -118,9 +114,6 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
     """A folder to fill, which becomes `folder` at the end, in the place of an empty one or one that is `ours`.
 
     On an exception nothing stays: neither it nor the parents that were made for it.
-
-    Raises:
-        UserError: the folder cannot be made (no permission, no space), or there is one that may not be replaced.
     """
     made = [parent for parent in folder.parents if not parent.exists()]
     try:
@@ -152,11 +145,7 @@ def _not_written(path: Path, error: OSError) -> UserError:
 
 
 def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:
-    """Whether there is something to replace.
-
-    Raises:
-        UserError: it may not be replaced.
-    """
+    """Whether there is something to replace."""
     if not os.path.lexists(folder):
         return False
     if folder.is_dir() and not folder.is_symlink() and (ours(folder) or not any(folder.iterdir())):

@@ -30,19 +30,7 @@ def train_and_validation(
     overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the training and of the validation split, no document being in both.
-
-    Args:
-        documents: the corpus.
-        sequence_length: tokens of a sample.
-        validation_fraction: share of all tokens that the validation split has, about.
-        seed: of the split, and of the order of training.
-        overlap: that of `EvaluationSamples`.
-        with_positions: samples have positions, too.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1, a split would have no document, or a split is too short.
-    """
+    """Samples of the training and of the validation split, no document being in both."""
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
@@ -72,9 +60,6 @@ def split_documents(
     In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
     all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
     Depends on the documents' lengths, the fraction and the seed only.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1; fewer than two documents have tokens.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"--data.validation-fraction {validation_fraction}: must be between 0 and 1, both excluded")
@@ -97,17 +82,6 @@ class TrainSamples:
     In every epoch the documents are joined in a new random order and cut in samples of T + 1 tokens, of which the last
     is also the first of the next sample. Samples are drawn in a random order (Grain's index shuffle). The last tokens
     of an epoch, too few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
-
-    Args:
-        documents: the corpus.
-        numbers: the documents to train on, int64.
-        sequence_length: T.
-        seed: any whole number from 0.
-        with_positions: samples have positions, too.
-
-    Attributes:
-        sequence_length: T.
-        epoch_size: samples per epoch.
     """
 
     def __init__(
@@ -152,20 +126,8 @@ class EvaluationSamples:
     They are windows of T tokens that advance by `overlap` targets. The first window counts all its targets, every other
     one its last `overlap`, each of which is predicted from at least T - `overlap` earlier tokens.
 
-    Args:
-        documents: the corpus.
-        numbers: the documents to evaluate on, int64; all if None.
-        sequence_length: T.
-        overlap: 1 to T; 0: T, no token is in two windows.
-        with_positions: samples have positions, too.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        overlap: as given, or T.
-
-    Raises:
-        UserError: there are fewer than two tokens.
+    `overlap` is 1 to T; with 0 it is T, so that no token is in two windows. `numbers` are the documents to evaluate on;
+    None: all.
     """
 
     def __init__(
@@ -220,9 +182,7 @@ def padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignor
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
     """Every token's place in its document, int32 [length].
 
-    Args:
-        begins: indices of the tokens that begin a document, ascending. The first token counts as the begin of one.
-        length: how many tokens there are.
+    `begins` are the indices of the tokens that begin a document, ascending; the first token always counts as one.
     """
     begin_T = np.zeros(length, np.int32)
     begin_T[begins] = begins

@@ -21,31 +21,18 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A split of a dataset of the hub, or of a local folder that has one.
+    """A split of a dataset of the hub, or of a local folder that has one."""
 
-    Attributes:
-        url: as it was given.
-        name: of the dataset, or the folder.
-        configuration: of the dataset, where it has several; else empty.
-        split: such as train.
-        column: of the texts; empty: as the reader says.
-        flag: the flag that named it, for error messages.
-    """
-
-    url: str
-    name: str
-    configuration: str
-    split: str
-    column: str
-    flag: str
+    url: str  # as it was given
+    name: str  # of the dataset, or the folder
+    configuration: str  # of the dataset, where it has several; else empty
+    split: str  # such as train
+    column: str  # of the texts; empty: as the reader says
+    flag: str  # the flag that named it, for error messages
 
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":
-        """What `FORM` says. A local folder of the name wins.
-
-        Raises:
-            UserError: it is of another form, or `datasets` is not installed.
-        """
+        """What `FORM` says. A local folder of the name wins."""
         found = _FORM.fullmatch(url)
         if not found:
             raise UserError(f"{flag} {url}; valid: {FORM}")
@@ -88,14 +75,7 @@ class HubSplit:
         return [*map(str, files), *(":".join(map(str, entry)) for entry in known)]
 
     def rows(self, key: str) -> Iterator[str]:
-        """The texts of all rows in order, read as they are asked for; empty where there is none.
-
-        Args:
-            key: the column, unless the URL has one.
-
-        Raises:
-            UserError: the split or the column is missing; a row cannot be read, or has no text there.
-        """
+        """The texts of all rows in order, read as they are asked for; empty where there is none."""
         column = self.column or key
         try:
             with _quiet():

@@ -31,11 +31,7 @@ _CHECK_SEQUENCES = 1 << 20  # sequences checked in one go: bounds the memory of 
 
 
 class IndexedDataset(SequenceDocuments):
-    """A dataset on disk, memory-mapped and checked.
-
-    Raises:
-        UserError: a file is missing or unreadable, or the index is malformed or does not fit the .bin file.
-    """
+    """A dataset on disk, memory-mapped and checked."""
 
     def __init__(self, prefix: str | Path) -> None:
         index_file, tokens_file = dataset_files(prefix)
@@ -63,15 +59,8 @@ class IndexedWriter:
     Everything is written in a temporary folder. Only when the block ends without an exception do the files get theirs,
     the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
 
-    Args:
-        prefix: path of the two files without their suffixes.
-        vocab_size: ids are below this; tokens take two bytes if it is less than 65500, else four (as in Megatron-LM).
-
-    Attributes:
-        digests: after the block, those of the .bin file's blocks, [B, 16].
-
-    Raises:
-        UserError: the files cannot be written (no permission, no space).
+    Tokens take two bytes if `vocab_size` is less than 65500, else four, as in Megatron-LM. After the block, `digests`
+    has those of the .bin file's blocks, [B, 16].
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -102,11 +91,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, *sequences: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Append one document: its ids [length] as one sequence, or those of each of its sentences.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Append one document: its ids [length] as one sequence, or those of each of its sentences."""
         for sequence in sequences:
             ids = np.asarray(sequence, dtype=np.int64)
             assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))

@@ -20,15 +20,7 @@ _MAX_THREADS = 4
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """`growing_batches` that do not grow: the row at (step, row) is sample `step * global_batch + row`.
-
-    Args:
-        samples: where the samples come from.
-        rows: rows of the global batch to load, 0 <= row < global_batch, in the order wanted.
-        global_batch: rows of a step over all processes.
-        start_step: the first step.
-        prefetch: batches that threads prepare in advance; 0: none, and no threads.
-    """
+    """`growing_batches` that do not grow: the row at (step, row) is sample `step * global_batch + row`."""
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     sizes = BatchSizes.of(global_batch)
     return growing_batches(samples, sizes=sizes, rows_of=lambda _: rows, start_step=start_step, prefetch=prefetch)
@@ -47,12 +39,8 @@ def growing_batches(
     The row at (step, row) is sample `sizes.first_sample(step) + row`, whatever `rows_of`, `start_step` and `prefetch`
     are.
 
-    Args:
-        samples: where the samples come from.
-        sizes: rows of every step over all processes.
-        rows_of: from the rows of a step to those to load, 0 <= row < size, in the order wanted; threads call it.
-        start_step: the first step.
-        prefetch: batches that threads prepare in advance; 0: none, and no threads.
+    `rows_of` goes from a step's number of rows to the rows to load, in the order wanted; threads call it. They prepare
+    `prefetch` batches in advance; with 0 there are no threads.
     """
 
     def load(step: int) -> Batch:
@@ -70,12 +58,8 @@ def evaluation_batches(
 
     The number of batches is the same for any `rows`: see `num_evaluation_batches`.
 
-    Args:
-        samples: where the samples come from.
-        rows: rows of the global batch to load, 0 <= row < global_batch, in the order wanted.
-        global_batch: rows of a batch over all processes.
-        limit: at most this many batches; 0: all.
-        prefetch: batches that threads prepare in advance; 0: none, and no threads.
+    `rows` are those to load of a batch of `global_batch` rows, in the order wanted. There are `limit` batches at most;
+    0: all.
     """
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     padding = samples.form.padding(1, tokens=samples.sequence_length)

@@ -64,11 +64,6 @@ def make_corpus(
         flag: the flag that named the path, for error messages.
         sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
         kind: of the tokenizer that is trained.
-
-    Raises:
-        UserError: the source or the tokenizer cannot be used; the tokenizer or a token id is too large for
-            `vocab_size`; `output_dir` holds another tokenizer, the corpus of another source or something that is no
-            corpus, or cannot be written; a prepared dataset has no sentences but should, or has and should not.
     """
     folder = Path(output_dir)
     put_back(folder)

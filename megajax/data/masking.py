@@ -23,31 +23,18 @@ _SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 @dataclass(frozen=True, eq=False)
 class WordPieces:
-    """What samples need to know of a WordPiece vocabulary.
+    """What samples need to know of a WordPiece vocabulary."""
 
-    Attributes:
-        cls: id of `[CLS]`.
-        sep: id of `[SEP]`.
-        mask: id of `[MASK]`.
-        pad: id of `[PAD]`.
-        continues: bool [V], the pieces that go on with a word.
-        replacements: int32, ids that may stand in the place of a chosen one: all but the special tokens'.
-    """
-
-    cls: int
+    cls: int  # id of [CLS]
     sep: int
     mask: int
     pad: int
-    continues: npt.NDArray[np.bool_]
-    replacements: npt.NDArray[np.int32]
+    continues: npt.NDArray[np.bool_]  # [V], whether a piece goes on with a word
+    replacements: npt.NDArray[np.int32]  # ids of random tokens: all but the special ones
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, name: str = "the tokenizer") -> "WordPieces":
-        """The pieces of a tokenizer; `name` stands for it in messages.
-
-        Raises:
-            UserError: there is none, or it lacks a special token or has no others.
-        """
+        """The pieces of a tokenizer; `name` stands for it in messages."""
         valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
             raise UserError(f"{name} is missing, and words are masked as a whole; {valid}")
@@ -64,19 +51,12 @@ class WordPieces:
 
 
 class Masked(NamedTuple):
-    """A masked sample.
+    """A masked sample."""
 
-    Attributes:
-        tokens: as the model sees them, int32 [N].
-        places: of the chosen ones, ascending, int32; at most `most_masked(N)`.
-        targets: what stood there, int32.
-        spans: first token, the token after the last, and number of words of what was chosen at a time.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    places: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.int32]
-    spans: list[tuple[int, int, int]]
+    tokens: npt.NDArray[np.int32]  # [N], as the model sees them
+    places: npt.NDArray[np.int32]  # of the chosen ones, ascending, at most `most_masked(N)`
+    targets: npt.NDArray[np.int32]  # what stood there
+    spans: list[tuple[int, int, int]]  # first token, the token after the last, and number of words of each run
 
 
 def masked(
@@ -86,11 +66,7 @@ def masked(
 
     Of every chosen piece 80% become `[MASK]`, 10% a random one, 10% stay.
 
-    Args:
-        tokens_N: ids; at least one is not special.
-        special_N: where nothing is chosen, and what no run of words crosses.
-        vocabulary: what the ids are.
-        bits: what is drawn.
+    Nothing is chosen where `special_N` is true, and no run of words crosses it. At least one token is not special.
     """
     begins = _words(tokens_N, special_N, vocabulary.continues)
     taken = bytearray(special_N[begins].tobytes())

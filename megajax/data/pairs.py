@@ -35,19 +35,7 @@ def train_and_validation(
     seed: int,
     vocabulary: WordPieces,
 ) -> tuple["TrainPairs", "EvaluationPairs"]:
-    """Samples of the training and of the validation split, no document being in both.
-
-    Args:
-        documents: the corpus, one sequence a sentence.
-        sequence_length: T.
-        validation_fraction: share of all tokens that the validation split has, about.
-        seed: of the split, and of training.
-        vocabulary: what the ids are.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1, a split would have no document, the documents have no sentences,
-            or the sequence is too short for a pair.
-    """
+    """Samples of the training and of the validation split, no document being in both."""
     check_sentences(documents)
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     return (
@@ -57,11 +45,7 @@ def train_and_validation(
 
 
 def check_sentences(documents: SequenceDocuments) -> None:
-    """Check that documents are cut in sentences: that at least one has two.
-
-    Raises:
-        UserError: none has.
-    """
+    """Check that documents are cut in sentences: that at least one has two."""
     counts = count_sentences(documents)
     if counts.single == counts.documents:
         raise UserError(
@@ -78,20 +62,6 @@ class TrainPairs:
     off and what is masked is drawn for every sample. An epoch has as many samples as the first one has chunks; another
     one, which may have a few more or fewer, leaves some out or gives some twice. Memory: 16 bytes a sample for each of
     two epochs.
-
-    Args:
-        documents: the corpus, one sequence a sentence.
-        numbers: the documents to train on, int64, ascending.
-        sequence_length: T.
-        seed: any whole number from 0.
-        vocabulary: what the ids are.
-
-    Attributes:
-        sequence_length: T.
-        epoch_size: samples per epoch.
-
-    Raises:
-        UserError: T is too short for a pair.
     """
 
     def __init__(
@@ -133,19 +103,6 @@ class EvaluationPairs:
     """Samples of every sentence once, in canonical order; pairs and masks depend on nothing but the documents.
 
     All aim at T.
-
-    Args:
-        documents: the corpus, one sequence a sentence.
-        numbers: the documents to evaluate on, int64, ascending; all if None.
-        sequence_length: T.
-        vocabulary: what the ids are.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-
-    Raises:
-        UserError: T is too short for a pair, or there are no tokens.
     """
 
     def __init__(
@@ -179,11 +136,7 @@ class EvaluationPairs:
 
 
 def check_length(sequence_length: int) -> None:
-    """Check that a sequence has room for a pair.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Check that a sequence has room for a pair."""
     shortest = _SPECIAL + _SHORTEST
     if sequence_length < shortest:
         raise UserError(

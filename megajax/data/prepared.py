@@ -19,11 +19,7 @@ _REPORT_BYTES = 1 << 28  # of a report, which lists the input
 
 
 def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
-    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx; None if it names no dataset.
-
-    Raises:
-        UserError: only one of the two files exists.
-    """
+    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx; None if it names no dataset."""
     if scheme(path):  # text: a dataset is mapped into memory
         return None
     named = Path(path)
@@ -43,11 +39,7 @@ def tokenizer_folder(prefix: str | Path) -> Path:
 
 
 def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, flag: str) -> None:
-    """Check that documents are cut in sentences, so that at least one has several sequences, or that none is.
-
-    Raises:
-        UserError: it is the other way round.
-    """
+    """Check that documents are cut in sentences, so that at least one has several sequences, or that none is."""
     cut = bool((np.diff(tokens.document_index) > 1).any())
     if sentences and not cut:
         raise UserError(
@@ -62,12 +54,7 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
 
 
 def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, flag: str = "--data") -> IndexedDataset:
-    """The tokens of a dataset, as they are to be evaluated.
-
-    Raises:
-        UserError: it is damaged, its documents are cut in sentences and should not be, or the reverse, or an id is
-            beyond the vocabulary.
-    """
+    """The tokens of a dataset, as they are to be evaluated."""
     tokens, _ = open_prepared(prefix)
     check_sequences(tokens, prefix, sentences=sentences, flag=flag)
     tokens.check_vocabulary(vocab_size)
@@ -78,9 +65,6 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     """A dataset, compared with the digests that `megajax prepare` left beside it, and those of its blocks, [B, 16].
 
     None in their place where nothing was left: the dataset is Megatron-LM's own, or of before digests.
-
-    Raises:
-        UserError: the dataset or its tokenizer is damaged.
     """
     expected = _digests(prefix)
     if not expected:

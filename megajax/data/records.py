@@ -99,16 +99,9 @@ class TextFiles:
     store (`megajax/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document per
     row (`hub_split.py`).
 
-    Args:
-        paths: files, folders, URLs, `python-stdlib`, `python-docstrings`.
-        flag: the flag that named the paths, for error messages.
-
     Attributes:
         files: all files, in order.
         sizes: bytes of each file on disk; 0 where that is not known.
-
-    Raises:
-        UserError: a path is missing or neither file nor folder.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
@@ -128,12 +121,7 @@ class TextFiles:
     def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
         """Every record, and how many bytes of its file were read by then.
 
-        Args:
-            cut: whether a single text file is cut in several documents.
-            key: column of a Parquet file.
-
-        Raises:
-            UserError: a file cannot be read; a named text file is not UTF-8.
+        With `cut`, a single text file is cut in several documents; `key` is the column of a Parquet file.
         """
         for index, file in enumerate(self.files):
             with readable(file, self._flag):

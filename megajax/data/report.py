@@ -61,20 +61,12 @@ def tokenizer_part(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_report(folder: Path, report: CorpusReport) -> None:
-    """Write the report of a corpus.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the report of a corpus."""
     write_atomically(folder / "report.json", json.dumps(asdict(report), indent=1) + "\n")
 
 
 def read_report(folder: Path) -> CorpusReport:
-    """The report of a corpus.
-
-    Raises:
-        UserError: it cannot be read, or is none.
-    """
+    """The report of a corpus."""
     file = folder / "report.json"
     try:
         content = reading.parse_json(reading.read_bytes(file).decode())
@@ -103,10 +95,7 @@ def are_digests(value: Any) -> bool:
 def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:
     """The digests for a report, of what there is.
 
-    Args:
-        index_file: of the dataset.
-        blocks: digests of the blocks of its tokens; None: neither tokens nor index have a digest.
-        tokenizer_folder: its tokenizer's, if it has one.
+    Where `blocks`, the digests of the blocks of its tokens, is None, neither tokens nor index have a digest.
     """
     found = {} if blocks is None else {TOKENS: root(blocks), _INDEX: file_digest(index_file)}
     files = _tokenizer_files(tokenizer_folder)
@@ -118,11 +107,7 @@ def _tokenizer_files(folder: Path) -> list[str]:
 
 
 def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare the files of a tokenizer with their digests by name; nothing is checked where there are none.
-
-    Raises:
-        UserError: one is missing, another, or was not there; `advice` says what to do.
-    """
+    """Compare the files of a tokenizer with their digests by name; nothing is checked where there are none."""
     if not digests:
         return
     check_files({folder / name: expected for name, expected in digests.items()}, advice)
@@ -132,11 +117,7 @@ def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> No
 
 
 def write_blocks(folder: Path, blocks: npt.NDArray[np.uint8]) -> None:
-    """Write the digests of a corpus's blocks beside its report.
-
-    Raises:
-        UserError: they cannot be written.
-    """
+    """Write the digests of a corpus's blocks beside its report."""
     file = folder / "tokens.digests"
     try:
         with file_atomically(file) as new:
@@ -146,11 +127,7 @@ def write_blocks(folder: Path, blocks: npt.NDArray[np.uint8]) -> None:
 
 
 def read_blocks(folder: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:
-    """What `write_blocks` wrote; None where the report has no digest of tokens.
-
-    Raises:
-        UserError: it is missing or another; `advice` says what to do.
-    """
+    """What `write_blocks` wrote; None where the report has no digest of tokens."""
     if TOKENS not in report.digests:
         return None
     file = folder / "tokens.digests"
@@ -167,10 +144,6 @@ def read_blocks(folder: Path, report: CorpusReport, advice: str) -> npt.NDArray[
 
 
 def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare an index with its digest, if there is one.
-
-    Raises:
-        UserError: it is missing or another; `advice` says what to do.
-    """
+    """Compare an index with its digest, if there is one."""
     if _INDEX in digests:
         check_files({file: digests[_INDEX]}, advice)

@@ -18,15 +18,10 @@ class EndlessSamples(Protocol):
 
 
 class Samples(Protocol):
-    """A finite sequence of samples to evaluate on.
+    """A finite sequence of samples to evaluate on."""
 
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-    """
-
-    sequence_length: int
-    form: BatchSpec
+    sequence_length: int  # T
+    form: BatchSpec  # what a batch of them holds
 
     def __len__(self) -> int: ...
 
@@ -42,12 +37,7 @@ class CorpusSamples(Samples, Protocol):
 
 
 class EpochSamples(EndlessSamples, Protocol):
-    """An endless sequence of samples of one corpus.
+    """An endless sequence of samples of one corpus."""
 
-    Attributes:
-        sequence_length: T.
-        epoch_size: samples per epoch.
-    """
-
-    sequence_length: int
-    epoch_size: int
+    sequence_length: int  # T
+    epoch_size: int  # samples per epoch

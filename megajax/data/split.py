@@ -8,11 +8,6 @@ def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fractio
     """The first parts of an order that have about a share of all sizes; not all parts, and at least one.
 
     A part larger than that share is not held out; if all are, it is the smallest.
-
-    Args:
-        sizes: of every part.
-        order: numbers of at least two parts.
-        fraction: the share, between 0 and 1.
     """
     budget = fraction * int(sizes.sum())
     candidates = order[sizes[order] <= budget]

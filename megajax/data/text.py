@@ -11,19 +11,12 @@ from megajax.errors import UserError
 
 @dataclass
 class TextReport:
-    """What one pass over a text source read.
+    """What one pass over a text source read."""
 
-    Attributes:
-        files: how many files were read.
-        documents: how many documents were in them.
-        num_bytes: of the documents in UTF-8.
-        skipped_files: files of a folder that are not UTF-8.
-    """
-
-    files: int = 0
-    documents: int = 0
-    num_bytes: int = 0
-    skipped_files: int = 0
+    files: int = 0  # how many files were read
+    documents: int = 0  # how many documents were in them
+    num_bytes: int = 0  # of the documents in UTF-8
+    skipped_files: int = 0  # files of a folder that are not UTF-8
 
 
 class TextDocuments:
@@ -32,20 +25,10 @@ class TextDocuments:
     Files of a folder that are not UTF-8 are skipped and counted in `report.skipped_files`. A broken line of JSONL is an
     error. Documents of white space only are left out.
 
-    Args:
-        path: a file, a folder, a URL, `python-stdlib` or `python-docstrings`.
-        cut: whether a single text file is cut in several documents.
-        flag: the flag that named the path, for error messages.
-        key: of the text in JSONL, and column of a Parquet file.
+    With `cut`, a single text file is cut in several documents; `key` is that of the text in JSONL, and the column of a
+    Parquet file.
 
-    Attributes:
-        path: as given.
-        report: counts of the latest iteration.
-        size: bytes of all files on disk.
-
-    Raises:
-        UserError: the path is missing or neither file nor folder. While iterating: a file cannot be read; a named text
-            file is not UTF-8; a line of JSONL is broken; there is no text at all.
+    `report` counts what the latest iteration read.
     """
 
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:

@@ -51,11 +51,7 @@ class TokenDocuments:
         return self.part(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
     def part(self, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """The tokens from `start` to `stop`, a view [stop - start].
-
-        Raises:
-            UserError: they are not what was written, or an id is beyond the vocabulary, if `checked` can tell.
-        """
+        """The tokens from `start` to `stop`, a view [stop - start]."""
         if self.checked:
             self.checked.check(start, stop)
         return self.tokens[start:stop]
@@ -66,11 +62,7 @@ class TokenDocuments:
         return max((int(self.tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that every id is one of 0 … size - 1. Reads all tokens, a part at a time.
-
-        Raises:
-            UserError: the first id outside, and where it is.
-        """
+        """Check that every id is one of 0 … size - 1. Reads all tokens, a part at a time."""
         if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
             return
         for start in range(0, self.num_tokens, _SCAN_TOKENS):

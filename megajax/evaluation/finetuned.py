@@ -37,17 +37,8 @@ def evaluate_task(
 ) -> dict[str, Any]:
     """A task's figures on some files, of one run that was fine-tuned on it, or of several as an ensemble.
 
-    Args:
-        name: one of `TASKS`.
-        run_dirs: at least one.
-        step: of their checkpoints, see `choose_step`.
-        data: the files; none: the run's own dev files.
-        overrides: values that replace the runs' own, by key.
-        predictions: file that all answers are written to; empty: none. The files' records then need no labels.
-
-    Raises:
-        UserError: a run is of something else, or of several the answers cannot be put together; the step, the files or
-            the mesh cannot be used.
+    `data` are the files; none: the first run's own dev files. With `predictions`, the file that all answers are written
+    to, records need no labels.
     """
     if TASKS[name].continues_text:
         _check_alone(name, run_dirs, predictions)
@@ -98,11 +89,7 @@ def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
-    """Check that runs have the same windows, whose answers are put together.
-
-    Raises:
-        UserError: they have not.
-    """
+    """Check that runs have the same windows, whose answers are put together."""
     inputs = [
         (tokenizer, config.model.sequence_length, config.task.doc_stride, config.task.question_tokens)
         for tokenizer, config in zip(tokenizers, configs, strict=True)
@@ -117,11 +104,7 @@ def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tok
 
 
 def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:
-    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it.
-
-    Raises:
-        UserError: it is of something else.
-    """
+    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it."""
     config, task = evaluation_config(run_dir, overrides, any_model=True, mesh=mesh), TASKS[name]
     fits = config.task.name == name or (
         config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)
@@ -141,11 +124,7 @@ def dev_figures(
 ) -> dict[str, float]:
     """The figures of a run's dev records.
 
-    Args:
-        program: compiled for batches of its global batch.
-        params: weights on the program's mesh.
-        data: of the run.
-        between: called before every batch.
+    `between` is called before every batch.
     """
     if TASKS[program.config.task.name].continues_text:
         return text_figures(program, params, data.validation, between)
@@ -158,12 +137,6 @@ def text_figures(
 ) -> dict[str, float]:
     """The figures of texts, over all tokens that count: the mean loss in nats, the perplexity, and in percent how many
     of them are the most probable ones; how many there are, and of how many records.
-
-    Args:
-        program: compiled for batches of its global batch.
-        params: weights on the program's mesh.
-        samples: of the records.
-        between: called before every batch.
     """
     (found,) = perplexities(program, params, samples, between=between).values()
     figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}
@@ -173,11 +146,8 @@ def text_figures(
 def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits]) -> tuple[dict[str, float], list[Any]]:
     """The figures of a task, and for every record its class, or the text of its answer.
 
-    Args:
-        config: of the task, and how answers are found.
-        samples: of the records.
-        logits: of every model, [samples, C], or [samples, T, 2] of spans. Of several models the probabilities are
-            averaged: of classes and options, or of where spans begin and end.
+    `logits` of every model are [samples, C], or [samples, T, 2] of spans. Of several models the probabilities are
+    averaged: of classes and options, or of where spans begin and end.
     """
     name, how = config.task.name, config.task
     if TASKS[name].head == "span":

@@ -39,9 +39,6 @@ class MegajaxLM(TemplateLM):
         step: a step, latest, or best.
         batch_size: rows per device and microbatch; 0: those of the training.
         config: values of the configuration by key, as in the flags of `eval.py`: `mesh.tensor`, `simulate_devices`.
-
-    Raises:
-        UserError: the run, the step or the mesh cannot be used.
     """
 
     def __init__(self, checkpoint: str, step: str | int = "latest", batch_size: int = 0, **config: Any) -> None:
@@ -82,11 +79,7 @@ class MegajaxLM(TemplateLM):
         return [score.log_probability for score in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations of texts, each up to the first of its stop texts.
-
-        Raises:
-            UserError: a request has settings of sampling that are not supported.
-        """
+        """Continuations of texts, each up to the first of its stop texts."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, wanted: dict[str, Any]) -> str:

@@ -16,9 +16,6 @@ def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]
     """Ids of every passage, and the index at which its last word begins, for `score_continuations`.
 
     The last word is what follows the last white space, and is encoded with a space before it.
-
-    Raises:
-        UserError: the file is not a JSONL file of passages (the message has the line's number); a passage is one word.
     """
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
@@ -42,15 +39,10 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class LastWords:
-    """The figures of the last words of many passages.
+    """The figures of the last words of many passages."""
 
-    Attributes:
-        accuracy: share of words whose every subword is the most probable one.
-        loss: mean cross-entropy of a word, in nats.
-    """
-
-    accuracy: float
-    loss: float
+    accuracy: float  # share of words whose every subword is the most probable one
+    loss: float  # mean cross-entropy of a word, in nats
 
     @classmethod
     def of(cls, words: Sequence[Continuation]) -> "LastWords":

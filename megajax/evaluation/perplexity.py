@@ -13,17 +13,11 @@ from megajax.program.program import Program
 
 @dataclass(frozen=True)
 class Perplexity:
-    """One loss over a set of samples.
+    """One loss over a set of samples."""
 
-    Attributes:
-        total_loss: cross-entropy of all targets, in nats.
-        tokens: how many targets there were.
-        hits: of how many the most probable id was right.
-    """
-
-    total_loss: float
-    tokens: int
-    hits: int = 0
+    total_loss: float  # cross-entropy of all targets, in nats
+    tokens: int  # how many targets there were
+    hits: int = 0  # of how many the most probable id was right
 
     @property
     def loss(self) -> float:

@@ -31,9 +31,6 @@ def evaluate_perplexity(
     Of a language model, `bits_per_byte` is the loss of all predicted tokens in bits, over the UTF-8 bytes of the text;
     None for a dataset that was given tokenized. A model of several losses has figures for each by its name, and `loss`
     is their sum.
-
-    Raises:
-        UserError: the run, the step, the data, the overlap or the mesh cannot be used.
     """
     config = evaluation_config(run_dir, overrides, any_model=True)
     if config.model.head != "pretraining":
@@ -77,9 +74,6 @@ def evaluate_wikitext103(
 
     Figures: `T_o` words of the original, `T` predicted subwords, `loss` per word in nats, `tokens_per_second` predicted
     subwords a second, without the time of compiling.
-
-    Raises:
-        UserError: the run, the step, the data, the overlap or the mesh cannot be used.
     """
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
@@ -108,9 +102,6 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     """Accuracy and perplexity of the last words of passages.
 
     `several_subwords` counts the words of more than one subword.
-
-    Raises:
-        UserError: the run, the step, the data or the mesh cannot be used.
     """
     config = evaluation_config(run_dir, overrides)
     passages = read_lambada(data, run_tokenizer(run_dir, config))

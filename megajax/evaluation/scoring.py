@@ -26,15 +26,10 @@ _AHEAD = 1  # batches that the devices compute while the host reads another
 
 @dataclass(frozen=True)
 class SampleScores:
-    """The counted targets that one loss has in one sample, in order.
+    """The counted targets that one loss has in one sample, in order."""
 
-    Attributes:
-        loss: cross-entropy of each, in nats, float64 [targets].
-        hit: whether each is the most probable one, [targets].
-    """
-
-    loss: npt.NDArray[np.float64]
-    hit: npt.NDArray[np.bool_]
+    loss: npt.NDArray[np.float64]  # cross-entropy of each, in nats, float64 [targets]
+    hit: npt.NDArray[np.bool_]  # whether each is the most probable one, [targets]
 
     @classmethod
     def of(cls, loss: npt.NDArray[Any], hit: npt.NDArray[Any]) -> "SampleScores":
@@ -104,15 +99,10 @@ def _rows(
 
 @dataclass(frozen=True)
 class Continuation:
-    """The score of the end of a token sequence.
+    """The score of the end of a token sequence."""
 
-    Attributes:
-        log_probability: of the continuation, given the tokens before it; the sum over its tokens.
-        greedy: whether each of its tokens is the most probable id.
-    """
-
-    log_probability: float
-    greedy: bool
+    log_probability: float  # of the continuation, given the tokens before it; the sum over its tokens
+    greedy: bool  # whether each of its tokens is the most probable id
 
 
 def score_continuations(
@@ -120,10 +110,7 @@ def score_continuations(
 ) -> list[Continuation]:
     """Scores of the ends of token sequences, in order.
 
-    Args:
-        program: as of `score_samples`.
-        params: weights on the program's mesh.
-        sequences: ids, and the index of the first one to score, at least 1.
+    A sequence is its ids and the index of the first one to score, at least 1.
     """
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):

@@ -23,17 +23,11 @@ _REST += [(" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")]
 
 @dataclass(frozen=True)
 class WikiText:
-    """A test text.
+    """A test text."""
 
-    Attributes:
-        original_tokens: words and punctuation marks of the text in the file, the paper's T_o.
-        ids: subwords of the text without its word tokenization.
-        name: the file.
-    """
-
-    original_tokens: int
-    ids: list[int]
-    name: str
+    original_tokens: int  # words and punctuation marks of the text in the file, the paper's T_o
+    ids: list[int]  # subwords of the text without its word tokenization
+    name: str  # the file
 
     def samples(self, sequence_length: int, overlap: int) -> EvaluationSamples:
         """Windows over the text."""
@@ -42,11 +36,7 @@ class WikiText:
 
 
 def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
-    """The file `wiki.test.tokens`, or another text in its form.
-
-    Raises:
-        UserError: it is not one file of plain text.
-    """
+    """The file `wiki.test.tokens`, or another text in its form."""
     refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
         raise refusal

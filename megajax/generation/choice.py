@@ -22,19 +22,12 @@ _LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is taken anyway,
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-        temperature: logits are divided by it; 0: always the most probable token.
-        top_k: choose among the k most probable tokens; 0: all.
-        top_p: choose among the most probable tokens, after `top_k`, whose probabilities sum to at least this.
-        seed: of the noise.
-    """
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float  # logits are divided by it; 0: always the most probable token
+    top_k: int = 0  # choose among the k most probable tokens; 0: all
+    top_p: float = 1.0  # choose among the most probable tokens, after `top_k`, whose probabilities sum to at least this
+    seed: int = 0  # of the noise
 
 
 def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
@@ -52,14 +45,7 @@ def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
 def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
     """The next token of every row.
 
-    Args:
-        logits_BV: of all tokens; the vocabulary's padding is left out.
-        bits_B: the state of the noise of each row's prompt.
-        position_B: int32, the position of the token that is chosen.
-        sampling: how it is chosen.
-
-    Returns:
-        Ids, int32 [B].
+    `position_B` is the position of the chosen token; the vocabulary's padding is not in `logits_BV`.
     """
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:

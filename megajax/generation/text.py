@@ -11,11 +11,7 @@ UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or
 
 
 def read_prompts(given: list[str], file: str) -> list[str]:
-    """The prompts of the command line: those given one by one, or the lines of a file that are not blank.
-
-    Raises:
-        UserError: neither or both were given; the file cannot be read or holds no prompt; one is not UTF-8.
-    """
+    """The prompts of the command line: those given one by one, or the lines of a file that are not blank."""
     if bool(given) == bool(file):
         raise UserError(f"--prompt and --prompt-file are {'both' if file else 'not'} given; valid: one of them")
     for number, prompt in enumerate(given, start=1):
@@ -39,12 +35,7 @@ def read_prompts(given: list[str], file: str) -> list[str]:
 
 
 class TextStream:
-    """The text of ids that come some at a time, never with a part of a character.
-
-    Args:
-        tokenizer: of the ids.
-        before: ids that stand before them: a token's text may depend on the token before it.
-    """
+    """The text of ids that come some at a time, never with a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -78,13 +69,7 @@ def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -
 
 
 class Screen:
-    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows.
-
-    Args:
-        tokenizer: of the ids.
-        starts: the prompt of each text.
-        ids: those of each prompt.
-    """
+    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
         self._waiting = list(starts)

@@ -29,10 +29,8 @@ def continue_in_windows(
 
     All processes call this together and get the same ids.
 
-    Args:
-        program: a program whose global batch all rows of the prompt are copied to.
-        params: weights on the program's mesh.
-        before: what an earlier call has continued the prompt by; the new ids follow it.
+    The program's global batch is filled with copies of the prompt; the new ids follow `before`, by which an earlier
+    call has continued it.
     """
     model = program.config.model
     ids, bits = [*prompt, *before], prompt_bits([prompt], sampling.seed)

@@ -8,9 +8,6 @@ from megajax.options import MOST
 def check_cooldown(optimizer: OptimizerConfig) -> None:
     """Check that `wsd`, and no other schedule, has a decay of its own, which fits between warm-up and the decay's end
     where that is known.
-
-    Raises:
-        UserError: it is not so.
     """
     given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
     if optimizer.schedule != "wsd":

@@ -92,11 +92,7 @@ class TestSets:
 
     @classmethod
     def load(cls, file: Path) -> "TestSets":
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """Read what `save` wrote."""
         with opened(file) as content, np.load(content) as data:
             words = data["words"].tobytes().decode().split("\n")
             ends = np.cumsum(data["sizes"])

@@ -32,19 +32,12 @@ _CACHED_GRAMS = 1 << 20  # of a worker's cache
 
 @dataclass
 class Copies:
-    """The documents that were dropped as copies.
+    """The documents that were dropped as copies."""
 
-    Attributes:
-        documents: their numbers, int64, ascending.
-        originals: for each the number of the document that it is a copy of, int64.
-        similarity: of each to its original, float64, 0 to 1.
-        candidates: pairs that were compared.
-    """
-
-    documents: npt.NDArray[np.int64]
-    originals: npt.NDArray[np.int64]
-    similarity: npt.NDArray[np.float64]
-    candidates: int = 0
+    documents: npt.NDArray[np.int64]  # their numbers, int64, ascending
+    originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of, int64
+    similarity: npt.NDArray[np.float64]  # of each to its original, float64, 0 to 1
+    candidates: int = 0  # pairs that were compared
 
     @classmethod
     def none(cls) -> "Copies":
@@ -54,10 +47,6 @@ class Copies:
 
 class Shards:
     """All shards as one sequence of N documents.
-
-    Args:
-        work: the work folder, every shard analysed.
-        num_shards: how many there are.
 
     Attributes:
         work: as given.
@@ -108,13 +97,7 @@ def drop_exact(corpus: Shards) -> Copies:
 def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
     """Drop documents that are similar to an earlier one that is kept.
 
-    Args:
-        corpus: all shards.
-        threshold: two documents are similar if the Jaccard similarity of their 5-grams is above this.
-        workers: processes that compare.
-
-    Returns:
-        The documents dropped.
+    Two documents are similar if the Jaccard similarity of their 5-grams is above `threshold`.
     """
     work, total = corpus.work, len(corpus)
     if not (work / "pairs.done").exists():
@@ -142,13 +125,7 @@ def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
 
 
 def compare(work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The exact Jaccard similarity of the 5-grams of pairs of documents, float64 [pairs]; called in a worker.
-
-    Args:
-        work: the work folder.
-        starts: the first document of every shard.
-        pairs: numbers of documents, int64 [pairs, 2].
-    """
+    """The exact Jaccard similarity of the 5-grams of pairs of documents, float64 [pairs]; called in a worker."""
     grams = _GramSets(work, starts)
     return np.array([jaccard(grams[one], grams[other]) for one, other in pairs.tolist()])
 
@@ -234,12 +211,7 @@ def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total
 def _sorted_entries(
     corpus: Shards, keys: Callable[[int], npt.NDArray[np.uint64]]
 ) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
-    """The keys of the kept documents, sorted, [n, k], and the document of each, [n]; a range of hashes at a time.
-
-    Args:
-        corpus: all shards.
-        keys: those of a shard, [D, k].
-    """
+    """The keys of the kept documents, sorted, [n, k], and the document of each, [n]; a range of hashes at a time."""
     parts = -(-int((corpus.rule == KEPT).sum()) // _ENTRIES)
     for part in range(parts):
         found, documents = [], []

@@ -42,16 +42,7 @@ _LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
 
 
 def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
-    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read.
-
-    Args:
-        output: PREFIX.
-        inputs: files that are read, each with the name of its flag.
-        folders: folders that are read.
-
-    Raises:
-        UserError: an input has the name of an output, lies in one, or is the same file; an output lies in a folder.
-    """
+    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read."""
     resolved = functools.cache(Path.resolve)
     outputs = [*_results(output), work_folder(output).folder]
     for folder in folders:
@@ -81,11 +72,7 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 
 
 def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a preparation that is done.
-
-    Raises:
-        UserError: what lies there is of another one, or of none.
-    """
+    """The report of a preparation that is done."""
     there, found = _there(work.output), _report(work.output)
     if not there or _is_writing(work):
         return None
@@ -100,11 +87,7 @@ def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_own(work: WorkFolder, overwrite: bool) -> None:
-    """Check that the work folder is one, and with `overwrite` that what PREFIX names may be replaced.
-
-    Raises:
-        UserError: something is there that is not of a preparation.
-    """
+    """Check that the work folder is one, and with `overwrite` that what PREFIX names may be replaced."""
     _check_work_folder(work)
     if overwrite and not _is_writing(work):
         _refuse(work, _foreign(work.output))
@@ -120,11 +103,7 @@ KEPT_FILES = ("lock", _WRITING)  # of a work folder that is used again for anoth
 
 
 def begin_writing(work: WorkFolder) -> None:
-    """Make way for the results: an older report goes, and what PREFIX names may from now on be replaced.
-
-    Raises:
-        UserError: something is there that is not of a preparation.
-    """
+    """Make way for the results: an older report goes, and what PREFIX names may from now on be replaced."""
     _refuse(work, [path for path in _there(work.output) if not _is_writing(work) or not _is_possible(path)])
     allow_writing(work)
     report_file(work.output).unlink(missing_ok=True)

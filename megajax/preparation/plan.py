@@ -30,27 +30,16 @@ _FORMAT = 1  # of the work folder; a later version of this code may write anothe
 
 @dataclass(frozen=True)
 class Task:
-    """What to prepare, and where to.
+    """What to prepare, and where to."""
 
-    Attributes:
-        inputs: files, folders, URLs, or the word python-stdlib or python-docstrings.
-        output: PREFIX of the dataset.
-        options: how.
-        test_sets: files or folders of test sets that must not be in the corpus.
-    """
-
-    inputs: Sequence[str]
-    output: str
-    options: PrepareOptions
-    test_sets: Sequence[str] = ()
+    inputs: Sequence[str]  # files, folders, URLs, or the word python-stdlib or python-docstrings
+    output: str  # PREFIX of the dataset
+    options: PrepareOptions  # how
+    test_sets: Sequence[str] = ()  # files or folders of test sets that must not be in the corpus
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan.
-
-    Raises:
-        UserError: the tokenizer or a test set cannot be read; what is read would be replaced.
-    """
+    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan."""
 
     def described(files: Sequence[Input]) -> list[list[Any]]:
         return [identity(file) for file in files]
@@ -83,11 +72,7 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 
 def _check_pieces(tokenizer: str) -> None:
-    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks."""
     if tokenizer == "bpe":
         raise UserError(
             "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
@@ -101,17 +86,8 @@ def _check_pieces(tokenizer: str) -> None:
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Lock the work folder for this process in a `with` block, made if missing.
 
-    Args:
-        work: the folder.
-        plan: of this preparation.
-        overwrite: begin anew; an older dataset stays until it is replaced.
-
-    Yields:
-        Whether an interrupted preparation goes on.
-
-    Raises:
-        UserError: another process has it, it holds another preparation or something else, or it cannot be written;
-            `overwrite`, and what PREFIX names is not of a preparation.
+    With `overwrite` the preparation begins anew; an older dataset stays until it is replaced. Yields whether an
+    interrupted preparation goes on.
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)

@@ -46,14 +46,8 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
     that is complete only returns its report. The result does not depend on the number of workers.
 
-    Args:
-        task: what to do.
-        workers: processes.
-        overwrite: begin anew, and replace what another preparation made.
-        show: where progress is shown.
+    With `overwrite` it begins anew, and replaces what another preparation made. Returns the report.
 
-    Returns:
-        The report.
 
     Raises:
         UserError: input, options or output cannot be used; the disk is full.
@@ -171,11 +165,7 @@ class _Broken:
         self._next, self._count, self._first = 0, 0, ""
 
     def check(self) -> None:
-        """Count the lines of the shards that are done since the last call.
-
-        Raises:
-            UserError: there are more than `--max-broken`.
-        """
+        """Count the lines of the shards that are done since the last call."""
         while self._work.has("clean", self._next):
             lines, problem = self._work.load("clean", self._next, "broken", "problem")
             if len(lines) and not self._first:

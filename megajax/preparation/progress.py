@@ -12,11 +12,7 @@ _EVERY = 10.0  # seconds between two plain lines
 
 
 class Show:
-    """A bar or lines about the stages of a preparation.
-
-    Args:
-        shown: False: nothing is printed.
-    """
+    """A bar or lines about the stages of a preparation."""
 
     def __init__(self, shown: bool = True) -> None:
         self._shown = shown
@@ -53,11 +49,7 @@ class Show:
 
 
 class Clock:
-    """The time of each stage.
-
-    Attributes:
-        seconds: by stage.
-    """
+    """The time of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

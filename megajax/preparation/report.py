@@ -32,15 +32,6 @@ def report(
     """All figures of a preparation but its times.
 
     Examples are the first documents that each rule dropped; their places are FILE:NUMBER of the line or piece.
-
-    Args:
-        task: what was prepared.
-        corpus: all shards, duplicates marked.
-        files: the input.
-        tokenizer: of the dataset.
-        test_sets: their grams.
-        exact: identical documents dropped.
-        near: similar documents dropped.
     """
     work, shards = corpus.work, range(corpus.num_shards)
     place = _Places(corpus, files)

@@ -39,11 +39,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """A file of a work folder to read, in a `with` block.
-
-    Raises:
-        UserError: it is missing or is not what was written, as far as the block finds out.
-    """
+    """A file of a work folder to read, in a `with` block."""
     try:
         with reading.open_file(file) as content:
             yield content
@@ -55,12 +51,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 class WorkFolder:
-    """The files of a preparation that is under way.
-
-    Args:
-        folder: where they are.
-        output: the value of `--output`, for error messages.
-    """
+    """The files of a preparation that is under way."""
 
     def __init__(self, folder: Path, output: str) -> None:
         self.folder, self.output = folder, output
@@ -73,31 +64,19 @@ class WorkFolder:
         return self._file(stage, shard, "npz").exists()
 
     def save(self, stage: str, shard: int, arrays: Arrays) -> None:
-        """Write a stage's results for a shard, which is then done.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Write a stage's results for a shard, which is then done."""
         with self.writing(self._file(stage, shard, "npz")) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def load(self, stage: str, shard: int, *names: str) -> list[npt.NDArray[Any]]:
-        """Some of a stage's results for a shard.
-
-        Raises:
-            UserError: they are damaged.
-        """
+        """Some of a stage's results for a shard."""
         with opened(self._file(stage, shard, "npz")) as file, np.load(file) as arrays:
             return [_array(arrays[name]) for name in names]
 
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
         """Write the cleaned texts of a shard.
 
-        Returns:
-            The byte at which each text begins, and the size of the file, int64 [D + 1].
-
-        Raises:
-            UserError: they cannot be written.
+        Returns the byte at which each text begins, and the size of the file, int64 [D + 1].
         """
         starts = np.zeros(len(texts) + 1, np.int64)
         with self.writing(self._file("clean", shard, "text")) as file:
@@ -106,33 +85,21 @@ class WorkFolder:
         return starts
 
     def texts(self, shard: int) -> Iterator[str]:
-        """The cleaned texts of a shard in order; dropped documents are empty.
-
-        Raises:
-            UserError: they are damaged.
-        """
+        """The cleaned texts of a shard in order; dropped documents are empty."""
         (starts,) = self.load("clean", shard, "starts")
         with opened(self._file("clean", shard, "text")) as file:
             for size in np.diff(starts).tolist():
                 yield _bytes(file, size).decode()
 
     def text(self, shard: int, document: int) -> str:
-        """The cleaned text of a document.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The cleaned text of a document."""
         starts = _starts(self._file("clean", shard, "npz"))
         with opened(self._file("clean", shard, "text")) as file:
             begin, end = starts[document : document + 2].tolist()
             return _bytes(file, end - begin, begin).decode()
 
     def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
-        """Write the band hashes of a shard, uint64 [bands, D].
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Write the band hashes of a shard, uint64 [bands, D]."""
         with self.writing(self._file("tokens", shard, "bands")) as file:
             file.write(bands.tobytes())
 
@@ -144,11 +111,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
-        """A file to write atomically, in a `with` block.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """A file to write atomically, in a `with` block."""
         partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
         try:
             with self.open(partial, "wb") as handle:
@@ -159,11 +122,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def open(self, file: Path, mode: Literal["wb", "ab"]) -> Iterator[IO[bytes]]:
-        """A file to write, or to append to, in a `with` block.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """A file to write, or to append to, in a `with` block."""
         try:
             with file.open(mode) as handle:
                 yield handle

@@ -30,9 +30,6 @@ def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: Pr
     - `starts` [D + 1]: the bytes at which the texts begin.
     - `broken` [lines, 2]: file and number of the broken lines; `problem`: what is wrong with the first.
     - `skipped_files`, `text_bytes`, `seconds`: counts.
-
-    Raises:
-        UserError: they cannot be written.
     """
     began = time.perf_counter()
     texts, places, broken, problem, skipped_files, text_bytes = [], [], [], "", 0, 0
@@ -72,9 +69,6 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
     - `digest`, uint64 [D, 2]: of the texts.
     - `hits` [hits, 2]: document and gram of a test set that is in it.
     - `seconds` [3]: of tokenizing, test sets and hashing.
-
-    Raises:
-        UserError: they cannot be written.
     """
     (rule,) = work.load("clean", shard, "rule")
     tokenizer = _tokenizer(work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)

@@ -16,11 +16,7 @@ from megajax.errors import RunError
 
 
 class Workers:
-    """The worker processes of a `with` block; if there is one worker, it is this process.
-
-    Args:
-        count: how many there are.
-    """
+    """The worker processes of a `with` block; if there is one worker, it is this process."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -26,10 +26,6 @@ def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDAr
 def class_figures(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> dict[str, float]:
     """Accuracy over all records that have a label, and over those of every group, in percent.
 
-    Args:
-        records: pairs or exams.
-        probabilities_NC: of every class, or anything that rises with it.
-
     Returns:
         `accuracy`, NaN where no record has a label; `accuracy_GROUP` for every group in the records, in alphabetical
         order; `records`, how many have a label.

@@ -21,17 +21,11 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """The answer to a question.
+    """The answer to a question."""
 
-    Attributes:
-        text: of the context; empty: it has none.
-        best: the best text that is not empty.
-        difference: by how much "it has none" scores above `best`; 0 where every question has an answer.
-    """
-
-    text: str
-    best: str
-    difference: float
+    text: str  # of the context; empty: it has none
+    best: str  # the best text that is not empty
+    difference: float  # by how much "it has none" scores above `best`; 0 where every question has an answer
 
 
 def find_answers(
@@ -46,13 +40,6 @@ def find_answers(
 
     Of equal logits the later token's is taken first; of equal scores that of the earlier window, then of the better
     start.
-
-    Args:
-        windows: of the questions.
-        start_WT: the model's, finite.
-        end_WT: the model's, finite.
-        config: the limits and the threshold.
-        unanswerable: questions may have no answer, as those of SQuAD 2.0.
     """
     assert start_WT.shape == end_WT.shape == (len(windows), windows.sequence_length), (start_WT.shape, end_WT.shape)
     start_WT, end_WT = np.asarray(start_WT, np.float32), np.asarray(end_WT, np.float32)
@@ -106,10 +93,6 @@ def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
     Every model's become probabilities over all tokens of all windows of a question. Their mean's logarithm is given,
     plus, for every question, the constant that the first model's logits are above the logarithms of its probabilities,
     which changes no answer: so the mean of equal models is what each of them says, to the last bit.
-
-    Args:
-        windows: of the questions.
-        logits: of every model, [W, T], finite.
     """
     own = _log_probabilities(windows, logits[0])
     largest, total = np.zeros_like(own), np.ones_like(own)  # of probabilities as multiples of the first model's

@@ -19,16 +19,7 @@ _BATCH = 4096  # texts that are encoded at a time: their ids are Python's number
 
 
 class EncodedTexts:
-    """Ids of many texts; what is the same text is encoded and kept once.
-
-    Args:
-        texts: any number.
-        tokenizer: cuts them in tokens.
-        with_characters: keep where in the text every token stands.
-
-    Attributes:
-        lengths: tokens of every text, int64.
-    """
+    """Ids of many texts; what is the same text is encoded and kept once."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, *, with_characters: bool = False) -> None:
         numbers: dict[str, int] = {}

@@ -26,21 +26,6 @@ class PairInputs:
     long.
 
     What is cut is what Hugging Face's `truncation=True` cuts.
-
-    Args:
-        records: the pairs.
-        tokenizer: a WordPiece one.
-        sequence_length: T.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        records: as given.
-        owners: the record of every sample, int64.
-        counts: how many records were cut, in words.
-
-    Raises:
-        UserError: T is too short for a pair, or the tokenizer is of another kind.
     """
 
     def __init__(self, records: Sequence[Pair], tokenizer: Tokenizer, *, sequence_length: int) -> None:
@@ -67,22 +52,6 @@ class ExamInputs:
 
     As in Megatron-LM, the option stands where the question has `_`, or after it, both are cut at so many tokens, and
     the article is cut at its end. Where there is no such option, there is padding of length 0.
-
-    Args:
-        records: the exams.
-        tokenizer: a WordPiece one.
-        sequence_length: T.
-        option_tokens: of a question with an option in it, at most.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        records: as given.
-        owners: the record of every sample, int64.
-        counts: how many questions and articles were cut, in words.
-
-    Raises:
-        UserError: T is too short for a question and an article, or the tokenizer is of another kind.
     """
 
     def __init__(

@@ -28,13 +28,7 @@ Encoded = tuple[list[int], list[bool]]  # ids, and whether each is what the mode
 
 
 def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
-    """Records in rows, each as a whole: in an order, the next row where one does not fit any more.
-
-    Args:
-        lengths_N: of every record, at most `room`.
-        order: numbers of the records.
-        room: of a row.
-    """
+    """Records in rows, each as a whole: in an order, the next row where one does not fit any more."""
     rows: list[list[int]] = []
     left = 0
     for number in order:
@@ -54,21 +48,7 @@ class InstructionRows:
     template writes them. Targets are the completion and the end, or what the assistant writes. Of a record with more
     than T + 1 tokens the end is cut off; one that then has no targets is left out.
 
-    Args:
-        records: what is asked and answered.
-        tokenizer: of the run.
-        sequence_length: T.
-        seed: of the order in which records are packed; None: their own.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        records: those that are not left out.
-        owners: the row of every record, int64 [N].
-        counts: in words, how many records were cut, left out, or are odd.
-
-    Raises:
-        UserError: messages cannot be rendered.
+    `seed` is of the order in which records are packed; None: their own.
     """
 
     def __init__(
@@ -121,11 +101,7 @@ class InstructionRows:
 
 
 def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Every record's tokens.
-
-    Raises:
-        UserError: messages cannot be rendered.
-    """
+    """Every record's tokens."""
     template = None
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "the tokenizer", TODAY)

@@ -1,49 +1,25 @@
 """JSON lines of what is asked and answered: `prompt` and `completion`, or the `messages` of a conversation."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from megajax import reading
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import Instruction, Records
-from megajax.tasks.sources import VALID, check_beginning, checked, decoded, entry, opened, parsed, task_files
-
-_NAME = "instructions"
-_SUFFIXES = (".jsonl", ".json", ".ndjson")
+from megajax.tasks.sources import TaskFile, checked, decoded, entry, parsed
 
 
-def read_instructions(
-    paths: Sequence[str], config: TaskConfig, flag: str, *, labelled: bool = True
-) -> Records[Instruction]:
-    """The records of files, one on each line, in their order. `messages` decide where a line has both forms.
+def read_instructions(file: TaskFile) -> None:
+    """Read the records of a file, one on each line; `messages` decide where a line has both forms.
 
     Records without anything that the model should say are left out and counted.
-
-    Args:
-        paths: files, and folders of such files.
-        config: whether odd records end the reading.
-        flag: that named the paths, for error messages.
-        labelled: they always have what the model should say.
-
-    Raises:
-        UserError: a file cannot be used, or a record in it; the message has the line.
     """
-    records: Records[Instruction] = Records(strict=config.strict)
-    for file in task_files(paths, _NAME, flag, _SUFFIXES):
-        check_beginning(file, [_NAME], flag)
-        with opened(file, flag) as content:
-            for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
-                place = f"{flag}: {file}:{number}"
-                text = decoded(line, place).removeprefix("\ufeff")
-                if text.strip():
-                    _add(parsed(text, place, _NAME), place, records)
-    if not records.entries:
-        raise UserError(f"{flag}: {paths[0]} has no records; valid: {VALID[_NAME]}")
-    return records
+    for line, place in file.lines(reading.LINE_BYTES):
+        text = decoded(line, place).removeprefix("\ufeff")
+        if text.strip():
+            _add(parsed(text, place, file.task), place, file.records)
 
 
-def _add(value: Any, place: str, records: Records[Instruction]) -> None:
+def _add(value: Any, place: str, records: Records[Any]) -> None:
     found = checked(value, dict, place, "the record")
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not given to the chat template; valid: messages without them')

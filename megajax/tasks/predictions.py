@@ -16,11 +16,7 @@ _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 
 
 def check_predictions(path: str, records: Sequence[Record], flag: str = "--predictions") -> None:
-    """Check that predictions for records can be written: before they are made, which takes long.
-
-    Raises:
-        UserError: there is something already, it cannot be written there, or two records have the same name.
-    """
+    """Check that predictions for records can be written: before they are made, which takes long."""
     check_place(path, flag)
     if os.path.lexists(path):
         raise UserError(f"{flag} {path} is there already; valid: a name that nothing has")
@@ -41,15 +37,8 @@ def write_predictions(
 ) -> None:
     """Write what was predicted.
 
-    Args:
-        path: of a file that is not there.
-        task_name: one of `TASKS`.
-        records: all that were predicted for.
-        found: for each the number of its class or option, or the text of its answer, empty for none.
-        flag: that named the path, for error messages.
-
-    Raises:
-        UserError: as `check_predictions`, or the file cannot be written.
+    `found` has for each record the number of its class or option, or the text of its answer, empty for none. The file
+    must not be there yet.
     """
     assert len(found) == len(records), (len(found), len(records))
     check_predictions(path, records, flag)

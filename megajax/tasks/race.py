@@ -1,60 +1,41 @@
 """RACE's JSON files: exams, questions about a passage with options to choose from."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megajax import reading
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
-from megajax.tasks.records import Exam, Records
+from megajax.tasks.records import Exam
 from megajax.tasks.registry import TASKS
-from megajax.tasks.sources import VALID, check_beginning, checked, entry, parsed, task_files, whole_text
+from megajax.tasks.sources import TaskFile, checked, entry, parsed
 
-_SUFFIXES = (".txt", ".json", ".jsonl")
 _GROUPS = ("middle", "high")
 _GROUP = re.compile(r"(middle|high)[0-9]")
 _LETTERS = TASKS["race"].labels
 
 
-def read_race(paths: Sequence[str], config: TaskConfig, flag: str, *, labelled: bool = True) -> Records[Exam]:
-    """The questions of files, in their order.
+def read_race(file: TaskFile) -> None:
+    """Read the questions of a file: of one passage, or of one on each line.
 
     Questions with fewer than 2 options are left out and counted. The group is by the passage's id, or else by the
     folders that the file is in.
-
-    Args:
-        paths: files of one passage, or of one on each line, and folders of such files.
-        config: whether odd records end the reading.
-        flag: that named the paths, for error messages.
-        labelled: whether there must be answers; test sets may have none.
-
-    Raises:
-        UserError: a file cannot be used, or a record in it; the message has the question's number.
     """
-    records: Records[Exam] = Records(strict=config.strict)
-    names: set[str] = set()
-    for file in task_files(paths, "race", flag, _SUFFIXES):
-        check_beginning(file, ["race"], flag)
-        for passage, place in _passages(whole_text(file, flag), f"{flag}: {file}"):
-            own = f"{file}{place.removeprefix(f'{flag}: {file}')}"
-            name = _name(passage, own, names, place, records)
-            group = _group(name, file)
-            _add_questions(passage, name, group, labelled, place, records)
-    if not records.entries:
-        raise UserError(f"{flag}: {paths[0]} has no questions; valid: {VALID['race']}")
-    return records
+    for passage, place in _passages(file):
+        name = _name(passage, file, place)
+        _add_questions(passage, name, file, place)
 
 
-def _passages(text: str, place: str) -> Iterator[tuple[Any, str]]:
+def _passages(file: TaskFile) -> Iterator[tuple[Any, str]]:
     """Every passage, and its place: the file, or the line."""
+    text, place = file.text(), file.place
     if not _is_lines(text):
-        yield parsed(text, place, "race"), place
+        yield parsed(text, place, file.task), place
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield parsed(line, f"{place}:{number}", "race"), f"{place}:{number}"
+            yield parsed(line, f"{place}:{number}", file.task), f"{place}:{number}"
 
 
 def _is_lines(text: str) -> bool:
@@ -68,33 +49,30 @@ def _is_lines(text: str) -> bool:
         return False
 
 
-def _name(passage: Any, own: str, names: set[str], place: str, records: Records[Exam]) -> str:
-    """The passage's id, or the name of its file where it has none, or one that another passage has."""
+def _name(passage: Any, file: TaskFile, place: str) -> str:
+    """The passage's id, or its place where it has none, or one that another passage has."""
+    names, own = file.records.names, place.removeprefix(f"{file.flag}: ")
     name = entry(passage, "id", str, place) if "id" in checked(passage, dict, place, "the record") else own
     if name in names:
-        records.note("passages with an id that another has, named by their file", place, "every id once")
+        file.records.note("passages with an id that another has, named by their file", place, "every id once")
         name = own
     if name in names or not name.isprintable() or not name:
         raise UserError(f"{place}: the id {name[:60]!r} cannot be a name of its own; valid: letters and digits")
-    names.add(name)
+    names[name] = place
     return name
 
 
 def _group(name: str, file: Path) -> str:
     found = _GROUP.match(name)
-    if found:
-        return found[1]
-    return next((folder for folder in reversed(file.parent.parts) if folder in _GROUPS), "")
+    return found[1] if found else next((folder for folder in reversed(file.parent.parts) if folder in _GROUPS), "")
 
 
-def _add_questions(
-    passage: dict[str, Any], name: str, group: str, labelled: bool, place: str, records: Records[Exam]
-) -> None:
+def _add_questions(passage: dict[str, Any], name: str, file: TaskFile, place: str) -> None:
     article = entry(passage, "article", str, place)
     if not article.strip():
         raise UserError(f"{place}: the article is empty; valid: text")
     questions, options = entry(passage, "questions", list, place), entry(passage, "options", list, place)
-    has_answers = labelled or "answers" in passage
+    has_answers = file.labelled or "answers" in passage
     answers = entry(passage, "answers", list, place) if has_answers else [None] * len(questions)
     if not len(questions) == len(options) == len(answers):
         counts = f"{len(questions)} questions, {len(options)} lists of options, {len(answers)} answers"
@@ -108,12 +86,13 @@ def _add_questions(
         if len(choice) > len(_LETTERS):
             raise UserError(f"{at} has {len(choice)} options; valid: 2 to {len(_LETTERS)}")
         if len(choice) < 2:
-            records.note("questions with fewer than 2 options, skipped", at, "2 to 4 options")
+            file.records.note("questions with fewer than 2 options, skipped", at, "2 to 4 options")
             continue
         if not text.strip() or not all(option.strip() for option in choice):
-            records.note("questions with an empty text or option, kept", at, "text")
+            file.records.note("questions with an empty text or option, kept", at, "text")
         label = _label(answer, len(choice), at) if has_answers else None
-        records.entries.append(Exam(f"{name}#{number}", article, text, choice, label, group))
+        group = _group(name, file.path)
+        file.records.entries.append(Exam(f"{name}#{number}", article, text, choice, label, group))
 
 
 def _label(answer: Any, count: int, place: str) -> int:

@@ -1,15 +1,26 @@
 """Every task's records from its files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.glue import read_mnli, read_qqp
+from megajax.tasks.glue import read_glue
 from megajax.tasks.instructions import read_instructions
 from megajax.tasks.race import read_race
 from megajax.tasks.records import Records
 from megajax.tasks.registry import TASKS
+from megajax.tasks.sources import TaskFile, check_beginning, task_files
 from megajax.tasks.squad import read_squad
+
+_READERS: dict[str, Callable[[TaskFile], None]] = {
+    "mnli": read_glue,
+    "qqp": read_glue,
+    "squad1": read_squad,
+    "squad2": read_squad,
+    "race": read_race,
+    "instructions": read_instructions,
+}
 
 
 def read_records(
@@ -19,16 +30,20 @@ def read_records(
 
     Args:
         task_name: one of `TASKS`.
-        paths: its files; of RACE and instructions also folders of them.
-        config: whether odd records end the reading.
-        flag: that named the paths, for error messages.
-        labelled: whether the right answers must be there.
-
-    Raises:
-        UserError: a file cannot be used, or a record in it.
+        paths: its files, and folders where the task has `suffixes`.
+        config: whether odd records are errors.
+        flag: the flag that named the paths, for error messages.
+        labelled: whether the right answers must be there; test sets have none.
     """
-    assert task_name in TASKS, task_name
-    if TASKS[task_name].head == "span":
-        return read_squad(task_name, paths, config, flag, labelled=labelled)
-    read: Any = {"mnli": read_mnli, "qqp": read_qqp, "race": read_race, "instructions": read_instructions}[task_name]
-    return read(paths, config, flag, labelled=labelled)
+    records: Records[Any] = Records(strict=config.strict)
+    valid = TASKS[task_name].files
+    for path in task_files(paths, task_name, flag):
+        before = len(records.entries)
+        file = TaskFile(path, flag, task_name, labelled, records)
+        check_beginning(file)
+        _READERS[task_name](file)
+        if len(records.entries) == before and not TASKS[task_name].suffixes:
+            raise UserError(f"{file.place} has no records; valid: {valid}")
+    if not records.entries:
+        raise UserError(f"{flag}: {paths[0]} has no records; valid: {valid}")
+    return records

@@ -12,19 +12,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts and the class that they belong to.
+    """Two texts and the class that they belong to."""
 
-    Attributes:
-        name: the record's own name in its file, for predictions.
-        texts: both.
-        label: the class's number; None: not known.
-        group: what it is counted with besides: of MNLI "matched" or "mismatched"; empty: nothing.
-    """
-
-    name: str
-    texts: tuple[str, str]
-    label: int | None
-    group: str = ""
+    name: str  # the record's own name in its file, for predictions
+    texts: tuple[str, str]  # both
+    label: int | None  # the class's number; None: not known
+    group: str = ""  # what it is counted with besides: of MNLI "matched" or "mismatched"; empty: nothing
 
     @property
     def context(self) -> str:
@@ -65,23 +58,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Exam:
-    """A question about an article, with options.
+    """A question about an article, with options."""
 
-    Attributes:
-        name: its id and number.
-        article: the text.
-        text: the question, with `_` where an option belongs, or without.
-        options: 2 to 4.
-        label: the number of the right one; None: not known.
-        group: "middle", "high", or empty: nothing says which.
-    """
-
-    name: str
-    article: str
-    text: str
-    options: tuple[str, ...]
-    label: int | None
-    group: str = ""
+    name: str  # its id and number
+    article: str  # the text
+    text: str  # the question, with `_` where an option belongs, or without
+    options: tuple[str, ...]  # 2 to 4
+    label: int | None  # the number of the right one; None: not known
+    group: str = ""  # "middle", "high", or empty: nothing says which
 
     @property
     def context(self) -> str:
@@ -91,19 +75,12 @@ class Exam:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What is asked, and what the model should say.
+    """What is asked, and what the model should say."""
 
-    Attributes:
-        place: flag, file and line, for error messages.
-        prompt: what is asked.
-        completion: what the model should say.
-        messages: of a conversation, instead of both, each with `role` and `content`.
-    """
-
-    place: str = field(repr=False, compare=False)
-    prompt: str = ""
-    completion: str = ""
-    messages: tuple[Mapping[str, Any], ...] = ()
+    place: str = field(repr=False, compare=False)  # flag, file and line, for error messages
+    prompt: str = ""  # what is asked
+    completion: str = ""  # what the model should say
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a conversation, instead of both, each with `role` and `content`
 
     @property
     def name(self) -> str:
@@ -131,26 +108,19 @@ class Records(Generic[R]):
 
     Attributes:
         entries: in the order of the files.
-        strict: whether an odd record ends the reading.
+        strict: whether an odd record is an error.
         odd: by what was odd, in words (`questions with fewer than 2 options, skipped`), how many records, and where
             the first one is.
+        names: of records or passages that must differ, with the place of each.
     """
 
     entries: list[R] = field(default_factory=list)
     strict: bool = False
     odd: dict[str, tuple[int, str]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def note(self, what: str, place: str, valid: str) -> None:
-        """Count an odd record.
-
-        Args:
-            what: is odd, as `odd` names it.
-            place: file and number of the record.
-            valid: what it should be.
-
-        Raises:
-            UserError: with `strict`.
-        """
+        """Count an odd record, or raise a `UserError` if that is `strict`; `valid` says what the record should be."""
         if self.strict:
             raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
         count, first = self.odd.get(what, (0, place))

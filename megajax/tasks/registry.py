@@ -5,6 +5,9 @@ from typing import Literal
 
 PRETRAINING = "pretraining"  # is no task: the losses of the family
 
+_SQUAD = 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}'
+_RACE = "JSON with article, questions, options and answers, of one passage or on each line"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -14,15 +17,19 @@ class Task:
         head: what the model predicts: the class of a pair of texts, the span of an answer in a context, the right one
             of several options, or, as in pretraining, the next token.
         classes: how many classes, or options at most; of a span 2, its start and its end; of the next token any.
-        labels: names of the classes in the order of their numbers, as the files have them; empty where there are none.
         figure: by which runs are compared on dev, one of the task's figures in percent.
+        files: what its files are, in words.
+        labels: names of the classes in the order of their numbers, as the files have them; empty where there are none.
+        suffixes: of its files in a folder; empty: files are named one by one.
         unanswerable: of a span, whether questions may have no answer.
     """
 
     head: Literal["classes", "span", "choice", "pretraining"]
     classes: int
     figure: str
+    files: str
     labels: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
     unanswerable: bool = False
 
     @property
@@ -32,12 +39,26 @@ class Task:
 
 
 TASKS = {
-    "mnli": Task("classes", 3, "accuracy", ("entailment", "neutral", "contradiction")),
-    "qqp": Task("classes", 2, "accuracy", ("0", "1")),
-    "squad1": Task("span", 2, "f1"),
-    "squad2": Task("span", 2, "f1", unanswerable=True),
-    "race": Task("choice", 4, "accuracy", ("A", "B", "C", "D")),
-    "instructions": Task("pretraining", 2, "accuracy"),
+    "mnli": Task(
+        "classes",
+        3,
+        "accuracy",
+        "TSV with the columns sentence1, sentence2 and gold_label",
+        labels=("entailment", "neutral", "contradiction"),
+    ),
+    "qqp": Task(
+        "classes", 2, "accuracy", "TSV with the columns question1, question2 and is_duplicate", labels=("0", "1")
+    ),
+    "squad1": Task("span", 2, "f1", _SQUAD),
+    "squad2": Task("span", 2, "f1", _SQUAD, unanswerable=True),
+    "race": Task("choice", 4, "accuracy", _RACE, labels=("A", "B", "C", "D"), suffixes=(".txt", ".json", ".jsonl")),
+    "instructions": Task(
+        "pretraining",
+        2,
+        "accuracy",
+        'JSON lines with "prompt" and "completion", or with "messages"',
+        suffixes=(".jsonl", ".json", ".ndjson"),
+    ),
 }
 """Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053); and, of
 models that continue texts, what they should say to prompts."""

@@ -52,17 +52,7 @@ def task_samples(
 ) -> TaskSamples:
     """The samples of a task.
 
-    Args:
-        task_name: one of `TASKS`.
-        records: those of its files.
-        tokenizer: a WordPiece one, or of instructions any.
-        sequence_length: T.
-        config: how questions and contexts are cut.
-        training: leave out what has no label, and pack instructions in a random order.
-        seed: of that.
-
-    Raises:
-        UserError: T is too short, the tokenizer is of another kind, or nothing is left to train on.
+    When `training`, records without a label are left out, and instructions are packed in an order drawn from `seed`.
     """
     head = TASKS[task_name].head
     samples: PairInputs | SpanWindows | ExamInputs | InstructionRows
@@ -97,14 +87,6 @@ def task_samples(
 class EpochOrder:
     """Samples without end, in a new random order every epoch (Grain's index shuffle); sample i is a pure function of
     the seed and i.
-
-    Args:
-        samples: at least one.
-        seed: any whole number from 0.
-
-    Attributes:
-        sequence_length: T.
-        epoch_size: samples per epoch.
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -124,14 +106,6 @@ def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[
 
     In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
     more of them than that is trained on; if all have more, the one with the fewest is for dev.
-
-    Args:
-        entries: the records.
-        fraction: of them that dev has, about.
-        seed: any whole number from 0.
-
-    Raises:
-        UserError: the fraction is not between 0 and 1; there are fewer than two contexts.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--data.validation-fraction {fraction}; valid: more than 0 and less than 1")

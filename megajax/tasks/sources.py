@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -16,18 +17,9 @@ from megajax.data import compressed
 from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
 from megajax.paths import check_path
+from megajax.tasks.records import Records
+from megajax.tasks.registry import TASKS
 
-VALID = {
-    "mnli": "TSV with the columns sentence1, sentence2 and gold_label",
-    "qqp": "TSV with the columns question1, question2 and is_duplicate",
-    "squad1": 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}',
-    "squad2": 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}',
-    "race": "JSON with article, questions, options and answers, of one passage or on each line",
-    "instructions": 'JSON lines with "prompt" and "completion", or with "messages"',
-}
-"""What the files of every task are, in words."""
-
-_SQUAD = "squad1 or squad2"
 _HEAD_BYTES = 1 << 16  # that are looked at to say what a file is
 _KEY = re.compile(r'"(\w{1,40})"\s*:')
 _NUMBER = re.compile("([0-9]+)")
@@ -38,21 +30,15 @@ _CUT = re.compile("|".join([r"\.|[eE][-+]?|u[0-9a-fA-F]{0,4}", *sorted(_PARTS)])
 V = TypeVar("V")
 
 
-def task_files(paths: Sequence[str], task: str, flag: str, suffixes: Collection[str] = ()) -> list[Path]:
-    """The files that paths name.
+def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
+    """The files that paths name, each once.
 
-    Args:
-        paths: files, and with `suffixes` folders, of which every file below them that ends so is one, compressed or
-            not, hidden ones left out, in the order of their paths, numbers in names as numbers.
-        task: that they are of.
-        flag: that named the paths.
-        suffixes: of files in folders.
-
-    Raises:
-        UserError: a path is missing, or of something else; a folder has no such files; a file is named twice.
+    Where the task has `suffixes`, a folder stands for every file below it that ends so, compressed or not, hidden ones
+    left out, in the order of their paths, numbers in names as numbers.
     """
+    suffixes, valid = TASKS[task].suffixes, TASKS[task].files
     if not paths:
-        raise UserError(f"{flag} is not given; valid: {VALID[task]}")
+        raise UserError(f"{flag} is not given; valid: {valid}")
     files: list[Path] = []
     for path in paths:
         check_path(path, flag)
@@ -67,19 +53,16 @@ def task_files(paths: Sequence[str], task: str, flag: str, suffixes: Collection[
         elif kind == "a file":
             files.append(Path(path))
         else:
+            is_there = f"is {kind}" if kind else "does not exist"
             folders = ", or a folder of such files" if suffixes else ""
-            raise UserError(f"{flag}: {path} {_what_is(kind)}; valid: a file of {task}, {VALID[task]}{folders}")
-    own = set()
+            raise UserError(f"{flag}: {path} {is_there}; valid: a file of {task}, {valid}{folders}")
+    seen = set()
     for file in files:
         real = os.path.realpath(file)
-        if real in own:
+        if real in seen:
             raise UserError(f"{flag}: {file} is named twice; valid: every file once")
-        own.add(real)
+        seen.add(real)
     return files
-
-
-def _what_is(kind: str) -> str:
-    return f"is {kind}" if kind else "does not exist"
 
 
 def _order(file: Path) -> list[tuple[list[Any], str]]:
@@ -88,43 +71,59 @@ def _order(file: Path) -> list[tuple[list[Any], str]]:
     return [([int(piece) if place % 2 else piece for place, piece in enumerate(turn)], "".join(turn)) for turn in turns]
 
 
-@contextlib.contextmanager
-def opened(file: Path, flag: str) -> Iterator[IO[bytes]]:
-    """Open a file to read, uncompressed.
+@dataclass(frozen=True)
+class TaskFile:
+    """A file of a task that is read."""
 
-    Raises:
-        UserError: it cannot be read; while reading: it is truncated, or a line or the whole is too long.
-    """
-    with readable(file, flag), compressed.reading(file) as (content, _):
-        yield content
+    path: Path  # where it is
+    flag: str  # the flag that named it, for error messages
+    task: str  # one of `TASKS`
+    labelled: bool  # whether the right answers must be there
+    records: Records[Any]  # what was read of all files so far; the reader adds its own
+
+    @property
+    def place(self) -> str:
+        """The file as messages name it."""
+        return f"{self.flag}: {self.path}"
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """The content, uncompressed."""
+        with readable(self.path, self.flag), compressed.reading(self.path) as (content, _):
+            yield content
+
+    def lines(self, most: int) -> Iterator[tuple[bytes, str]]:
+        """Every line, of at most so many bytes, with its end; and its place."""
+        with self.opened() as content:
+            for number, line in enumerate(reading.lines(content, most), start=1):
+                yield line, f"{self.place}:{number}"
+
+    def text(self) -> str:
+        """The text, without a byte order mark."""
+        with self.opened() as content:
+            found = reading.whole(content, reading.LINE_BYTES)
+        return decoded(found, self.place).removeprefix("\ufeff")
 
 
-def check_beginning(file: Path, tasks: Sequence[str], flag: str) -> None:
-    """Check what a file begins with.
-
-    Args:
-        file: the file.
-        tasks: that it may be of, which have one format.
-        flag: that named it.
-
-    Raises:
-        UserError: it is empty, binary, or of another format or task; the message says of which.
-    """
-    with opened(file, flag) as content:
+def check_beginning(file: TaskFile) -> None:
+    """Check that a file is not empty or binary, and does not begin as one of another format or task."""
+    with file.opened() as content:
         head = content.read(_HEAD_BYTES)
-    valid = f"valid: {VALID[tasks[0]]}"
+    files = TASKS[file.task].files
+    valid = f"valid: {files}"
     if not head.strip():
-        raise UserError(f"{flag}: {file} is empty; {valid}")
+        raise UserError(f"{file.place} is empty; {valid}")
     if b"\0" in head:
-        raise UserError(f"{flag}: {file} is binary; {valid}")
+        raise UserError(f"{file.place} is binary; {valid}")
     text = head.decode(errors="replace").removeprefix("\ufeff")
+    same_format = " or ".join(name for name, task in TASKS.items() if task.files == files)
     other = _recognised(text)
-    if other and other not in (*tasks, " or ".join(tasks)):
-        raise UserError(f"{flag}: {file} looks like a file of {other}, not of {' or '.join(tasks)}; {valid}")
-    if _is_json(text) and "TSV" in VALID[tasks[0]]:
-        raise UserError(f"{flag}: {file} is JSON; {valid}")
-    if not _is_json(text) and "JSON" in VALID[tasks[0]]:
-        raise UserError(f"{flag}: {file} is not JSON; {valid}")
+    if other and other != same_format:
+        raise UserError(f"{file.place} looks like a file of {other}, not of {same_format}; {valid}")
+    if _is_json(text) and "TSV" in files:
+        raise UserError(f"{file.place} is JSON; {valid}")
+    if not _is_json(text) and "JSON" in files:
+        raise UserError(f"{file.place} is not JSON; {valid}")
 
 
 def _is_json(head: str) -> bool:
@@ -136,7 +135,7 @@ def _recognised(head: str) -> str:
     if _is_json(head):
         keys = set(_KEY.findall(head))
         if keys & {"paragraphs", "qas"}:
-            return _SQUAD
+            return "squad1 or squad2"
         if keys >= {"article", "options"}:
             return "race"
         return "instructions" if keys >= {"prompt", "completion"} or keys >= {"messages", "role"} else ""
@@ -146,23 +145,8 @@ def _recognised(head: str) -> str:
     return "mnli" if columns >= {"sentence1", "sentence2"} else ""
 
 
-def whole_text(file: Path, flag: str) -> str:
-    """The text of a file, without a byte order mark.
-
-    Raises:
-        UserError: it cannot be read, is too long, or is not UTF-8.
-    """
-    with opened(file, flag) as content:
-        found = reading.whole(content, reading.LINE_BYTES)
-    return decoded(found, f"{flag}: {file}").removeprefix("\ufeff")
-
-
 def decoded(content: bytes, place: str) -> str:
-    """The text that some bytes are.
-
-    Raises:
-        UserError: they are not UTF-8.
-    """
+    """The text that some bytes are."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -170,20 +154,16 @@ def decoded(content: bytes, place: str) -> str:
 
 
 def parsed(text: str, place: str, task: str) -> Any:
-    """The value of a text in JSON.
-
-    Raises:
-        UserError: it is not JSON, or ends early, as a download that was interrupted does.
-    """
+    """The value of a text in JSON."""
     try:
         return reading.parse_json(text)
     except json.JSONDecodeError as error:
         if _is_cut_off(text, error):
             raise_cut_off(place)
         at = f"at line {error.lineno}, column {error.colno}"
-        raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {VALID[task]}") from None
+        raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {TASKS[task].files}") from None
     except ValueError as error:
-        raise UserError(f"{place}: not JSON that is read: {error}; valid: {VALID[task]}") from None
+        raise UserError(f"{place}: not JSON that is read: {error}; valid: {TASKS[task].files}") from None
 
 
 def _is_cut_off(text: str, error: json.JSONDecodeError) -> bool:
@@ -201,11 +181,7 @@ _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number",
 
 
 def entry(value: Any, key: str, kind: type[V], place: str) -> V:
-    """What stands under a key of an object.
-
-    Raises:
-        UserError: there is no object, no such key, or a value of another kind, or a text that UTF-8 does not have.
-    """
+    """What stands under a key of an object."""
     found = checked(value, dict, place, "the record")
     if key not in found:
         there = ", ".join(map(json.dumps, list(found)[:5])) or "none"
@@ -214,11 +190,7 @@ def entry(value: Any, key: str, kind: type[V], place: str) -> V:
 
 
 def checked(value: Any, kind: type[V], place: str, what: str) -> V:
-    """A value, if it is of a kind.
-
-    Raises:
-        UserError: it is not, or is a text that UTF-8 does not have (half of a surrogate pair).
-    """
+    """A value, if it is of a kind."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{place}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
     if isinstance(value, str) and not value.isascii():

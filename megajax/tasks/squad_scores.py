@@ -21,11 +21,8 @@ def normalized(text: str) -> str:
 def question_scores(question: Question, text: str, *, unanswerable: bool) -> tuple[float, float]:
     """Exact match and F1 of an answer, 0 to 1 each, each by the right answer that it is nearest to.
 
-    Args:
-        question: has the right ones.
-        text: the answer.
-        unanswerable: as SQuAD 2.0 counts: no answer is right where there is none, and a right one that is nothing but
-            punctuation and articles is none.
+    With `unanswerable`, as SQuAD 2.0 counts, no answer is right where there is none, and a right answer of nothing but
+    punctuation and articles is none.
     """
     golds = [normalized(answer.text) for answer in question.answers]
     if unanswerable:
@@ -50,11 +47,6 @@ def squad_figures(
     questions: Sequence[Question], answers: Sequence[FoundAnswer], *, unanswerable: bool
 ) -> dict[str, float | int]:
     """The figures of the answers, in percent.
-
-    Args:
-        questions: at least one.
-        answers: one to each.
-        unanswerable: as SQuAD 2.0 counts.
 
     Returns:
         `exact_match`, `f1`, and `records`, how many there are; of SQuAD 1.1 all are of the questions that have an
@@ -99,10 +91,7 @@ def best_threshold(
     As the official script searches: from "none" to every question on, the questions are answered one by one, the least
     difference first; 0 is the threshold if "none" to all is best.
 
-    Args:
-        questions: at least one.
-        answers: one to each.
-        scores: of every answer's `best`, 0 to 1.
+    `scores` are those of every answer's `best`, 0 to 1.
     """
     total = best = float(sum(not question.answers for question in questions))
     threshold = 0.0

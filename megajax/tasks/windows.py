@@ -27,22 +27,7 @@ class SpanWindows:
     Neighbouring windows share `config.doc_stride` tokens. The label is the first and the last token of the first
     answer; both are 0 where the window does not have all of it, or there is none.
 
-    Args:
-        records: the questions.
-        tokenizer: a WordPiece one.
-        sequence_length: T.
-        config: stride, and how long questions may be.
-        training: leave out questions whose answer has no place in the context; else they have no label.
-
-    Attributes:
-        sequence_length: T.
-        form: what a batch of them holds.
-        records: the questions, without those left out.
-        owners: the record of every sample, int64 [W], ascending.
-        counts: in words, how many questions were left out, were cut, or have their answer in no window as a whole.
-
-    Raises:
-        UserError: a question and its context do not fit, or the tokenizer is of another kind.
+    When `training`, questions are left out whose answer has no place in the context; else they have no label.
     """
 
     def __init__(
@@ -85,9 +70,8 @@ class SpanWindows:
     def characters(self, number: int) -> tuple[int, npt.NDArray[np.int32]]:
         """Where the tokens of a window stand in the context.
 
-        Returns:
-            the place in the sample of the first one, and of each its first character and the one after its last,
-            int32 [tokens, 2].
+        Returns the place in the sample of the first one, and of each its first character and the one after its last,
+        int32 [tokens, 2].
         """
         owner = self.owners[number]
         place = int(self._kept[owner]) + 2
@@ -114,8 +98,7 @@ class SpanWindows:
     def _label(self) -> npt.NDArray[np.bool_]:
         """Sets the first and the last token of the answer in every window.
 
-        Returns:
-            of every question whether it has an answer whose place is known, but no window holds all of it.
+        Returns, for every question, whether it has an answer whose place is known, but no window holds all of it.
         """
         answers = [self._answer(number) for number in range(len(self.records))]
         first, last = np.array(answers, np.int64).reshape(-1, 2)[self.owners].T

@@ -48,9 +48,10 @@ def check(
     found: list[Finding] = []
     limits: list[Limits] = []
 
+    on_start("one device, fp64")
+    reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
+
     def findings() -> Iterator[Finding]:
-        on_start("one device, fp64")
-        reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
         on_start(f"{mesh}, fp64")
         yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
@@ -68,7 +69,7 @@ def check(
     for finding in findings():
         found.append(finding)
         on_finding(finding)
-    return Verdict(tuple(found), *limits)
+    return Verdict(tuple(found), limits[0] if limits else None, reference)
 
 
 def widened(reference: MeshRun, alone: MeshRun) -> Limits:

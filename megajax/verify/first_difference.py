@@ -26,7 +26,7 @@ _LAYER = (
     "mlp_residual",
     "output",
 )
-_LARGEST = 1e30
+_LOWEST = -1e30
 _FLOOR = 1e-3  # of the norm of a place's largest sample: what is nearly nothing beside it is not held to its own size
 
 
@@ -62,7 +62,10 @@ def first_difference(reference: Recording, other: Recording, tolerance: float) -
         reference, other: of the same steps on two meshes.
         tolerance: of ‖error‖ / ‖activation‖ of a sample.
     """
-    for place in in_order({*reference.places, *other.places}):
+    computed = {-1, *(place.layer for place in other.places)}
+    in_turn = in_order({*reference.places, *other.places})
+    # A layer that is never computed comes first: another one runs in its place and under its own number.
+    for place in sorted(in_turn, key=lambda place: place.layer in computed):
         found = _difference(place, reference, other, tolerance)
         if found:
             return found
@@ -100,7 +103,7 @@ def _difference(place: Place, reference: Recording, other: Recording, tolerance:
         what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
         return Difference(place, what, lost or more, len(expected), np.inf, [])
     values = dict(reference.activations(place))
-    floor = _FLOOR * max(float(np.linalg.norm(_moderate(each.value))) for each in values.values())
+    floor = _FLOOR * max(float(np.linalg.norm(_counted(each.value))) for each in values.values())
     differing: dict[int, tuple[float, str, list[tuple[int, ...]]]] = {}
     for sample, actual in other.activations(place):
         error, what, devices = _error(values[sample], actual, floor)
@@ -119,7 +122,9 @@ def _error(expected: Activation, actual: Activation, floor: float) -> tuple[floa
         return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}", everywhere
     if not actual.agree and expected.agree:
         return np.inf, "devices, or a recomputation, have different numbers of the same", everywhere
-    a, b = _moderate(expected.value), _moderate(actual.value)
+    if (_masked(expected.value) != _masked(actual.value)).any():
+        return np.inf, "other columns are masked", everywhere
+    a, b = _counted(expected.value), _counted(actual.value)
     norm = max(float(np.linalg.norm(a)), floor)
     if norm == 0:
         return (0.0 if not b.any() else np.inf), "not zero", everywhere
@@ -130,9 +135,14 @@ def _error(expected: Activation, actual: Activation, floor: float) -> tuple[floa
     return (np.inf if np.isnan(error) else error), what, _parts_that_differ(a, b, actual, norm)
 
 
-def _moderate(value: np.ndarray) -> np.ndarray:
-    """Whose squares can be added; the logits of no token are the lowest number there is."""
-    return np.clip(value.astype(np.float64), -_LARGEST, _LARGEST)
+def _masked(value: np.ndarray) -> np.ndarray:
+    """Where the logits of padded columns are: the lowest number there is."""
+    return value < _LOWEST
+
+
+def _counted(value: np.ndarray) -> np.ndarray:
+    """The numbers to compare, zero where masked."""
+    return np.where(_masked(value), 0.0, value.astype(np.float64))
 
 
 def _parts_that_differ(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:

@@ -33,6 +33,11 @@ class Finding:
     def passed(self) -> bool:
         return self.figure <= self.limit
 
+    @property
+    def of_numbers(self) -> bool:
+        """Whether it compares what is computed, and not what is communicated."""
+        return "communication" not in self.name
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -40,10 +45,12 @@ class Verdict:
 
     Attributes:
         limits: of its own precision, where they are not the usual ones.
+        reference: what it was held against.
     """
 
     findings: tuple[Finding, ...]
     limits: Limits | None = None
+    reference: MeshRun | None = None
 
     @property
     def passed(self) -> bool:
@@ -109,7 +116,10 @@ def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Find
     errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
     beyond = [step for step, error in enumerate(errors) if not error <= limit]
     step = beyond[0] if beyond else int(np.argmax(errors))
-    return Finding(name, errors[step], limit, f"step {step + 1}")
+    expected, actual = reference.metrics[step], other.metrics[step]
+    losses = (key for key in sorted(expected) if key.startswith("loss/"))
+    wrong = [f", {key}" for key in losses if beyond and not _relative(actual[key], expected[key]) <= limit]
+    return Finding(name, errors[step], limit, f"step {step + 1}{''.join(wrong)}")
 
 
 def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
@@ -118,6 +128,11 @@ def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> F
         _of_leaves(name, expected, actual, limit, f", step {number + 1}")
         for number, (expected, actual) in enumerate(zip(reference.gradients, other.gradients, strict=True))
     ]
+    return _first_beyond(steps)
+
+
+def _first_beyond(steps: list[Finding]) -> Finding:
+    """The first step that is beyond the limit, or the one that is farthest off."""
     return next((step for step in steps if not step.passed), max(steps, key=lambda step: step.figure))
 
 
@@ -147,12 +162,13 @@ def _layers(leaf: str, expected: np.ndarray, actual: np.ndarray, limit: float, f
 
 
 def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
-    errors: dict[str, float] = {}
+    """The figure that is farthest off, in the first step in which any is beyond the limit."""
+    steps = []
     for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
-        for figure in a.keys() - {"loss", "loss_scale"}:
-            errors[f"{figure}, step {number + 1}"] = _relative(b[figure], a[figure])
-    worst = max(errors, key=lambda key: errors[key])
-    return Finding(name, errors[worst], limit, worst)
+        errors = {figure: _relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
+        worst = max(errors, key=lambda figure: errors[figure])
+        steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number + 1}"))
+    return _first_beyond(steps)
 
 
 def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:

@@ -77,14 +77,23 @@ def first_place(
 
 
 def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """The first activation that differs, or what differs if none of the first step does."""
+    """What differs first in the order of computation: an activation of the forward pass, the sum of the losses, an
+    activation's gradient, the gradient of a weight, their norm, or the update."""
+    of = {finding.name.partition(" ")[2]: finding for finding in failed}
+
+    def in_step_1(name: str, text: str = "step 1") -> bool:
+        return name in of and text in of[name].where
+
+    if difference and not difference.place.backward:
+        return str(difference)
+    if in_step_1("losses"):
+        return f"no activation of step 1, forward: the sum of the losses: {of['losses'].where}"
     if difference:
         return str(difference)
-    of = {finding.name.partition(" ")[2]: finding for finding in failed}
-    if "gradients" in of and "step 1" in of["gradients"].where:
+    if in_step_1("gradients"):
         return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
-    if "losses" in of and "step 1" in of["losses"].where:
-        return f"no activation or gradient of step 1: the sum of the losses: {of['losses'].where}"
+    if in_step_1("other figures of the steps", "grad_norm, step 1"):
+        return "no activation or gradient of step 1: the norm of the gradients: grad_norm, step 1"
     for name in ("weights after the last step", "gradients", "losses"):
         if name in of:
             return f"no activation or gradient of step 1: the update of the weights: {of[name].where}"

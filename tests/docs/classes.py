@@ -68,7 +68,6 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"make (train|test|lint|docs).*",
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
-    "minutes for each planted fault; test_mutants.py runs ten of them": [r"python tests/mutants/.*"],
 }
 
 STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`

@@ -9,7 +9,7 @@ from backports import zstd
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.glue import read_mnli, read_qqp
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 from megajax.tasks.registry import TASKS
 
@@ -20,11 +20,11 @@ def write(path: Path, *rows: list[str], end: str = "\n") -> str:
 
 
 def mnli(*paths: str, **change):
-    return read_mnli(paths, TaskConfig(**change), "--data.train")
+    return read_records("mnli", paths, TaskConfig(**change), "--data.train")
 
 
 def qqp(*paths: str, **change):
-    return read_qqp(paths, TaskConfig(**change), "--data.train")
+    return read_records("qqp", paths, TaskConfig(**change), "--data.train")
 
 
 ROWS = [
@@ -92,7 +92,7 @@ def test_rows_that_qqp_has_cut_in_two_are_skipped(tmp_path: Path) -> None:
 
 def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
     file = write(tmp_path / "test.tsv", ["id", "question1", "question2"], ["0", "A", "B"])
-    assert read_qqp([file], TaskConfig(), "--data", labelled=False).entries == [Pair("0", ("A", "B"), None)]
+    assert read_records("qqp", [file], TaskConfig(), "--data", labelled=False).entries == [Pair("0", ("A", "B"), None)]
     with pytest.raises(UserError, match="has no column is_duplicate, but id, question1, question2; valid: "):
         qqp(file)
 

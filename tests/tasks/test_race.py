@@ -9,7 +9,7 @@ import pytest
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.race import read_race
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam
 
 OPTIONS = [["Ada", "I", "He", "She"], ["one", "two", "three"], ["no", "yes"]]
@@ -24,7 +24,7 @@ def write(path: Path, name: str | None = None, **change) -> str:
 
 
 def read(*paths: str | Path, labelled: bool = True, **change):
-    return read_race([str(path) for path in paths], TaskConfig(**change), "--data.train", labelled=labelled)
+    return read_records("race", [str(path) for path in paths], TaskConfig(**change), "--data.train", labelled=labelled)
 
 
 def test_a_passage_with_its_questions(tmp_path: Path) -> None:

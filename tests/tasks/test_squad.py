@@ -7,8 +7,8 @@ import pytest
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
+from megajax.tasks.readers import read_records
 from megajax.tasks.records import NOT_THERE, Answer, Question
-from megajax.tasks.squad import read_squad
 
 CONTEXT = "Émile Zola wrote novels."
 
@@ -21,7 +21,7 @@ def write(path: Path, *questions, beginning: str = "") -> str:
 
 def read(*paths: str, impossible: bool = False, labelled: bool = True, **change):
     task = "squad2" if impossible else "squad1"
-    return read_squad(task, paths, TaskConfig(**change), "--data.dev", labelled=labelled)
+    return read_records(task, paths, TaskConfig(**change), "--data.dev", labelled=labelled)
 
 
 def asked(name: str = "q", *answers: tuple[str, int], **more):

@@ -52,6 +52,31 @@ def test_the_first_in_the_order_of_computation() -> None:
     assert found(lambda place, sample, device, x: x + 1e-3 if place.backward else x)[0] == Place(1, "output", True)
 
 
+def test_a_layer_that_is_never_computed_comes_first() -> None:
+    """Another one runs in its place, under its own number, which is not at fault."""
+
+    def other(place, sample, device, x):
+        return None if place.layer == 1 else x + device
+
+    assert found(other) == (Place(1, "input", False), [0, 1, 2, 3], [])
+
+
+def test_padded_columns_do_not_hide_the_others() -> None:
+    """Their logits are the lowest number there is."""
+    lowest = np.finfo(np.float64).min
+
+    def logits(change: float, masked: int) -> Recording:
+        recording, value = Recording(), np.ones((1, TOKENS, WIDTH))
+        value[..., 0] += change
+        value[..., masked:] = lowest
+        recording.take(SiteRecord("logits", False, -1, np.array([0]), value, None, 0, False, (0, 0, 0)))
+        return recording
+
+    assert first_difference(logits(0, 6), logits(0, 6), 1e-9) is None
+    assert "different numbers" in str(first_difference(logits(0, 6), logits(1e-3, 6), 1e-9))
+    assert "other columns" in str(first_difference(logits(0, 6), logits(0, 7), 1e-9))
+
+
 def test_whose_part_and_which_rows() -> None:
     def one(place, sample, device, x):
         return x + 1e-6 if (place.site, sample, device) == ("mlp_up", 2, 1) else x

@@ -1,5 +1,6 @@
 """What is printed of a mesh, and its figures."""
 
+import dataclasses
 import json
 import math
 
@@ -7,6 +8,8 @@ import pytest
 from test_shrink import on_mesh, preset
 
 from megajax.verify.axes import AxesThatDiffer
+from megajax.verify.first_difference import Difference
+from megajax.verify.recording import Place
 from megajax.verify.report import Report
 from megajax.verify.shrink import shrink
 from megajax.verify.verdict import Finding, Verdict
@@ -63,6 +66,11 @@ def test_of_a_wrong_mesh(capsys, sets, words) -> None:
     [
         (WRONG, "a gradient of weights, or its reduction: blocks/mlp/up/weight, layer 1"),
         (Finding("fp64 gradients", 1.0, 1e-12, "x, step 2"), "the update of the weights: x, step 2"),
+        (Finding("fp64 losses", 1.0, 1e-12, "step 1, loss/x"), "forward: the sum of the losses: step 1, loss/x"),
+        (
+            Finding("fp64 other figures of the steps", 1.0, 1e-12, "grad_norm, step 1"),
+            "the norm of the gradients: grad_norm, step 1",
+        ),
         (Finding("fp64 weights after the last step", 1.0, 1e-12, "x"), "the update of the weights: x"),
         (
             Finding("fp64 communication, against theory", 1, 0, "2 instead of 1"),
@@ -72,3 +80,12 @@ def test_of_a_wrong_mesh(capsys, sets, words) -> None:
 )
 def test_what_it_is_where_no_activation_differs(finding, words) -> None:
     assert words in first_in_words(None, (finding,))
+
+
+def test_the_losses_come_before_gradients() -> None:
+    """Where they differ in the first step, and no activation forward."""
+    backward = Difference(Place(1, "output", True), "different numbers", [0], 4, 1.0, [])
+    forward = dataclasses.replace(backward, place=Place(1, "output", False))
+    failed = (dataclasses.replace(WRONG, name="fp64 losses", where="step 1"),)
+    assert first_in_words(backward, failed).endswith("the sum of the losses: step 1")
+    assert first_in_words(backward, (WRONG,)) == str(backward) and first_in_words(forward, failed) == str(forward)

@@ -1,0 +1,63 @@
+"""Every fault is planted where it is aimed, and caught as it says: those that types refuse and a few others by default,
+all with the long grids."""
+
+from collections import Counter
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from catalogue import CLASSES, FAULTS
+from fault import ROOT, Caught, Fault
+from trial import failed_test, first_difference, said_of, small_config
+
+WAYS = get_args(get_type_hints(Caught)["by"])
+TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
+VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
+TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
+ONE = "the layers of every stage are numbered from 0"
+
+
+def name(fault: Fault) -> str:
+    return fault.name
+
+
+def test_every_fault_can_be_planted() -> None:
+    """Its function has its expression once; a refactoring that moves it aims the fault anew."""
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        compile(fault.planted_text(), fault.name, "exec")
+        selected = [Path(ROOT, each) for each in fault.caught.text.split() if each.startswith("tests/")]
+        assert all(path.exists() for path in selected), fault.name
+
+
+def test_every_class_is_documented() -> None:
+    """The table of docs/verify.md."""
+    documented = (ROOT / "docs" / "verify.md").read_text()
+    for title, faults in CLASSES.items():
+        counts = Counter(fault.caught.by for fault in faults)
+        row = f"| {title} | {', '.join(f'{by} {counts[by]}' for by in WAYS if counts[by])} |"
+        assert row in documented.splitlines(), row
+
+
+def test_tracing_tells() -> None:
+    for fault in TRACED:
+        assert fault.caught.text in said_of(fault), fault.name
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, marks=[] if each.name == ONE else pytest.mark.full) for each in VERIFIED], ids=name
+)
+def test_verify_names_the_place(fault: Fault) -> None:
+    assert fault.caught.text in said_of(fault)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on", [*{str(fault.on): fault.on for fault in [*TRACED, *VERIFIED]}.values()], ids=str)
+def test_nothing_differs_without_a_fault(on: dict) -> None:
+    assert first_difference(small_config(on)) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", TESTED, ids=name)
+def test_default_tests_fail(fault: Fault) -> None:
+    assert failed_test(fault)

@@ -1,0 +1,85 @@
+"""What is said of a planted fault by what should catch it."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from fault import ROOT, Fault, planted
+from tiny import tiny_config
+
+from megajax.config import Config
+from megajax.program.communication import collectives_of
+from megajax.program.program import Program
+from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.traffic import check_collectives
+from megajax.verify.verdict import Finding
+from megajax.verify.verify import verify
+
+# Small, with a first update of full size, and all gradients clipped.
+SMALL = {
+    **{"precision": "fp64", "num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 8},
+    **{"vocab_size": 21, "vocab_multiple": 8, "global_batch": 4, "microbatch": 1},
+}
+
+
+def small_config(on: dict[str, Any]) -> Config:
+    """The configuration that shows a fault."""
+    config = tiny_config(**SMALL | on)
+    optimizer = dataclasses.replace(config.optimizer, warmup_steps=0, clip_norm=0.1)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def said_of(fault: Fault) -> str:
+    """Nothing if it is missed."""
+    if fault.caught.by == "tests":
+        return failed_test(fault)
+    said = first_difference if fault.caught.by == "verify" else seen_in_trace
+    with planted(fault):
+        return said(small_config(fault.on))
+
+
+def seen_in_trace(config: Config) -> str:
+    """The message with which JAX or an assertion refuses to trace the step of a configuration, or the collectives that
+    it should not have."""
+    try:
+        with jax.enable_x64(True):
+            program = Program.on(config, jax.devices()[: config.mesh.num_devices])
+            traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
+            finding = check_collectives(config, collectives_of(traced.jaxpr))
+    except Exception as error:  # whatever JAX raises
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return "" if finding.passed else finding.where
+
+
+def first_difference(config: Config) -> str:
+    """What `verify` says differs first."""
+    return verify(config, Silent(), steps=2).first
+
+
+class Silent:
+    """Listens to `verify`."""
+
+    def start(self, what: str) -> None:
+        pass
+
+    def found(self, finding: Finding) -> None:
+        pass
+
+
+def failed_test(fault: Fault) -> str:
+    """The first of the fault's tests that fails in a copy of the repository with the fault in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "build"))
+        Path(folder, fault.file.relative_to(ROOT)).write_text(fault.planted_text())
+        data = os.environ.get("MEGAJAX_TEST_DATA") or str(ROOT.parent / "shared" / "data")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.caught.text.split()]
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | {"MEGAJAX_TEST_DATA": data}, capture_output=True, text=True
+        )
+    return next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "")
