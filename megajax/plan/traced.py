@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.mesh import BATCH_SPEC
-from megajax.parallel.collectives import PIPE, TENSOR, vary
+from megajax.parallel.collectives import PIPE, vary
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.rows import End, Row, Work
@@ -102,9 +102,10 @@ class Product:
     dims: Dims
     again: bool = False
 
-    def shape(self, rows: int) -> Shape:
+    def shape(self, rows: int) -> tuple[int, int, int]:
         """Rows, inner dim and columns, with so many rows of a microbatch."""
-        return self.dims.shape(rows)
+        first, inner, columns = self.dims.shape(rows)
+        return first, inner, columns
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,11 @@ class EndsCost:
     embedding_backward: tuple[Sent, ...]
 
     @property
+    def weight_gradients(self) -> tuple[Dims, ...]:
+        """The products that sum over rows."""
+        return tuple(each.dims for each in self.products if each.dims.counting[1])
+
+    @property
     def logits(self) -> Dims:
         """[rows, columns] of the largest product forward."""
         of_rows = [each.dims for each in self.products if each.dims.counting[0]]
@@ -195,7 +201,7 @@ def ends_cost(config: Config, backend: Backend) -> EndsCost:
     return _ends_cost(_of_one_microbatch(config, mesh, pipeline, "none"), backend)
 
 
-def _of_one_microbatch(config: Config, mesh: MeshConfig, pipeline: PipelineConfig, remat: str) -> Config:
+def _of_one_microbatch(config: Config, mesh: MeshConfig, pipeline: PipelineConfig, remat: Any) -> Config:
     """The smallest run with the same layers and ends: one for many configurations."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
@@ -306,6 +312,7 @@ def _regions(forward: Jaxpr, backward: Jaxpr, rows: int) -> Iterator[Region]:
             before, new = products.get(eqn.invars[0]), _dims(eqn, rows)
             columns = new.of_row[2] + (before.dims.of_row[2] if before else 0)
             again = repeated[_signature(eqn)] > 0
+            repeated[_signature(eqn)] -= again
             products[eqn.invars[0]] = Product(replace(new, of_row=(*new.of_row[:2], columns)), again)
         elif _is_fused_attention(eqn) or eqn.primitive.name == "dot_general":
             attends = True
@@ -324,12 +331,16 @@ def _multiplies_weights(eqn: JaxprEqn) -> bool:
 
 
 def _signature(eqn: JaxprEqn) -> Any:
-    left, right = (var.aval.shape for var in eqn.invars)
-    return left, right, eqn.params["dimension_numbers"]
+    return *_operand_shapes(eqn), eqn.params["dimension_numbers"]
+
+
+def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
+    avals: list[Any] = [var.aval for var in eqn.invars]
+    return [aval.shape for aval in avals]
 
 
 def _dims(eqn: JaxprEqn, rows: int) -> Dims:
     """Rows, inner dim and columns of a product."""
-    left, right = (var.aval.shape for var in eqn.invars)
+    left, right = _operand_shapes(eqn)
     inner = prod(left[dim] for dim in eqn.params["dimension_numbers"][0][0])
     return Dims.at((prod(left) // inner, inner, prod(right) // inner), rows)

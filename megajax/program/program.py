@@ -63,7 +63,8 @@ class Program:
     @classmethod
     def abstract(cls, config: Config, backend: Backend) -> "Program":
         """On the mesh that the configuration asks for, without devices: to be traced as on those of a `backend`."""
-        return cls(config, make_abstract_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor), backend)
+        mesh: Any = make_abstract_mesh(config.mesh.data, config.mesh.pipe, config.mesh.tensor)  # is enough for tracing
+        return cls(config, mesh, backend)
 
     @cached_property
     def unsharded_model(self) -> CutModel:
