@@ -58,7 +58,7 @@ def work(args: argparse.Namespace, process: int) -> None:
     from megajax.mesh import make_mesh
     from megajax.program.program import Program
 
-    program = Program(config, make_mesh(1, 2, 1))
+    program = Program(config, make_mesh(pipe=2))
     figures |= compare(program, args.rounds) if args.deferred else alone(program)
     if process == 0:
         print(json.dumps(figures), flush=True)

@@ -5,11 +5,14 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 """
 
 import functools
+import math
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
+from megajax.axes import AXES, BATCH_AXES, ROW_AXES
 from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import LoraConfig, ModelConfig
@@ -18,6 +21,7 @@ from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.registry import PRETRAINING
+from megajax.traits import SAMPLES, Small
 
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
@@ -26,34 +30,67 @@ _SIMULATED = between(0, 1024)  # which take JAX seconds; some thousands, minutes
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the three mesh axes."""
+    """Sizes of the mesh axes: a field for each line of the table in `megajax/axes.py`."""
 
     data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
     pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
     tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis by name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
     def num_devices(self) -> int:
         """Devices in the mesh, over all processes."""
-        return self.data * self.pipe * self.tensor
+        return self.size_of(AXES)
+
+    @property
+    def row_shards(self) -> int:
+        """How many shards the rows of a batch are divided into."""
+        return self.size_of(ROW_AXES)
+
+    @property
+    def zero_shards(self) -> int:
+        """How many shards ZeRO divides a weight into."""
+        return self.size_of(BATCH_AXES)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """The number of devices along several axes together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
+        """The sizes of axes as flags."""
+        return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length and batch of the training run."""
 
-    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO] = 0
+    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
     epochs: Annotated[
-        float, "of a task: how often every record is trained on, if train.steps does not end it earlier", AT_LEAST_ZERO
+        float,
+        "of a task: how often every record is trained on, if train.steps does not end it earlier",
+        AT_LEAST_ZERO,
+        Small(fixed=0.0),
     ] = 0
-    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS]
+    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS, SAMPLES]
     ramp_start: Annotated[
         int,
         "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
         between(0, 1_000_000),
+        SAMPLES,
+        Small(fixed=0),
     ] = 0
-    ramp_increment: Annotated[int, "sequences by which it grows at a time", between(0, 1_000_000)] = 0
-    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO] = 0
+    ramp_increment: Annotated[
+        int, "sequences by which it grows at a time", between(0, 1_000_000), SAMPLES, Small(fixed=0)
+    ] = 0
+    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO, SAMPLES, Small(fixed=0)] = 0
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
@@ -136,11 +173,16 @@ def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
 class Config:
     """A run."""
 
-    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED] = 0
+    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
     seeds: Annotated[
-        int, "of a task: train so many times with seeds from this one on, each in a folder of its own", between(1, 1000)
+        int,
+        "of a task: train so many times with seeds from this one on, each in a folder of its own",
+        between(1, 1000),
+        Small(fixed=1),
     ] = 1
-    init: Annotated[str, "run directory whose weights a new run begins with; empty: with fresh ones"] = ""
+    init: Annotated[
+        str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed="")
+    ] = ""
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
     ] = "fp32"
@@ -200,11 +242,14 @@ class Config:
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
+RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, by which they are told from other presets
+
+
 def to_toml(config: Config) -> str:
-    """The configuration as the text of a preset; loading and resolving that gives an equal configuration."""
+    """The text of a run's `config.toml`; loading and resolving it as a preset gives an equal configuration."""
     import tomli_w
 
-    return tomli_w.dumps(asdict(config))
+    return tomli_w.dumps({RUN_MARK: True} | asdict(config))
 
 
 def to_values(config: Config) -> dict[str, Any]:

@@ -12,10 +12,13 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megajax.errors import UserError
 from megajax.reading import parse_toml
+from megajax.traits import Changes, Through
+
+_Trait = TypeVar("_Trait")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Option:
         default: dataclasses.MISSING where a value must be given.
         help: its text in `--help`.
         declared: the valid values that the field declares; None: all of the type, for numbers the positive ones.
+        traits: what else the field declares (`megajax.traits`).
     """
 
     key: str
@@ -91,6 +95,11 @@ class Option:
     default: Any
     help: str
     declared: Range | OneOf | None = None
+    traits: tuple[Any, ...] = ()
+
+    def trait(self, kind: type[_Trait]) -> _Trait | None:
+        """The trait of a type; None where the field does not declare one."""
+        return next((trait for trait in self.traits if isinstance(trait, kind)), None)
 
     @property
     def flag(self) -> str:
@@ -258,9 +267,24 @@ def options(owner: type) -> dict[str, Option]:
         hints = get_type_hints(part, include_extras=True)
         for field in fields(part):
             if get_origin(hints[field.name]) is Annotated:
-                kind, help_text, *valid = get_args(hints[field.name])
-                table[prefix + field.name] = Option(prefix + field.name, kind, field.default, help_text, *valid)
+                kind, help_text, *rest = get_args(hints[field.name])
+                declared = next((each for each in rest if isinstance(each, Range | OneOf)), None)
+                traits = tuple(each for each in rest if each is not declared)
+                key = prefix + field.name
+                table[key] = Option(key, kind, field.default, help_text, declared, traits)
     return table
+
+
+def compared(owner: type, *changes: Changes) -> dict[str, str]:
+    """What to compare of two configurations to see whether options differ that change one of these: keys of options,
+    or of the properties through which they matter; and the option's key for each."""
+    found = {}
+    for key, option in options(owner).items():
+        if option.trait(Changes) in changes:
+            section, dot, _ = key.rpartition(".")
+            through = option.trait(Through)
+            found[f"{section}{dot}{through.name}" if through else key] = key
+    return found
 
 
 def check(given: object) -> None:

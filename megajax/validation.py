@@ -4,17 +4,23 @@ import contextlib
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 
-from megajax.config import Config, MeshConfig, TrainConfig
+from megajax.axes import PIPE, ROW_AXES, TENSOR
+from megajax.config import Config, MeshConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.models.checks import check_lora, check_model
+from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES, Entry
 from megajax.optim.checks import check_cooldown
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.checks import check_schedule, check_table
 from megajax.tasks.registry import TASKS, Task
+from megajax.traits import Size, Through
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -38,7 +44,7 @@ def check_values(config: Config) -> None:
     check_lora(config.lora, model)
     _check_task(config)
     _check_length(config)
-    _check_ramp(config.train)
+    _check_ramp(config)
     if config.data.reset_attention and not family.continues_text:
         raise UserError(
             f"--data.reset-attention with --model.family {model.family}, whose samples are of one document each; "
@@ -50,11 +56,8 @@ def check_values(config: Config) -> None:
             f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
         )
     check_cooldown(optimizer)
-    if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
-        raise UserError(
-            f"--optimizer.min-learning-rate {optimizer.min_learning_rate} is above --optimizer.learning-rate "
-            f"{optimizer.learning_rate}; valid: at most {optimizer.learning_rate}"
-        )
+    if optimizer.schedule != "constant":
+        _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")
     if optimizer.gradient_dtype not in ("fp32", config.precision):
         halves = f"--precision {optimizer.gradient_dtype}"
         raise UserError(
@@ -62,17 +65,9 @@ def check_values(config: Config) -> None:
             f"valid: fp32, or {halves}"
         )
     _check_data(config.data)
-    if config.loss_scale.floor > config.loss_scale.initial:
-        raise UserError(
-            f"--loss-scale.floor {config.loss_scale.floor} is above --loss-scale.initial {config.loss_scale.initial}; "
-            f"valid: at most {config.loss_scale.initial}"
-        )
-    given = (distributed.coordinator != "", distributed.num_processes != 0, distributed.process_id != -1)
-    if any(given) and not all(given):
-        flags = ("--distributed.coordinator", "--distributed.num-processes", "--distributed.process-id")
-        missing = " and ".join(flag for flag, there in zip(flags, given, strict=True) if not there)
-        raise UserError(f"{missing} missing; valid: {', '.join(flags)} together, or none of them")
-    if all(given) and distributed.process_id >= distributed.num_processes:
+    _check_order(config, "loss_scale.floor", "loss_scale.initial")
+    keys = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
+    if _all_given(config, keys) and distributed.process_id >= distributed.num_processes:
         raise UserError(
             f"--distributed.process-id {distributed.process_id} with --distributed.num-processes "
             f"{distributed.num_processes}; valid: 0 to {distributed.num_processes - 1}"
@@ -82,6 +77,28 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
         )
+
+
+def _check_order(config: Config, lower: str, upper: str) -> None:
+    """That the option of one key is at most that of another."""
+    low, high = attrgetter(lower, upper)(config)
+    if low > high:
+        flags = [options(Config)[key].flag for key in (lower, upper)]
+        raise UserError(f"{flags[0]} {low} is above {flags[1]} {high}; valid: at most {high}")
+
+
+def _all_given(config: Config, keys: Sequence[str]) -> bool:
+    """Whether options that belong together are given; False: none is.
+
+    Raises:
+        UserError: some are.
+    """
+    known = [options(Config)[key] for key in keys]
+    missing = [option.flag for option in known if attrgetter(option.key)(config) == option.default]
+    if 0 < len(missing) < len(known):
+        flags = ", ".join(option.flag for option in known)
+        raise UserError(f"{' and '.join(missing)} missing; valid: {flags} together, or none of them")
+    return not missing
 
 
 def _fits(task: Task, family: Entry) -> bool:
@@ -130,18 +147,11 @@ def _check_length(config: Config) -> None:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 
 
-def _check_ramp(train: TrainConfig) -> None:
+def _check_ramp(config: Config) -> None:
     """That the batches of a ramp lead to the full one."""
-    values = {
-        "--train.ramp-start": train.ramp_start,
-        "--train.ramp-increment": train.ramp_increment,
-        "--train.ramp-samples": train.ramp_samples,
-    }
-    if not any(values.values()):
+    if not _all_given(config, ("train.ramp_start", "train.ramp_increment", "train.ramp_samples")):
         return
-    if not all(values.values()):
-        missing = " and ".join(flag for flag, value in values.items() if not value)
-        raise UserError(f"{missing} missing; valid: {', '.join(values)} together, or none of them")
+    train = config.train
     full, start = train.global_batch, train.ramp_start
     if start >= full:
         valid = f"1 to {full - 1}" if full > 1 else "0"
@@ -195,20 +205,21 @@ def validate_imagined(config: Config) -> None:
         _check_training_on_mesh(config, config.mesh.num_devices)
     except UserError as error:
         mesh = nearest_mesh(config)
-        flags = f"--mesh.data {mesh.data} --mesh.pipe {mesh.pipe} --mesh.tensor {mesh.tensor}" if mesh else "none"
-        raise UserError(f"{error}; the nearest valid mesh: {flags}") from None
+        raise UserError(f"{error}; the nearest valid mesh: {mesh.flags(between=' ') if mesh else 'none'}") from None
 
 
 def nearest_mesh(config: Config) -> MeshConfig | None:
     """The mesh that can train a configuration and whose axes differ by the least factors from those it asks for, of
     several the one of fewest devices; None if the batch or the schedule forbids all."""
     there, train = config.mesh, config.train
-    data = [size for size in _divisors(train.global_batch) if train.global_batch % (size * train.microbatch) == 0]
-    sizes = product(data, range(1, 2 * there.pipe + 1), _divisors(config.model.num_heads))
-    meshes = [MeshConfig(data=data, pipe=pipe, tensor=tensor) for data, pipe, tensor in sizes]
+    possible = {axis: [size] for axis, size in there.sizes.items()}
+    possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
+    possible |= {PIPE: [*range(1, 2 * there.pipe + 1)], TENSOR: _divisors(config.model.num_heads)}
+    meshes = [MeshConfig(**dict(zip(possible, sizes, strict=True))) for sizes in product(*possible.values())]
+    meshes = [mesh for mesh in meshes if train.global_batch % (mesh.row_shards * train.microbatch) == 0]
 
     def distance(mesh: MeshConfig) -> tuple[float, int]:
-        pairs = (mesh.data, there.data), (mesh.pipe, there.pipe), (mesh.tensor, there.tensor)
+        pairs = zip(mesh.sizes.values(), there.sizes.values(), strict=True)
         return sum(abs(math.log(size / old)) for size, old in pairs), mesh.num_devices
 
     for mesh in sorted(meshes, key=distance):
@@ -224,20 +235,21 @@ def _divisors(number: int) -> list[int]:
 
 def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
-    rows = config.mesh.data * config.train.microbatch
+    rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
     if config.train.global_batch % rows:
         raise UserError(
-            f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
+            f"--train.global-batch {config.train.global_batch} is not divisible by {flags} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
         )
     for stage in config.train.batch_sizes.stages:
         if stage.size % rows:
             raise UserError(
                 f"--train.ramp-start {config.train.ramp_start} with --train.ramp-increment "
-                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by --mesh.data "
-                f"{config.mesh.data} x --train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
+                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
+                f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
             )
-    name = "--train.global-batch / (--mesh.data x --train.microbatch)"
+    divisors = [*(f"--mesh.{axis}" for axis in ROW_AXES), "--train.microbatch"]
+    name = f"--train.global-batch / ({' x '.join(divisors)})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     length, tensor = config.model.sequence_length, config.mesh.tensor
     if config.sequence_parallel and length % tensor:
@@ -259,34 +271,56 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
         raise UserError(
-            f"--mesh.data {mesh.data} x --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} needs {mesh.num_devices} "
-            f"devices, there are {num_devices}; valid: sizes whose product is {num_devices}{simulated}"
+            f"{mesh.flags()} needs {mesh.num_devices} devices, there are {num_devices}; "
+            f"valid: sizes whose product is {num_devices}{simulated}"
         )
-    vocabulary = f"the padded vocabulary of {model.padded_vocab_size} (see --model.vocab-multiple)"
+    split = _split_sizes(model)
+    vocabulary = split["vocabulary"].words
     if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):
         multiple = math.lcm(model.vocab_multiple, mesh.pipe * mesh.tensor)
         raise UserError(
             f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
             f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
-    split = {
-        f"--model.num-heads {model.num_heads}": model.num_heads,
-        vocabulary: model.padded_vocab_size,
-        f"--model.mlp-size {model.mlp_size}": model.mlp_size,
-    }
-    for name, size in split.items():
-        if size % mesh.tensor:
-            common = math.gcd(*split.values())
-            valid = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
-            if model.num_heads % mesh.tensor == 0 == model.mlp_size % mesh.tensor:
-                multiple = math.lcm(model.vocab_multiple, mesh.tensor)
-                valid += f"; or in a new run --model.vocab-multiple {multiple}"
-            raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {name}; valid: {valid}")
-    if model.num_kv_heads % mesh.tensor and mesh.tensor % model.num_kv_heads:
-        common = math.gcd(*split.values())
-        sizes = [size for size in range(1, common + 1) if common % size == 0]
-        fit = [str(size) for size in sizes if model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0]
-        raise UserError(
-            f"--mesh.tensor {mesh.tensor} does not divide --model.num-kv-heads {model.num_kv_heads}, nor is it a "
-            f"multiple of it; valid: {', '.join(fit)}"
-        )
+    common = math.gcd(*(each.size for each in split.values() if not each.repeated))
+    divisors = _divisors(common)
+    for dim, part in split.items():
+        if part.size % mesh.tensor == 0 or (part.repeated and mesh.tensor % part.size == 0):
+            continue
+        others = [other.size for other in split.values() if other is not part and not other.repeated]
+        if part.repeated:
+            fit = [str(size) for size in divisors if part.size % size == 0 or size % part.size == 0]
+            raise UserError(
+                f"--mesh.tensor {mesh.tensor} does not divide {part.words}, nor is it a multiple of it; "
+                f"valid: {', '.join(fit)}"
+            )
+        valid = ", ".join(map(str, divisors))
+        if dim == "vocabulary" and all(size % mesh.tensor == 0 for size in others):
+            valid += f"; or in a new run --model.vocab-multiple {math.lcm(model.vocab_multiple, mesh.tensor)}"
+        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {part.words}; valid: {valid}")
+
+
+@dataclass(frozen=True)
+class _SplitSize:
+    """A size that is divided over `tensor`.
+
+    Attributes:
+        words: what it is, in messages.
+        repeated: as of `Size`.
+    """
+
+    size: int
+    words: str
+    repeated: bool
+
+
+def _split_sizes(model: ModelConfig) -> dict[str, _SplitSize]:
+    """Those of a model by their dims."""
+    found = {}
+    for name, option in options(ModelConfig).items():
+        size, through, flag = option.trait(Size), option.trait(Through), f"--model.{name.replace('_', '-')}"
+        if size and size.split:
+            value = getattr(model, through.name if through else name)
+            words = f"{through.words} of {value} (see {flag})" if through else f"{flag} {value}"
+            found[size.dim] = _SplitSize(value, words, size.repeated)
+    return found

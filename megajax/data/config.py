@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megajax.options import POSITIVE_SHARE
+from megajax.traits import SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class DataConfig:
         float,
         "share of the tokens kept for validation, in whole documents; of a task's records, with whole contexts",
         POSITIVE_SHARE,
+        SAMPLES,
     ] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
     reset_attention: Annotated[

@@ -1,11 +1,10 @@
 """Whether the options of a model fit each other and its family."""
 
-from dataclasses import fields
-
 from megajax.errors import UserError
 from megajax.models.config import LORA_TARGETS, LoraConfig, ModelConfig, product_sizes
 from megajax.models.registry import FAMILIES
-from megajax.options import as_flag, suggest
+from megajax.options import as_flag, options, suggest
+from megajax.traits import ReadWith
 
 
 def check_model(model: ModelConfig) -> None:
@@ -34,6 +33,7 @@ def check_model(model: ModelConfig) -> None:
             f"--model.mlp-size {model.mlp_size} with --model.family {model.family}; valid: {4 * model.hidden_size}, "
             "4 x --model.hidden-size"
         )
+    _check_read(model)
     _check_rotary(model)
 
 
@@ -56,26 +56,20 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
         )
 
 
-# What is read only where another option has one of some values. Not llama3's own numbers: whoever takes another scaling
-# need not undo a preset's.
-_OF_OPTIONS = {
-    "rope_theta": ("positions", ("rotary",)),
-    "rope_scaling": ("positions", ("rotary",)),
-    "rope_factor": ("rope_scaling", ("linear", "llama3")),
-}
+def _check_read(model: ModelConfig) -> None:
+    """That an option which is read only with some values of another has its default elsewhere."""
+    for name, option in options(ModelConfig).items():
+        value, reader = getattr(model, name), option.trait(ReadWith)
+        if reader and not reader.ignored and not reader.is_read(model) and value != option.default:
+            given, without = (as_flag(f"model.{name}", each) for each in (value, option.default))
+            flag = f"--model.{reader.name.replace('_', '-')}"
+            raise UserError(
+                f"{given} with {flag} {getattr(model, reader.name)}; valid: {flag} {' or '.join(reader.values)}, or "
+                f"{without}"
+            )
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    """What rotary positions need, and what is for them only."""
-    defaults = {field.name: field.default for field in fields(ModelConfig)}
-    for name, (owner, readers) in _OF_OPTIONS.items():
-        value, default = getattr(model, name), defaults[name]
-        if getattr(model, owner) not in readers and value != default:
-            told, without = (as_flag(f"model.{name}", each) for each in (value, default))
-            flag = f"--model.{owner.replace('_', '-')}"
-            raise UserError(
-                f"{told} with {flag} {getattr(model, owner)}; valid: {flag} {' or '.join(readers)}, or {without}"
-            )
     if model.rotary and model.head_size % 2:
         raise UserError(
             f"--model.head-size {model.head_size} with --model.positions rotary, which turn pairs of features; "

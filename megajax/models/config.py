@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 from megajax.models.registry import DECODER, EARLIER_NAMES, FAMILIES
 from megajax.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, above, between
+from megajax.traits import ADAPTERS, COMPUTATION, ENDS, NOTHING, WEIGHTS, ReadWith, Size, Small, Theirs, Through
 
 _SIZE = between(0, 1_000_000)
+_ROTARY = ReadWith("positions", ("rotary",))
+_LLAMA3 = ReadWith("rope_scaling", ("llama3",), ignored=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,66 +22,169 @@ class ModelConfig:
     `dataclasses.replace` keeps it.
     """
 
-    family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES))] = DECODER
-    num_layers: Annotated[int, "transformer layers", between(1, 10_000)]
-    hidden_size: Annotated[int, "width of the residual stream", between(1, 1_000_000)]
-    num_heads: Annotated[int, "attention heads", between(1, 100_000)]
+    family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES)), WEIGHTS] = DECODER
+    num_layers: Annotated[
+        int,
+        "transformer layers",
+        between(1, 10_000),
+        WEIGHTS,
+        Size("layers"),
+        Theirs("num_hidden_layers", gpt2="n_layer"),
+    ]
+    hidden_size: Annotated[
+        int,
+        "width of the residual stream",
+        between(1, 1_000_000),
+        WEIGHTS,
+        Size("embed"),
+        Theirs("hidden_size", gpt2="n_embd"),
+    ]
+    num_heads: Annotated[
+        int,
+        "attention heads",
+        between(1, 100_000),
+        WEIGHTS,
+        Size("heads", split=True),
+        Theirs("num_attention_heads", gpt2="n_head"),
+    ]
     num_kv_heads: Annotated[
-        int, "heads of keys and values, each for as many heads of queries; 0: as many as these", between(0, 100_000)
+        int,
+        "heads of keys and values, each for as many heads of queries; 0: as many as these",
+        between(0, 100_000),
+        WEIGHTS,
+        Size("kv_heads", split=True, repeated=True),
+        Theirs(llama="num_key_value_heads"),
     ] = 0
-    head_size: Annotated[int, "width of an attention head; 0: model.hidden-size / model.num-heads", _SIZE] = 0
-    mlp_size: Annotated[int, "width of the MLP's inner layer; 0: 4 x model.hidden-size", between(0, 10_000_000)] = 0
-    sequence_length: Annotated[int, "tokens per sequence, and number of learned positions", between(1, 1_000_000)]
-    vocab_size: Annotated[int, "tokens in the vocabulary, before padding", between(1, 100_000_000)]
+    head_size: Annotated[
+        int,
+        "width of an attention head; 0: model.hidden-size / model.num-heads",
+        _SIZE,
+        WEIGHTS,
+        Size("head_size"),
+        Theirs(llama="head_dim"),
+    ] = 0
+    mlp_size: Annotated[
+        int,
+        "width of the MLP's inner layer; 0: 4 x model.hidden-size",
+        between(0, 10_000_000),
+        WEIGHTS,
+        Size("mlp", split=True),
+        Theirs("intermediate_size", gpt2="n_inner"),
+    ] = 0
+    sequence_length: Annotated[
+        int,
+        "tokens per sequence, and number of learned positions",
+        between(1, 1_000_000),
+        ENDS,
+        Size("position"),
+        Theirs("max_position_embeddings", gpt2="n_positions"),
+    ]
+    vocab_size: Annotated[
+        int,
+        "tokens in the vocabulary, before padding",
+        between(1, 100_000_000),
+        WEIGHTS,
+        Small(jointly=True),
+        Theirs("vocab_size"),
+    ]
     vocab_multiple: Annotated[
-        int, "the vocabulary is padded to a multiple of this, on every mesh", between(1, 1_000_000)
+        int,
+        "the vocabulary is padded to a multiple of this, on every mesh",
+        between(1, 1_000_000),
+        WEIGHTS,
+        Size("vocabulary", split=True),
+        Through("padded_vocab_size", "the padded vocabulary"),
     ] = 1024
-    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization of the layers' inputs"] = "layernorm"
-    norm_epsilon: Annotated[float, "is added to the variance; 0: 1e-5, of BERT 1e-12", between(0, 1)] = 0
+    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization of the layers' inputs", WEIGHTS] = "layernorm"
+    norm_epsilon: Annotated[
+        float,
+        "is added to the variance; 0: 1e-5, of BERT 1e-12",
+        between(0, 1),
+        WEIGHTS,
+        Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert="layer_norm_eps"),
+    ] = 0
     positions: Annotated[
-        Literal["learned", "rotary"], "an embedding for each, or queries and keys turned by angles that grow with them"
+        Literal["learned", "rotary"],
+        "an embedding for each, or queries and keys turned by angles that grow with them",
+        WEIGHTS,
     ] = "learned"
-    rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12)] = 10_000.0
+    rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12), COMPUTATION, _ROTARY] = 10_000.0
     rope_scaling: Annotated[
-        Literal["none", "linear", "llama3"], "slower rotary angles, for sequences longer than those trained on"
+        Literal["none", "linear", "llama3"],
+        "slower rotary angles, for sequences longer than those trained on",
+        COMPUTATION,
+        _ROTARY,
     ] = "none"
-    rope_factor: Annotated[float, "how much slower rotary angles grow that are scaled", between(1, 1e6)] = 1.0
+    rope_factor: Annotated[
+        float,
+        "how much slower rotary angles grow that are scaled",
+        between(1, 1e6),
+        COMPUTATION,
+        ReadWith("rope_scaling", ("linear", "llama3")),
+    ] = 1.0
     rope_low_frequency: Annotated[
-        float, "llama3 scales angles that turn less often than this in model.rope-original-length tokens", above(0, 1e6)
+        float,
+        "llama3 scales angles that turn less often than this in model.rope-original-length tokens",
+        above(0, 1e6),
+        COMPUTATION,
+        _LLAMA3,
     ] = 1.0
     rope_high_frequency: Annotated[
-        float, "llama3 does not scale angles that turn more often, and those in between in part", above(0, 1e6)
+        float,
+        "llama3 does not scale angles that turn more often, and those in between in part",
+        above(0, 1e6),
+        COMPUTATION,
+        _LLAMA3,
     ] = 4.0
-    rope_original_length: Annotated[int, "tokens per sequence that llama3 scales from", AT_LEAST_ONE] = 8192
+    rope_original_length: Annotated[
+        int, "tokens per sequence that llama3 scales from", AT_LEAST_ONE, COMPUTATION, _LLAMA3, Small(tokens=True)
+    ] = 8192
     activation: Annotated[
         Literal["auto", "gelu", "gelu-tanh", "swiglu"],
         "of the MLP; swiglu has a gate, a third matrix; auto: gelu-tanh, of BERT gelu",
+        WEIGHTS,
     ] = "auto"
     bias: Annotated[
-        Literal["none", "all", "query-key-value"], "which matrix products have one; all: LayerNorms, too"
+        Literal["none", "all", "query-key-value"], "which matrix products have one; all: LayerNorms, too", WEIGHTS
     ] = "all"
-    query_key_norm: Annotated[bool, "an RMSNorm on every head of queries and keys"] = False
-    tied_embedding: Annotated[bool, "the output product is with the embedding table"] = True
+    query_key_norm: Annotated[bool, "an RMSNorm on every head of queries and keys", WEIGHTS] = False
+    tied_embedding: Annotated[
+        bool, "the output product is with the embedding table", WEIGHTS, Theirs("tie_word_embeddings")
+    ] = True
     sliding_window: Annotated[
-        int, "a token sees this many tokens, itself included; 0: all before it", AT_LEAST_ZERO
+        int,
+        "a token sees this many tokens, itself included; 0: all before it",
+        AT_LEAST_ZERO,
+        COMPUTATION,
+        Small(tokens=True),
     ] = 0
     dropout: Annotated[
-        float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE
+        float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE, NOTHING
     ] = 0.1
-    init_std: Annotated[float, "standard deviation of the initial weights", above(0, 100)] = 0.02
+    init_std: Annotated[
+        float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")
+    ] = 0.02
     layer_order: Annotated[
         Literal["pre", "post"],
         "LayerNorm before attention and MLP, inside the residual branch, or after the residual addition",
+        WEIGHTS,
     ] = "pre"
     head: Annotated[
         Literal["pretraining", "classes", "span", "choice"],
         "what is predicted: pretraining's own; of a text the class, or a span in it; the right one of several texts",
+        ENDS,
     ] = "pretraining"
     num_classes: Annotated[
-        int, "classes of the head classes, texts to choose from of the head choice", between(2, 10_000)
+        int,
+        "classes of the head classes, texts to choose from of the head choice",
+        between(2, 10_000),
+        ENDS,
+        Small(most=5),
     ] = 2
     scan_layers: Annotated[
-        Literal["auto", "true", "false"], "run the layers as one scan (compiles fast) or unrolled; auto: what is faster"
+        Literal["auto", "true", "false"],
+        "run the layers as one scan (compiles fast) or unrolled; auto: what is faster",
+        NOTHING,
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -128,11 +234,15 @@ class LoraConfig:
     """Adapters of low rank that are trained in place of a decoder's weights (Hu et al., arXiv 2106.09685)."""
 
     rank: Annotated[
-        int, "LoRA: rank of the adapters that are trained in place of the weights; 0: all weights", AT_LEAST_ZERO
+        int,
+        "LoRA: rank of the adapters that are trained in place of the weights; 0: all weights",
+        AT_LEAST_ZERO,
+        ADAPTERS,
+        Small(most=3),
     ] = 0
-    alpha: Annotated[float, "the product of an adapter's two matrices is added times this / lora.rank"] = 16.0
+    alpha: Annotated[float, "the product of an adapter's two matrices is added times this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[
-        tuple[str, ...], f"products that have adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)"
+        tuple[str, ...], f"products that have adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
     ] = ("attention", "mlp")
 
     def products(self, model: ModelConfig) -> tuple[str, ...]:

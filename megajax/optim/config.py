@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
+from megajax.traits import Small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class OptimizerConfig:
         "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; "
         "0: train.steps, or the end of train.epochs",
         AT_LEAST_ZERO,
+        Small(fixed=10),
     ] = 0
     schedule: Annotated[
         Literal["cosine", "linear", "wsd", "inverse-square-root", "constant"],
@@ -28,16 +30,19 @@ class OptimizerConfig:
     cooldown_shape: Annotated[
         Literal["1-sqrt", "linear", "cosine", "exponential"], "of wsd: how the learning rate falls in these steps"
     ] = "1-sqrt"
-    warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO] = 0
+    warmup_steps: Annotated[int, "steps of linear warm-up from 0", AT_LEAST_ZERO, Small(fixed=0)] = 0
     warmup_fraction: Annotated[
-        float, "the same as a share of decay_steps, or where that is 0 of all steps; 0: warmup_steps", SHARE
+        float,
+        "the same as a share of decay_steps, or where that is 0 of all steps; 0: warmup_steps",
+        SHARE,
+        Small(fixed=0.0),
     ] = 0.0
     min_learning_rate: Annotated[float, "floor, kept after the decay; constant: not used", between(0, 1000)] = 0.0
     beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9
     beta2: Annotated[float, "decay of the mean of their squares", SHARE] = 0.999
     epsilon: Annotated[float, "added to the denominator", above(0, 1000)] = 1e-8
     weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases", between(0, 1000)] = 0.01
-    clip_norm: Annotated[float, "largest global norm of the gradients", above(0, 1e30)] = 1.0
+    clip_norm: Annotated[float, "largest global norm of the gradients", above(0, 1e30), Small(most=0.1)] = 1.0
     zero: Annotated[
         Literal[0, 1, 3],
         "what is split over data: 0 nothing, 1 main weights and moments, 3 also the weights that layers compute with",
@@ -61,14 +66,15 @@ class OptimizerConfig:
 
 
 _SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")
+_SMALL_SCALE = Small(most=2.0**12)  # under which no gradient of so small a model overflows
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
     """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
 
-    initial: Annotated[float, "scale at the start", _SCALE] = 2.0**16
+    initial: Annotated[float, "scale at the start", _SCALE, _SMALL_SCALE] = 2.0**16
     growth: Annotated[float, "factor of growth", above(1, 65536)] = 2.0
-    growth_every: Annotated[int, "good steps in a row before it grows"] = 1000
+    growth_every: Annotated[int, "good steps in a row before it grows", Small(most=2)] = 1000
     backoff: Annotated[float, "factor after an overflow", POSITIVE_SHARE] = 0.5
-    floor: Annotated[float, "smallest scale", _SCALE] = 1.0
+    floor: Annotated[float, "smallest scale", _SCALE, _SMALL_SCALE] = 1.0

@@ -1,7 +1,8 @@
-"""Sites: the named activations of a step, which can be watched while it runs, forward and backward.
+"""Sites: the named activations of a step.
 
-A step that is traced while `recording` tells the host what every device has at each site: from inside the one region,
-its loops and conditionals, whatever is recomputed. Otherwise a site is nothing, and the program the very same.
+A name says which activation recomputation may save (a policy of `jax.checkpoint`), and which one is recorded: a step
+that is traced while `recording` sends the host what every device has at each site, forward and backward, from inside
+the one region, its loops and conditionals, whatever is recomputed. When not recording, a name costs nothing.
 """
 
 import contextlib
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
-from megajax.parallel.collectives import AXES, TENSOR, Axes, axis_index
+from megajax.axes import AXES
+from megajax.parallel.collectives import TENSOR, Axes, axis_index
 
 HEAD = "head"
 
@@ -34,7 +37,7 @@ class SiteRecord:
         split: that dim; None where there is none.
         first: where this device's part begins there.
         shared: other devices have the same part, and its gradient here is one of several that add up to it.
-        device: its coordinates on the mesh axes (data, pipe, tensor).
+        device: its coordinates on the mesh axes, in the order of `AXES`.
     """
 
     site: str
@@ -65,10 +68,10 @@ def recording(record: Record) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at(layer: Array | str, sample_B: Array) -> Iterator[None]:
+def at(layer: Array | str, sample_B: Array | None) -> Iterator[None]:
     """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, and to these rows of the global
     batch."""
-    if _RECORD.get() is None:
+    if _RECORD.get() is None or sample_B is None:
         yield
         return
     token = _PLACE.set((jnp.asarray(-1 if isinstance(layer, str) else layer, jnp.int32), sample_B))
@@ -78,8 +81,13 @@ def at(layer: Array | str, sample_B: Array) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-def site(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
-    """`x`, watched under a name.
+def named(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+    """`x` under a name, for policies of recomputation and for recording (`recorded`)."""
+    return recorded(checkpoint_name(x, name), name, split, axes, first)
+
+
+def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+    """`x`, recorded under a name, if anything is.
 
     Args:
         x: rows first.

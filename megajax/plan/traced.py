@@ -19,9 +19,9 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
+from megajax.axes import ROW_AXES
 from megajax.backend import Backend
-from megajax.config import Config, MeshConfig
-from megajax.mesh import BATCH_SPEC
+from megajax.config import Config
 from megajax.parallel.collectives import PIPE, vary
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.executor import Pipeline
@@ -31,7 +31,7 @@ from megajax.plan import h200
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import training_pipeline
 from megajax.program.communication import COLLECTIVES, Collective, collectives_of, equations
-from megajax.program.program import Program
+from megajax.program.program import BATCH, Program
 
 Tree = Any
 Shape = tuple[int, ...]
@@ -187,29 +187,27 @@ class EndsCost:
 def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    mesh = MeshConfig(data=1, pipe=2, tensor=config.mesh.tensor)
     pipeline = PipelineConfig(weight_gradients="deferred")
     coarse = replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None)
-    return _layer_cost(_of_one_microbatch(config, mesh, pipeline, "none" if remat == "stage" else remat), coarse)
+    return _layer_cost(_of_one_microbatch(config, 2, pipeline, "none" if remat == "stage" else remat), coarse)
 
 
 def ends_cost(config: Config, backend: Backend) -> EndsCost:
     """The ends of a configuration."""
     split = config.splits_vocabulary
-    mesh = MeshConfig(data=1, pipe=config.mesh.pipe if split else 2, tensor=config.mesh.tensor)
     pipeline = PipelineConfig(vocabulary=config.pipeline.vocabulary if split else "replicated")
-    return _ends_cost(_of_one_microbatch(config, mesh, pipeline, "none"), backend)
+    return _ends_cost(_of_one_microbatch(config, config.mesh.pipe if split else 2, pipeline, "none"), backend)
 
 
-def _of_one_microbatch(config: Config, mesh: MeshConfig, pipeline: PipelineConfig, remat: Any) -> Config:
+def _of_one_microbatch(config: Config, pipe: int, pipeline: PipelineConfig, remat: Any) -> Config:
     """The smallest run with the same layers and ends: one for many configurations."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
     return replace(
         config,
-        mesh=mesh,
+        mesh=replace(config.mesh, pipe=pipe, **dict.fromkeys(ROW_AXES, 1)),
         pipeline=pipeline,
-        model=replace(config.model, num_layers=mesh.pipe, scan_layers="true"),
+        model=replace(config.model, num_layers=pipe, scan_layers="true"),
         optimizer=replace(config.optimizer, zero=0),
         train=replace(config.train, global_batch=rows, microbatch=rows, remat=remat),
     )
@@ -221,9 +219,9 @@ def _layer_cost(config: Config, backend: Backend) -> LayerCost:
 
     def look(program: Program, pipeline: Pipeline, x_BTD: Array) -> None:
         layers, weights = pipeline.layers, pipeline.blocks
-        context = vary(pipeline.functions.context(pipeline.ends.take(0)), (PIPE,))
+        context = vary(pipeline.ends.take(0).context, (PIPE,))
         sums = pipeline.sums(program.gradient_dtype, 1)[1]
-        forward, (_, residuals) = jax.make_jaxpr(
+        forward, (output, residuals) = jax.make_jaxpr(
             lambda x, context: layers.forward_with_residuals(weights, 0, x, context), return_shape=True
         )(x_BTD, context)
         backward = jax.make_jaxpr(
@@ -231,7 +229,7 @@ def _layer_cost(config: Config, backend: Backend) -> LayerCost:
         )(jax.tree.map(idle, residuals), x_BTD, context)
         later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(weights, 0, sums, 0))(sums)
         found["cost"] = LayerCost(
-            tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr)),
+            tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output)))),
             tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors)),
             tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
             any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
@@ -273,12 +271,12 @@ def _trace(config: Config, backend: Backend, look: Callable[[Program, Pipeline, 
 
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = Program.abstract(config, backend)
-        specs = program.layout.specs.params, BATCH_SPEC
+        specs = program.layout.specs.params, BATCH
         function = program.region(region, specs, PartitionSpec())
         jax.eval_shape(function, program.layout.shapes.params, program.batch_types)
 
 
-def _kept(forward: Jaxpr) -> list:
+def _kept(forward: Jaxpr, num_outputs: int) -> list:
     """The residuals of a scan over one layer, each once, though `jax.checkpoint` may keep one under two names."""
     (scan,) = (eqn for eqn in forward.eqns if eqn.primitive.name == "scan")
     inside: Jaxpr = scan.params["jaxpr"].jaxpr
@@ -286,7 +284,7 @@ def _kept(forward: Jaxpr) -> list:
     for eqn in inside.eqns:
         if eqn.primitive.name in ("name", "reduce_precision"):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
-    _, *kept = (same.get(var, var) for var in forward.outvars)
+    kept = (same.get(var, var) for var in forward.outvars[num_outputs:])
     return list(dict.fromkeys(same.get(var, var) for var in kept))
 
 

@@ -11,13 +11,13 @@ from megajax.data.files import put_back
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
+from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
-from megajax.runs.formats import FORMAT, check_known
 from megajax.runs.lock import RunLock
-from megajax.runs.ownership import entries, mark, run_format
-from megajax.runs.parts import MARK, check_outside_runs, check_parts
+from megajax.runs.ownership import MARK, check_entries, check_format, check_outside_runs, entries, mark, marked_format
 from megajax.runs.step_folders import named
+from megajax.traits import Changes
 
 
 def claim(run_dir: Path, config: Config) -> None:
@@ -26,15 +26,13 @@ def claim(run_dir: Path, config: Config) -> None:
     Raises:
         UserError: it may not, and is as it was.
     """
-    if check_claim(run_dir, config) != FORMAT:
+    check_claim(run_dir, config)
+    if marked_format(run_dir) is None:
         mark(run_dir)
 
 
-def check_claim(run_dir: Path, config: Config) -> int | None:
+def check_claim(run_dir: Path, config: Config) -> None:
     """Check that the run directory may be used as `--resume` says.
-
-    Returns:
-        The format of the run in it, None where there is none.
 
     Raises:
         UserError: it may not.
@@ -43,7 +41,7 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
     there = entries(run_dir)
-    number = run_format(run_dir) if there else None
+    number = marked_format(run_dir)
     never = "--resume never, but " if config.resume == "never" else ""
     if there and number is None:
         raise UserError(
@@ -53,8 +51,8 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
     if there and never:
         raise UserError(f"{never}--run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
     if number is not None:
-        check_known(number, f"--run-dir {run_dir}")
-        check_parts(run_dir)
+        check_format(number, f"--run-dir {run_dir}")
+        check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
         raise UserError(
@@ -66,7 +64,6 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
                 f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
             )
         _check_same_run(run_dir, config, trained=max(steps) > 0)
-    return number
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -107,54 +104,15 @@ def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
         raise
 
 
-_WEIGHTS = [  # what a run keeps: its weights' names and shapes, and what is computed with them
-    "model.family",
-    "model.num_layers",
-    "model.hidden_size",
-    "model.num_heads",
-    "model.sequence_length",
-    "model.vocab_size",
-    "model.padded_vocab_size",
-    "model.layer_order",
-    "model.num_kv_heads",
-    "model.head_size",
-    "model.mlp_size",
-    "model.norm",
-    "model.norm_epsilon",
-    "model.positions",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.rope_factor",
-    "model.rope_low_frequency",
-    "model.rope_high_frequency",
-    "model.rope_original_length",
-    "model.activation",
-    "model.bias",
-    "model.query_key_norm",
-    "model.tied_embedding",
-    "model.sliding_window",
-    "model.head",
-    "model.num_classes",
-    "task.name",
-]
-_SAMPLES = [  # and, once it has trained, which samples it has seen and holds out
-    "seed",
-    "data.validation_fraction",
-    "train.global_batch",
-    "train.ramp_start",
-    "train.ramp_increment",
-    "train.ramp_samples",
-    "task.doc_stride",
-    "task.question_tokens",
-    "task.option_tokens",
-]
+_KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps from its first step on
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    of_adapters = ["lora.rank", *(["lora.alpha", "lora.targets"] if config.lora.rank else [])]
-    for key in _WEIGHTS + of_adapters + (_SAMPLES if trained else []):
+    of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
+    samples = compared(Config, Changes.SAMPLES) if trained else ()
+    for key in (*compared(Config, *_KEPT), *of_adapters, *samples):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))

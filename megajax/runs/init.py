@@ -18,7 +18,7 @@ from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA
-from megajax.options import as_flag
+from megajax.options import as_flag, compared
 from megajax.parallel.boundary import F_AND_G
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
@@ -30,16 +30,8 @@ from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import complete
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import check_run
+from megajax.traits import Changes
 
-_SAME = (
-    *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "mlp_size", "vocab_size"),
-    *("padded_vocab_size", "layer_order", "norm", "norm_epsilon", "positions", "activation", "bias", "query_key_norm"),
-    "tied_embedding",
-)
-_MAY_DIFFER = (  # no weight depends on them, but what is computed with the weights does
-    *("rope_theta", "rope_scaling", "rope_factor", "rope_low_frequency", "rope_high_frequency"),
-    *("rope_original_length", "sliding_window"),
-)
 _ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
 
@@ -68,18 +60,16 @@ def check_init(config: Config) -> None:
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
     model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
-    differ = [name for name in _SAME if getattr(model, name) != getattr(theirs, name)]
+    differ = _differing(model, theirs, Changes.WEIGHTS)
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
     if model.sequence_length > theirs.sequence_length and not model.rotary:
         differ.append("sequence_length")
     if differ:
-        differ += _others(model, theirs)
+        differ += _differing(model, theirs, Changes.COMPUTATION)
         has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
-        flags = " ".join(
-            as_flag(f"model.{name}", getattr(theirs, name))
-            for name in ({"padded_vocab_size": "vocab_multiple"}.get(name, name) for name in differ)
-        )
+        options = compared(ModelConfig, *Changes)
+        flags = " ".join(as_flag(f"model.{options[name]}", getattr(theirs, options[name])) for name in differ)
         ours = ", ".join(str(getattr(model, name)) for name in differ)
         raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
     if not complete(run_dir / "checkpoints"):
@@ -173,14 +163,14 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     told += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
-    for name in _others(config.model, theirs):
+    for name in _differing(config.model, theirs, Changes.COMPUTATION):
         told += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
     return transfer.to_devices(dataclasses.replace(canonical, params=params)), told
 
 
-def _others(model: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """What differs and may."""
-    return [name for name in _MAY_DIFFER if getattr(model, name) != getattr(theirs, name)]
+def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:
+    """Options and properties that differ, of those that change the weights, or what is computed with them."""
+    return [name for name in compared(ModelConfig, changes) if getattr(model, name) != getattr(theirs, name)]
 
 
 def _answers(model: ModelConfig) -> tuple[str, int]:

@@ -9,21 +9,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from megajax.backend import CPU
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
+from megajax.options import options
 from megajax.parallel.boundary import RegionBoundary
-
-_KEYS = {  # logical dim -> what decides its size, what explains most first
-    "layers": "model.num_layers",
-    "embed": "model.hidden_size",
-    "heads": "model.num_heads",
-    "kv_heads": "model.num_kv_heads",
-    "head_size": "model.head_size",
-    "mlp": "model.mlp_size",
-    "position": "model.sequence_length",
-    "vocabulary": "model.vocab_size, padded to a multiple of model.vocab_multiple,",
-}
+from megajax.traits import Size, Through
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
@@ -44,11 +36,13 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
             for dim, wanted, size in zip(dims, leaf.shape, found, strict=False):
                 if wanted != size:
                     sizes.setdefault(dim, (wanted, size))
-    for dim, key in _KEYS.items():
-        if dim in sizes:
-            wanted, size = sizes[dim]
+    for key, option in options(Config).items():
+        is_of, through = option.trait(Size), option.trait(Through)
+        if is_of and is_of.dim in sizes:
+            wanted, size = sizes[is_of.dim]
+            name = f"{through.words} (see {key})" if through else key
             file = checkpoint.parents[1] / "config.toml"
-            raise UserError(f"{file}: {key} is {wanted}; valid: {size}, as in the weights of {checkpoint}")
+            raise UserError(f"{file}: {name} is {wanted}; valid: {size}, as in the weights of {checkpoint}")
 
 
 def _stored_shapes(state: Path) -> dict[str, tuple[int, ...]]:

@@ -10,22 +10,18 @@ from rich.status import Status
 from rich.text import Text
 
 from megajax.config import Config
-from megajax.verify.fold import shown, sizes_of
+from megajax.models.config import ModelConfig
+from megajax.options import compared, options
+from megajax.traits import Changes, Size, Small
+from megajax.verify.fold import shown
 from megajax.verify.shrink import Shrunk
 from megajax.verify.verdict import Finding
 from megajax.verify.verify import Result
 
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "mlp_size",
-    "sequence_length",
-    "sliding_window",
-    "vocab_size",
-    "padded_vocab_size",
+_SIZES = tuple(
+    name
+    for name, option in compared(ModelConfig, *Changes).items()
+    if options(ModelConfig)[option].trait(Size) or options(ModelConfig)[option].trait(Small)
 )
 _BATCH = ("global_batch", "microbatch")
 _NAME = 46  # columns
@@ -89,8 +85,8 @@ class Report:
         return {
             "preset": self._name,
             "passed": result.passed,
-            "mesh": sizes_of(self._config.mesh),
-            "verified_mesh": sizes_of(ours.mesh),
+            "mesh": tuple(self._config.mesh.sizes.values()),
+            "verified_mesh": tuple(ours.mesh.sizes.values()),
             "sizes": {name: [getattr(model, name), getattr(ours.model, name)] for name in _SIZES}
             | {name: [getattr(self._config.train, name), getattr(ours.train, name)] for name in _BATCH},
             "notes": list(self._small.notes),
@@ -102,7 +98,7 @@ class Report:
 
     def _sizes(self) -> Iterator[str]:
         theirs, ours = self._config, self._small.config
-        mesh, own = shown(sizes_of(theirs.mesh)), shown(sizes_of(ours.mesh))
+        mesh, own = shown(theirs.mesh), shown(ours.mesh)
         yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.mesh.num_devices} simulated devices"
         if mesh != own:
             yield f"folded to {own}: it has every axis, and no more than --devices"

@@ -38,7 +38,7 @@ class MeshRun:
         metrics: of every step by name, the skipped one included.
         gradients: of every step but that one, leaf name -> array in canonical form (layers `[L, …]`).
         weights: main weights after all steps, in canonical form.
-        rows: of the global batch that each place on the axis `data` holds.
+        rows: of the global batch that each place on the axes of rows holds.
         unequal: leaves of the state of which two devices hold different copies.
         uncast: leaves whose weights to compute with are not the main weights in that precision.
         collectives: what a step communicates.
@@ -160,14 +160,15 @@ def _overflowing(state: TrainState) -> TrainState:
 
 
 def _rows(program: Program) -> list[list[int]]:
-    """Of the global batch, the rows that each place on `data` has, as a batch of row numbers arrives; every device of
-    a place must have the same."""
-    size = program.config.train.global_batch
-    name, _ = next(iter(program.batch_types.items()))
-    numbers = _put(program, {name: np.arange(size, dtype=np.int32)})[name]
-    held: dict[Any, list[int]] = {shard.device: np.asarray(shard.data).tolist() for shard in numbers.addressable_shards}
+    """Of the global batch, the rows that each place on the axes of rows has, as a batch of row numbers arrives; every
+    device of a place must have the same."""
+    name, type_ = next(iter(program.batch_types.items()))
+    row_B = np.arange(len(type_), dtype=np.int32)
+    numbers = np.broadcast_to(row_B.reshape(-1, *[1] * (type_.ndim - 1)), type_.shape)
+    shards = _put(program, {name: numbers})[name].addressable_shards
+    held: dict[Any, list[int]] = {shard.device: shard.data[(..., *[0] * (type_.ndim - 1))].tolist() for shard in shards}
     places = []
-    for devices in program.mesh.devices.reshape(program.mesh.devices.shape[0], -1):
+    for devices in program.mesh.devices.reshape(program.config.mesh.row_shards, -1):  # the first axes are those of rows
         same = {tuple(held[device]) for device in devices}
         places.append(list(same.pop()) if len(same) == 1 else [])
     return places

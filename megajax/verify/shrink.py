@@ -3,21 +3,22 @@ words of the model, what divides what, what is uneven, and how the step is compu
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+from megajax.axes import BATCH_AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.options import options
 from megajax.pipeline.config import PipelineConfig
+from megajax.traits import ReadWith, Size, Small
 from megajax.verify.fold import fold
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
-_RANK = 3  # of LoRA
-_CLIP_NORM = 0.1  # so that gradients are clipped
-_LOSS_SCALE = 2.0**12  # under which no gradient of so small a model overflows
-_GROWTH_EVERY = 2  # so that the scale grows within the steps
 
 
 @dataclass(frozen=True)
@@ -48,51 +49,39 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    model = dataclasses.replace(
-        config.model,
-        num_layers=sizes.num_layers(),
-        **width,
-        **sizes.tokens(),
-        **sizes.vocabulary(),
-        num_classes=min(config.model.num_classes, 5),
-    )
-    microbatch, microbatches = min(config.train.microbatch, 2), sizes.num_microbatches()
+    ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary()}
+    model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
+    microbatch = min(config.train.microbatch, 2)
     train = dataclasses.replace(
-        config.train,
-        microbatch=microbatch,
-        global_batch=mesh.data * microbatch * microbatches,
-        ramp_start=0,
-        ramp_increment=0,
-        ramp_samples=0,
-        steps=10,
-        epochs=0,
+        config.train, microbatch=microbatch, global_batch=mesh.row_shards * microbatch * sizes.num_microbatches()
     )
+    optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     small = dataclasses.replace(
         config,
-        seeds=1,
-        init="",
         distributed=type(config.distributed)(),
         model=model,
-        lora=dataclasses.replace(config.lora, rank=min(config.lora.rank, _RANK)),
         mesh=mesh,
         train=train,
         pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            warmup_steps=0,
-            warmup_fraction=0.0,
-            decay_steps=10,
-            cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0,
-            clip_norm=min(config.optimizer.clip_norm, _CLIP_NORM),
-        ),
-        loss_scale=dataclasses.replace(
-            config.loss_scale,
-            initial=min(config.loss_scale.initial, _LOSS_SCALE),
-            floor=min(config.loss_scale.floor, _LOSS_SCALE),
-            growth_every=min(config.loss_scale.growth_every, _GROWTH_EVERY),
-        ),
+        optimizer=optimizer,
     )
-    return Shrunk(small, tuple(notes))
+    return Shrunk(_by_traits(small), tuple(notes))
+
+
+def _by_traits(config: Config) -> Config:
+    """With every option that has a `Small` with a value reduced to that, or set to it."""
+    values: dict[str, dict[str, Any]] = {}
+    for key, option in options(Config).items():
+        small, value = option.trait(Small), attrgetter(key)(config)
+        section, _, name = key.rpartition(".")
+        if small and small.most is not None:
+            values.setdefault(section, {})[name] = min(value, option.convert(small.most))
+        elif small and small.fixed is not None:
+            values.setdefault(section, {})[name] = small.fixed
+    own = values.pop("")
+    return dataclasses.replace(
+        config, **own, **{name: dataclasses.replace(getattr(config, name), **found) for name, found in values.items()}
+    )
 
 
 def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:
@@ -114,19 +103,21 @@ class _Sizes:
         """Heads and their sizes, hidden size and MLP; and what could not be kept."""
         model, theirs, ours = self._model, self._theirs, self._ours
         heads, kv_heads = self._heads()
-        divides = model.hidden_size % theirs.data == 0
+        divides = model.hidden_size % theirs.zero_shards == 0
         whole = model.head_size * model.num_heads == model.hidden_size
         smallest = max(4 + model.head_size % 2, -(-_WIDTH // heads) // 2 * 2 + model.head_size % 2)
-        head_sizes = range(smallest, smallest + 4 * ours.data + 1, 2)
+        head_sizes = range(smallest, smallest + 4 * ours.zero_shards + 1, 2)
         hidden_of: Callable[[int], Iterable[int]] = (
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
         sizes = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
-        kept = [pair for pair in sizes if (pair[1] % ours.data == 0) == divides]
+        kept = [pair for pair in sizes if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
         if not kept:
             does = "divides" if divides else "does not divide"
-            notes.append(f"--mesh.data {theirs.data} {does} --model.hidden-size {model.hidden_size}; here it is not so")
+            notes.append(
+                f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
+            )
         head_size, hidden = (kept or sizes)[0]
         return {
             "num_heads": heads,
@@ -149,46 +140,55 @@ class _Sizes:
         return ours * here, ours // held if ours % held == 0 else 1
 
     def _mlp_size(self, hidden: int) -> int:
-        """Divided by `tensor`, and what a device has of it by `data` where theirs is; 4 times the hidden size where
-        theirs is."""
+        """Divided by `tensor`, and what a device has of it by ZeRO's shards where theirs is; 4 times the hidden size
+        where theirs is."""
         model, theirs, ours = self._model, self._theirs, self._ours
         if model.mlp_size == 4 * model.hidden_size:
             return 4 * hidden
-        divides = model.mlp_size // theirs.tensor % theirs.data == 0
+        divides = model.mlp_size // theirs.tensor % theirs.zero_shards == 0
         first = 5 * hidden // 2 // ours.tensor + 1
-        sizes = (ours.tensor * size for size in range(first, first + 2 * ours.data + 2))
-        fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.data == 0) == divides)
+        sizes = (ours.tensor * size for size in range(first, first + 2 * ours.zero_shards + 2))
+        fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.zero_shards == 0) == divides)
         return next(fitting, ours.tensor * first)
 
     def tokens(self) -> dict[str, Any]:
-        """Sequence, and what is counted in its tokens."""
+        """Sequence, and what is counted in its tokens: as much shorter or longer than it."""
         model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
 
         def scaled(tokens: int) -> int:
-            return max(1, round(length * tokens / model.sequence_length))
+            near = round(length * tokens / model.sequence_length)
+            return min(length - 1, max(2, near)) if tokens < model.sequence_length else max(length, near)
 
         sizes = {"sequence_length": length}
-        if model.window_in(model.sequence_length) is not None:
-            sizes["sliding_window"] = min(length - 1, max(2, scaled(model.sliding_window)))
-        elif model.sliding_window:
-            sizes["sliding_window"] = length
-        if model.rope_scaling == "llama3":
-            sizes["rope_original_length"] = scaled(model.rope_original_length)
+        for name, option in options(ModelConfig).items():
+            small, reader, tokens = option.trait(Small), option.trait(ReadWith), getattr(model, name)
+            if small and small.tokens and tokens and (reader is None or reader.is_read(model)):
+                sizes[name] = scaled(tokens)
         return sizes
 
     def vocabulary(self) -> dict[str, Any]:
-        """Padded as theirs is, in parts for the same devices, which `data` divides where it divides theirs."""
+        """Padded as theirs is, in parts for the same devices, which ZeRO's shards divide where they divide theirs."""
         model = self._model
         theirs, ours = (
             mesh.tensor * (mesh.pipe if self._config.splits_vocabulary else 1) for mesh in (self._theirs, self._ours)
         )
-        divides = model.padded_vocab_size // theirs % self._theirs.data == 0
+        divides = model.padded_vocab_size // theirs % self._theirs.zero_shards == 0
         first = -(-_VOCABULARY // ours)
-        parts = range(first, first + 2 * self._ours.data)
-        part = next((part for part in parts if (part % self._ours.data == 0) == divides), first)
+        parts = range(first, first + 2 * self._ours.zero_shards)
+        part = next((part for part in parts if (part % self._ours.zero_shards == 0) == divides), first)
         padded, added = part * ours, model.padded_vocab_size - model.vocab_size
         left = max(1, padded * added // model.padded_vocab_size) if added else 0
         return {"vocab_size": padded - left, "vocab_multiple": padded}
+
+    def others(self, ruled: Collection[str]) -> dict[str, Any]:
+        """Sizes that have no rule of their own: a few, or, of what is split, a few on every device."""
+        found = {}
+        for name, option in options(ModelConfig).items():
+            size, value = option.trait(Size), getattr(self._model, name)
+            if size and value and name not in ruled:
+                here = self._ours.tensor if size.split else 1
+                found[name] = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
+        return found
 
     def num_layers(self) -> int:
         """One layer or two in every virtual stage, or none in the last ones; as uneven as theirs, over stages and over
@@ -206,7 +206,7 @@ class _Sizes:
     def num_microbatches(self) -> int:
         """Fewer than stages, as many, a multiple, or more and no multiple, as theirs."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
-        number = train.global_batch // (self._theirs.data * train.microbatch)
+        number = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
             return min(number, 3)
         if number < theirs:

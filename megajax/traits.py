@@ -1,0 +1,105 @@
+"""What a configuration field declares in its annotation beside its valid values: what another value changes, which size
+of the weights it is, how `megajax verify` makes it small, and what Hugging Face's format calls it.
+
+`Option.trait` gives a field's trait of one of these types. Rooms that ask need no list of options.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Changes(Enum):
+    """What another value of an option changes. This decides whether a run can be resumed with it, and whether a run
+    can begin with the weights of another that has another value (`--init`)."""
+
+    WEIGHTS = auto()  # the weights or what they were trained for: refused by both
+    ENDS = auto()  # weights of embedding and head: `--init` cuts them or draws them anew
+    COMPUTATION = auto()  # only what is computed with the weights: `--init` takes the new value and logs it
+    ADAPTERS = auto()  # LoRA's adapters, with which every run begins anew
+    SAMPLES = auto()  # the order of samples: refused on resuming a run that has trained
+    NOTHING = auto()  # neither
+
+
+WEIGHTS, ENDS, COMPUTATION = Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION
+ADAPTERS, SAMPLES, NOTHING = Changes.ADAPTERS, Changes.SAMPLES, Changes.NOTHING
+
+
+@dataclass(frozen=True)
+class Through:
+    """The option matters through a property of its section alone.
+
+    Attributes:
+        name: of the property, which is compared in place of the option.
+        words: what the property is, in messages.
+    """
+
+    name: str
+    words: str
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """The option is read only where another one of its section has one of some values.
+
+    Attributes:
+        name: of the other option.
+        values: of the other option.
+        ignored: elsewhere it may have any value, so that who overrides a preset's other option need not undo it; else
+            it must have its default there.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    ignored: bool = False
+
+    def is_read(self, section: object) -> bool:
+        """Whether the option is read in such a section."""
+        return getattr(section, self.name) in self.values
+
+
+@dataclass(frozen=True)
+class Size:
+    """The option is the size of a dim of the weights.
+
+    Attributes:
+        dim: its logical name, as in `mesh.RULES`.
+        split: whether it is divided over `tensor`, which must divide it.
+        repeated: `tensor` may also be a multiple of it; several devices then hold the same part.
+    """
+
+    dim: str
+    split: bool = False
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Small:
+    """How `megajax verify` makes a number small; a `Size` needs no such trait.
+
+    Attributes:
+        most: it is reduced to this, if it is larger.
+        fixed: it becomes this, whatever it is.
+        tokens: it counts tokens, and is scaled with the sequence.
+        jointly: `verify/shrink.py` finds it together with the sizes.
+    """
+
+    most: float | None = None
+    fixed: float | str | None = None
+    tokens: bool = False
+    jointly: bool = False
+
+
+class Theirs:
+    """What an option is called in the config.json of Hugging Face's classes, where it has the same values there.
+
+    Args:
+        name: in all of them but those named.
+        others: in a class that calls it something else, by `Exchange.dialect`; empty: it has no such field.
+    """
+
+    def __init__(self, name: str = "", **others: str) -> None:
+        self._name, self._others = name, others
+
+    def name_in(self, dialect: str) -> str:
+        """Its name, or an empty text."""
+        return self._others.get(dialect, self._name)
