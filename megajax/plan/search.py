@@ -1,5 +1,5 @@
 """Which mesh, schedule and memory options train a model fastest on so many GPUs: all of them, by the model of a step's
-time (`plan/time.py`) and of its memory (`plan/memory.py`). Nothing is traced.
+time (`plan/time.py`) and of its memory (`plan/memory.py`).
 """
 
 import itertools
