@@ -30,7 +30,7 @@ reference = run(one_device(small), jax.devices(), 2, with_fresh=True)
 for zero in (1, 3):
     config = exact(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))
     layout = Program.on(config).layout
-    sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.owned_specs)]
+    sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
     assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "tensor": 2} and any(sharded), sharded
     found = list(held_against(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))

@@ -92,20 +92,21 @@ class Held:
     @cached_property
     def computed(self) -> int:
         """Numbers that layers compute with: `TrainState.params`."""
-        return sum(placed.shard_size if self.zero == 3 else placed.size for placed in self.weights)
+        return self._computed(self.weights) + self._computed(self.adapters)
 
     @cached_property
-    def owned(self) -> int:
-        """Numbers of which a device has the main weights: all weights, and the adapters."""
-        return self._owned(self.weights) + self._owned(self.adapters)
+    def summed(self) -> int:
+        """Numbers of which gradients are summed up: all weights, or the adapters."""
+        return self._computed(self.adapters or self.weights)
 
     @cached_property
     def trained(self) -> int:
-        """Numbers of which a device has both moments and the reduced gradients: all weights, or the adapters."""
-        return self._owned(self.adapters or self.weights)
+        """Numbers of which a device has the main weights, both moments and the reduced gradients."""
+        trained = self.adapters or self.weights
+        return sum(placed.shard_size if self.zero else placed.size for placed in trained)
 
-    def _owned(self, weights: tuple[Placed, ...]) -> int:
-        return sum(placed.shard_size if self.zero else placed.size for placed in weights)
+    def _computed(self, weights: tuple[Placed, ...]) -> int:
+        return sum(placed.shard_size if self.zero == 3 else placed.size for placed in weights)
 
 
 @lru_cache(maxsize=64)

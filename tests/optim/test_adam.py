@@ -40,7 +40,7 @@ def program(request) -> Program:
 @pytest.fixture(scope="module")
 def sharded_step(program):
     """(grads, optimizer state, params) -> norm, clipped gradients, new state and params, in the region of the step."""
-    weights, moments = program.layout.owned_specs, program.layout.specs.optimizer
+    weights, moments = program.layout.trained_specs, program.layout.specs.optimizer
 
     def step(grads, state, params):
         norm = global_norm(grads)
@@ -72,7 +72,7 @@ def place(program: Program, tree: dict) -> dict:
         return slots
 
     tree = {"shared": tree["shared"], "blocks": jax.tree.map(pipelined, tree["blocks"])}
-    return jax.device_put(tree, shardings(program.mesh, program.layout.owned_specs))
+    return jax.device_put(tree, shardings(program.mesh, program.layout.trained_specs))
 
 
 def zero_state(program: Program, steps: int = 0) -> tuple:

@@ -28,7 +28,7 @@ def test_they_are_those_of_the_program(mesh, options) -> None:
     expected = {}
     for name, shapes, specs in (
         ("computed", layout.shapes.params, layout.specs.params),
-        ("owned", layout.shapes.params, layout.owned_specs),
+        ("owned", layout.shapes.params, layout.trained_specs),
     ):
         leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
         local = [
@@ -55,4 +55,4 @@ def test_numbers_of_all() -> None:
     config = tiny_config((2, 1, 2))
     wide = held(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, zero=0)))
     split = held(config)
-    assert wide.owned == wide.computed == split.computed and split.owned < wide.owned
+    assert wide.trained == wide.computed == split.computed and split.trained < wide.trained
