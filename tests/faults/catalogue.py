@@ -401,7 +401,7 @@ CLASSES: dict[str, list[Fault]] = {
         ),
         Fault(
             "a split sequence is not gathered for a product",
-            "parallel.layers.column_parallel.multiply",
+            "parallel.layers.column_parallel.entered",
             "boundary.enter(input_BTD)",
             "input_BTD",
             types("shapes"),
