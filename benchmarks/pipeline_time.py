@@ -87,11 +87,12 @@ def compare(program: Any, rounds: int) -> dict:
     import numpy as np
 
     from megajax.pipeline.timing import StageTimes, wall_time
+    from megajax.program.synthetic import placed_batch
     from megajax.program.train_step import loss_and_gradients
-    from megajax.training.pipeline_timing import Passes, synthetic_batch, with_weight_gradients
+    from megajax.training.pipeline_timing import Passes, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
-    params, batch, first_step = program.layout.init().params, synthetic_batch(program), np.int32(0)
+    params, batch, first_step = program.layout.init().params, placed_batch(program, 0), np.int32(0)
     steps = {when: loss_and_gradients(p).lower(params, batch, first_step).compile() for when, p in programs.items()}
 
     def seconds(when: str) -> float:
