@@ -51,12 +51,7 @@ def exponential(loss: float) -> float:
 
 
 def perplexities(
-    program: Program,
-    params: Any,
-    samples: Samples,
-    *,
-    batches: int = 0,
-    between: Callable[[], None] = lambda: None,
+    program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
 ) -> dict[str, Perplexity]:
     """Every loss of the model by name, on `samples`; the arguments are those of `score_samples`."""
     found: dict[str, list[SampleScores]] = defaultdict(list)
