@@ -55,10 +55,10 @@ def perplexity_figures(
 ) -> dict[str, Any]:
     """The figures of `evaluate_perplexity` of any weights on some samples; `tokenizer` is that of their text, None
     where that was given tokenized."""
-    parts = perplexities(program, params, samples)
+    losses = perplexities(program, params, samples)
     if not FAMILIES[program.config.model.family].continues_text:
-        return {"loss": total_loss(parts)} | _figures(parts)
-    (result,) = parts.values()
+        return {"loss": total_loss(losses)} | _figures(losses)
+    (result,) = losses.values()
     bits_per_byte = None
     if tokenizer:
         sizes = [tokenizer.num_bytes(document) for document in samples.documents()]
@@ -112,12 +112,12 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     return {"task": "lambada", "step": trained.step, **figures, "passages": len(passages), "several_subwords": several}
 
 
-def _figures(parts: Mapping[str, Perplexity]) -> dict[str, Any]:
+def _figures(losses: Mapping[str, Perplexity]) -> dict[str, Any]:
     """Of every loss by name."""
     figures: dict[str, Any] = {}
-    for name, part in parts.items():
-        figures |= {f"{name}_loss": part.loss, f"{name}_perplexity": part.perplexity}
-        figures |= {f"{name}_accuracy": part.accuracy, f"{name}_targets": part.tokens}
+    for name, found in losses.items():
+        figures |= {f"{name}_loss": found.loss, f"{name}_perplexity": found.perplexity}
+        figures |= {f"{name}_accuracy": found.accuracy, f"{name}_targets": found.tokens}
     return figures
 
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax import reading
 from megajax.config import Config
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder
@@ -83,7 +83,7 @@ def init_tokenizer(config: Config) -> Tokenizer | None:
         UserError: it cannot be read.
     """
     folder = Path(config.init) / "data"
-    return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+    return corpus_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
@@ -109,7 +109,7 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
         UserError: another one is there; `source` says where this one is from, and `valid` what to do.
     """
     if is_tokenizer_folder(folder / "tokenizer"):
-        if kept_tokenizer(folder) != tokenizer:
+        if corpus_tokenizer(folder) != tokenizer:
             raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
     elif not has_run_data(config, folder):
         tokenizer.save(folder / "tokenizer")
