@@ -37,11 +37,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
         """Add the argument PRESET. Returns the values of the preset that a command line with `--help` begins with, and
-        no values without it: a preset, which may be far away, is read once.
-
-        Raises:
-            UserError: that preset cannot be read.
-        """
+        no values without it: a preset, which may be far away, is read once."""
         names, inner = preset_names(), names_in_folders()
         folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
@@ -70,11 +66,7 @@ class Parser(argparse.ArgumentParser):
             self._keys.setdefault(owner, []).append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """The arguments, as in `argparse`.
-
-        Raises:
-            UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
-        """
+        """The arguments, as in `argparse`."""
         if completion.asked():
             completion.answer(self)
         for word in argv or ():
@@ -169,19 +161,12 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
 
 @dataclass(frozen=True)
 class Given:
-    """A command line `PRESET [--flag value ...]`, read.
+    """A command line `PRESET [--flag value ...]`, read."""
 
-    Attributes:
-        preset: that it names.
-        overrides: the values of its flags, by key.
-        print_config: print the configuration instead of training.
-        dry_run: do all that comes before the first step instead of training.
-    """
-
-    preset: Preset
-    overrides: dict[str, Any]
-    print_config: bool
-    dry_run: bool
+    preset: Preset  # that it names
+    overrides: dict[str, Any]  # the values of its flags, by key
+    print_config: bool  # print the configuration instead of training
+    dry_run: bool  # do all that comes before the first step instead of training
 
     def config(self, *, decay_follows: bool = True) -> Config:
         """The configuration; see `resolve`."""
@@ -192,9 +177,6 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
     """What a command line `PRESET [--flag value ...]` says.
 
     With `--help` this prints all flags, with the values of the preset if one is named first, and exits with code 0.
-
-    Raises:
-        UserError: a flag or the preset is not valid.
     """
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")
     values = parser.add_preset(argv)
@@ -212,11 +194,7 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
 
 
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
-    """The configuration of a command line `PRESET [--flag value ...]`; see `read_command`.
-
-    Raises:
-        UserError: a flag, the preset or a value is not valid.
-    """
+    """The configuration of a command line `PRESET [--flag value ...]`; see `read_command`."""
     return read_command(argv, description, prog).config()
 
 

@@ -22,10 +22,6 @@ def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path
         patterns: as of a shell.
         given: what asked for it, and why it is looked for there, for error messages.
         valid: what they end with.
-
-    Raises:
-        UserError: the hub does not give it (no network, no such model, no permission), and it was not downloaded
-            before.
     """
     try:
         from huggingface_hub import snapshot_download

@@ -51,11 +51,7 @@ _silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 def start(config: Config) -> None:
     """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, the other
-    processes. A flag that the user has set stays as it is.
-
-    Raises:
-        UserError: the processes cannot find each other; simulated devices are asked for after JAX was used.
-    """
+    processes. A flag that the user has set stays as it is."""
     runs = backends_are_initialized()  # its flags were read then
     if not runs:
         avoid_known_faults()

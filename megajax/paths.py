@@ -32,10 +32,6 @@ def check_path(path: str | Path, name: str) -> None:
     Args:
         path: as it was given.
         name: of the flag or argument, for error messages.
-
-    Raises:
-        UserError: it is empty or has a NUL, a name in it is too long, a folder on the way may not be entered, or links
-            go in a circle; it is a URL.
     """
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
@@ -66,10 +62,6 @@ def check_place(path: str | Path, name: str) -> None:
     Args:
         path: as it was given.
         name: of the flag or argument, for error messages.
-
-    Raises:
-        UserError: as `check_path`; it is not UTF-8; its folder, or the one that it would be made in, is none or may
-            not be written.
     """
     check_path(path, name)
     try:

@@ -33,11 +33,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def find_preset(name_or_file: str | Path) -> Path:
-    """The file of a preset, given by its bare name, of one in a folder as finetune/mnli-336m, or as a file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The file of a preset, given by its bare name, of one in a folder as finetune/mnli-336m, or as a file."""
     check_path(name_or_file, "PRESET")
     path, name = Path(name_or_file), str(name_or_file)
     bare = path.name == name or (".." not in path.parts and not reading.kind(path))
@@ -60,11 +56,7 @@ def find_preset(name_or_file: str | Path) -> Path:
 
 
 def read_file(place: str) -> bytes:
-    """The content of a preset, at a path or a URL.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The content of a preset, at a path or a URL."""
     if scheme(place):
         return remote.read_bytes(place, "PRESET")
     try:
@@ -74,11 +66,7 @@ def read_file(place: str) -> bytes:
 
 
 def parse_toml(content: bytes, place: str) -> dict[str, Any]:
-    """The tables of a TOML file, which lies at `place`.
-
-    Raises:
-        UserError: it is malformed, with the line.
-    """
+    """The tables of a TOML file, which lies at `place`."""
     try:
         return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:

@@ -17,21 +17,13 @@ from megajax.validation import check_values
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset says, and what it takes from the presets that it is based on.
+    """What a preset says, and what it takes from the presets that it is based on."""
 
-    Attributes:
-        place: its file, a path or a URL.
-        values: by key, in the types of the configuration; `run_dir` always has one.
-        origins: by key, the file that says the value, in words; not there for what no file says.
-        of_run: whether it is a run's own configuration, in its directory.
-        left_out: by key, values of a run that its copy does not follow.
-    """
-
-    place: str
-    values: dict[str, Any]
-    origins: dict[str, str]
-    of_run: bool = False
-    left_out: dict[str, Any] = field(default_factory=dict)
+    place: str  # its file, a path or a URL
+    values: dict[str, Any]  # by key, in the types of the configuration; `run_dir` always has one
+    origins: dict[str, str]  # by key, the file that says the value, in words; not there for what no file says
+    of_run: bool = False  # whether it is a run's own configuration, in its directory
+    left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not follow
 
 
 def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
@@ -43,10 +35,6 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
 
     A run's simulated devices are those of its own config.toml only, too: neither a copy nor what is based on it has
     them. Where `run_dir` is given, the run directory that is used, the config.toml of another one counts as a copy.
-
-    Raises:
-        UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type;
-            a base is missing, or based on this preset.
     """
     own, *bases = _with_bases(str(name_or_file))
     values: dict[str, Any] = {}
@@ -66,28 +54,18 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
-    """The values of a preset by key; see `read_preset`.
-
-    Raises:
-        UserError: as there.
-    """
+    """The values of a preset by key; see `read_preset`."""
     return read_preset(name_or_file).values
 
 
 @dataclass(frozen=True)
 class _File:
-    """What one file of a preset says itself.
+    """What one file of a preset says itself."""
 
-    Attributes:
-        place: its path or its URL.
-        base: the preset that it is based on, as it is named there; empty: none.
-        of_run: whether it is a run's `config.toml`, or a copy of one.
-    """
-
-    place: str
+    place: str  # its path or its URL
     values: dict[str, Any]
-    base: str
-    of_run: bool
+    base: str  # the preset that it is based on, as it is named there; empty: none
+    of_run: bool  # whether it is a run's `config.toml`, or a copy of one
 
     @property
     def words(self) -> str:
@@ -218,9 +196,6 @@ def resolve(
         overrides: those of flags.
         decay_follows: an `optimizer.decay_steps` that is given nowhere is `train.steps`; else it stays 0, so that a run
             that goes on can keep the value that it began with.
-
-    Raises:
-        UserError: an unknown key, a value that is not valid, or values that are given nowhere, all of them in one line.
     """
     overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)

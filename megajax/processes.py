@@ -16,11 +16,7 @@ def is_first_process() -> bool:
 
 
 def on_first_process(action: Callable[[], Any]) -> None:
-    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all.
-
-    Raises:
-        UserError: process 0 raised one.
-    """
+    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all."""
     error: UserError | None = None
     if is_first_process():
         try:

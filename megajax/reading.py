@@ -35,11 +35,7 @@ _KINDS = {
 
 
 def kind(path: str | Path) -> str:
-    """What stands at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing does.
-
-    Raises:
-        UserError: that cannot be said: a name is too long or has a NUL, a folder may not be entered, links in a circle.
-    """
+    """What stands at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing does."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
     except (FileNotFoundError, NotADirectoryError):
@@ -51,29 +47,17 @@ def kind(path: str | Path) -> str:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a path is that of a regular file, also by a link.
-
-    Raises:
-        UserError: as `kind`.
-    """
+    """Whether a path is that of a regular file, also by a link."""
     return kind(path) == "a file"
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path is that of a folder, also by a link.
-
-    Raises:
-        UserError: as `kind`.
-    """
+    """Whether a path is that of a folder, also by a link."""
     return kind(path) == "a folder"
 
 
 def names(folder: str | Path) -> set[str]:
-    """Names of what is in a folder; none if there is no folder.
-
-    Raises:
-        UserError: it may not be read.
-    """
+    """Names of what is in a folder; none if there is no folder."""
     if not is_folder(folder):
         return set()
     try:
@@ -102,7 +86,6 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        UserError: it has more.
     """
     with open_file(path) as file:
         try:
@@ -112,11 +95,7 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
-    """The text of a file of at most so many bytes, without a byte order mark.
-
-    Raises:
-        UserError: it cannot be read, has more bytes, or is not UTF-8.
-    """
+    """The text of a file of at most so many bytes, without a byte order mark."""
     try:
         return read_bytes(path, most).decode().removeprefix("\ufeff")
     except OSError as error:
@@ -126,11 +105,7 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
 
 
 def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
-    """The value in a JSON file of at most so many bytes.
-
-    Raises:
-        UserError: it cannot be read, has more bytes, or is not JSON.
-    """
+    """The value in a JSON file of at most so many bytes."""
     text = read_text(path, most)
     try:
         return parse_json(text)

@@ -26,17 +26,11 @@ _VALID = "valid: gs://, s3:// or another scheme that fsspec reads, or a path on 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a remote store, as it was when it was found.
+    """A file on a remote store, as it was when it was found."""
 
-    Attributes:
-        url: as gs://bucket/folder/file.jsonl.gz.
-        size: in bytes.
-        version: what changes when the file does, as the store says it; empty where it says nothing.
-    """
-
-    url: str
-    size: int
-    version: str
+    url: str  # as gs://bucket/folder/file.jsonl.gz
+    size: int  # in bytes
+    version: str  # what changes when the file does, as the store says it; empty where it says nothing
 
     def __str__(self) -> str:
         return self.url
@@ -51,21 +45,13 @@ class RemoteFile:
 
 
 def check_scheme(url: str, name: str) -> None:
-    """Check that what reads a URL's scheme is installed.
-
-    Raises:
-        UserError: that names `name`, a flag.
-    """
+    """Check that what reads a URL's scheme is installed."""
     _file_system(url, name)
 
 
 def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
     """The file at a URL, or all below it, except hidden ones, in the order of their paths; and whether it is a file
-    itself. None where nothing is there.
-
-    Raises:
-        UserError: that cannot be said.
-    """
+    itself. None where nothing is there."""
     system, path = _file_system(url, flag)
     try:
         try:
@@ -84,11 +70,7 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
 
 
 def read_bytes(url: str, flag: str) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        UserError: there is no such file, or it cannot be read.
-    """
+    """The content of a small file."""
     files, is_file = find(url, flag)
     if not is_file:
         problem = "is a folder" if files else "does not exist"

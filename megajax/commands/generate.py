@@ -19,11 +19,7 @@ CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Restore the checkpoint that the command line names and print the continuations while they are generated.
-
-    Raises:
-        UserError: a flag, the run or a prompt cannot be used.
-    """
+    """Restore the checkpoint that the command line names and print the continuations while they are generated."""
     parser = Parser(
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
@@ -72,9 +68,6 @@ def continue_texts(
 
     Returns:
         The report that `--json` prints.
-
-    Raises:
-        UserError: the run, the step, the prompts or the mesh cannot be used.
     """
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder

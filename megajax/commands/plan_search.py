@@ -53,9 +53,6 @@ def print_search(
         original: the preset's.
         machine: the GPUs.
         given: values that are not searched, by key.
-
-    Raises:
-        UserError: nothing fits, there is no such mesh, or the picture cannot be written.
     """
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot = Path(args.plot) if args.plot else None

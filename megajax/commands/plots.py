@@ -21,9 +21,6 @@ def check_plot(plot: Path, mark: bytes, what: str) -> None:
         plot: the file.
         mark: that pictures of its kind bear.
         what: its kind, in words.
-
-    Raises:
-        UserError: it cannot be, or would.
     """
     if plot.suffix.lower() not in FORMATS:
         raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(FORMATS)}")
@@ -35,11 +32,7 @@ def check_plot(plot: Path, mark: bytes, what: str) -> None:
 
 @contextlib.contextmanager
 def plot_atomically(plot: Path) -> Iterator[Path]:
-    """The place to draw a picture at, which then becomes `plot`.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """The place to draw a picture at, which then becomes `plot`."""
     try:
         with file_atomically(plot) as new:
             yield new

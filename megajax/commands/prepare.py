@@ -17,7 +17,6 @@ def main(argv: Sequence[str]) -> None:
     """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx.
 
     Raises:
-        UserError: a flag or the input cannot be used, or the output cannot be written.
         RunError: a worker process ended.
     """
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"

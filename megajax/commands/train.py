@@ -14,7 +14,6 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     `--profile-pipeline` measure the stages of a pipeline.
 
     Raises:
-        UserError: a flag, the preset or the data cannot be used.
         RunError: the training cannot go on.
     """
     given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.", prog)

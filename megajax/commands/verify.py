@@ -22,11 +22,7 @@ _OPTIONS = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does.
-
-    Raises:
-        UserError: a flag, the preset or the mesh is not valid, or the configuration cannot be shrunk.
-    """
+    """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does."""
     parser = Parser(
         "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
         "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",

@@ -45,11 +45,7 @@ class Checkpoints:
         max_failures: int = 1,
     ):
         """What `keep` does not keep is removed when a checkpoint is complete; without it nothing is ever written. So
-        many failed writes in a row as `max_failures` end the run.
-
-        Raises:
-            UserError: there is no folder to write to.
-        """
+        many failed writes in a row as `max_failures` end the run."""
         self.folder = Path(run_dir).absolute() / "checkpoints"
         self.saved: int | None = None
         self._layout, self._transfer = layout, Transfer(layout)
@@ -196,7 +192,6 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: it cannot be read, or not all of it is what was written.
-            UserError: a newer version of this program wrote it.
         """
         self._reader.check_files(step)
         state = self._transfer.to_devices(self._reader.read(step, self._transfer.targets))
@@ -209,7 +204,6 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: they cannot be read, or are not what was written.
-            UserError: a newer version of this program wrote them.
         """
         return self._transfer.params_to_devices(self.read_weights(step))
 
@@ -240,7 +234,6 @@ class Checkpoints:
 
         Raises:
             RunError: there are checkpoints, and none can be read.
-            UserError: a newer version of this program wrote the newest.
         """
         damaged: list[str] = []
         for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
@@ -254,11 +247,7 @@ class Checkpoints:
         return None, 0, damaged
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of later steps than `after`, so that they can be written again.
-
-        Raises:
-            UserError: they cannot be renamed.
-        """
+        """Rename the checkpoints of later steps than `after`, so that they can be written again."""
 
         def rename() -> None:
             for step in step_folders.candidates(self.folder):
@@ -273,11 +262,7 @@ class Checkpoints:
 
 
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
-    """The checkpoint that `latest`, `best` (lowest validation loss) or a number means.
-
-    Raises:
-        UserError: there is none like that.
-    """
+    """The checkpoint that `latest`, `best` (lowest validation loss) or a number means."""
     if not steps:
         raise UserError(f"{run_dir} holds no checkpoint; valid: the run directory of a training that wrote one")
     if wanted == "latest":

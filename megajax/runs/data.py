@@ -24,21 +24,13 @@ _VALIDATION = "validation-"  # starts the folders of named validation sets
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples and where they come from.
+    """Samples and where they come from."""
 
-    Attributes:
-        corpora: one, or one for each source.
-        tokenizer: None if all was given tokenized and without one.
-        train: an endless sequence.
-        validation: of what is kept of all corpora for validation.
-        validation_sets: of each named one.
-    """
-
-    corpora: list[Corpus]
-    tokenizer: Tokenizer | None
-    train: EpochSamples | BlendedSamples
-    validation: CorpusSamples
-    validation_sets: dict[str, CorpusSamples]
+    corpora: list[Corpus]  # one, or one for each source
+    tokenizer: Tokenizer | None  # None if all was given tokenized and without one
+    train: EpochSamples | BlendedSamples  # an endless sequence
+    validation: CorpusSamples  # of what is kept of all corpora for validation
+    validation_sets: dict[str, CorpusSamples]  # of each named one
 
     def lines(self, config: Config) -> Iterator[str]:
         """A line for every corpus; in an epoch every sample of the corpus is seen once."""
@@ -64,9 +56,6 @@ def make_run_data(config: Config, folder: Path) -> None:
 
     Of one corpus the files lie in `folder` itself, of several each in a folder of its own; the tokenizer, which is the
     same for all, in `folder/tokenizer` in both cases.
-
-    Raises:
-        UserError: a source or the tokenizer cannot be used, or the folder holds other corpora.
     """
     data, vocab_size = config.data, config.model.vocab_size
     family, kind = FAMILIES[config.model.family], _kind(config)
@@ -97,11 +86,7 @@ def make_run_data(config: Config, folder: Path) -> None:
 
 
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open what `make_run_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`.
-
-    Raises:
-        UserError: a file is missing, damaged or was changed.
-    """
+    """Open what `make_run_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
     names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
     corpora = [open_corpus(folder / name, vocab_size) for name in names]
@@ -142,9 +127,6 @@ def given_samples(
         tokenizer: the run's; None: it has none, or the dataset needs none.
         overlap: that of `EvaluationSamples`.
         flag: the flag that named the path, for error messages.
-
-    Raises:
-        UserError: the text or the dataset cannot be used.
     """
     kind = _kind(config)
     if prefix := prepared_prefix(path, flag=flag):
@@ -230,11 +212,7 @@ def _flag(is_source: bool) -> str:
 
 
 def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: list[str]) -> Tokenizer | None:
-    """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets.
-
-    Raises:
-        UserError: there is none for a text, or a dataset has another one.
-    """
+    """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets."""
     flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]

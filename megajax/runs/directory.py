@@ -21,22 +21,14 @@ from megajax.traits import Changes
 
 
 def claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says, and mark it as this program's.
-
-    Raises:
-        UserError: it may not, and is as it was.
-    """
+    """Check that the run directory may be used as `--resume` says, and mark it as this program's."""
     check_claim(run_dir, config)
     if marked_format(run_dir) is None:
         mark(run_dir)
 
 
 def check_claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Check that the run directory may be used as `--resume` says."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
@@ -81,11 +73,7 @@ def kept_decay(run_dir: Path) -> int:
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
     """`claim` for a block that begins the run, and take its lock, which is held when the block has succeeded. If it
-    fails and leaves nothing, the run directory is as it was before.
-
-    Raises:
-        UserError: the run directory may not be used.
-    """
+    fails and leaves nothing, the run directory is as it was before."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     before = {MARK, *entries(run_dir)}
     new = not (run_dir / MARK).exists()
@@ -147,11 +135,7 @@ def _paths(config: Config) -> list[str]:
 
 def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of the run in a directory with `overrides` by key; what belongs to a start and its mesh, not to
-    the run, is left out.
-
-    Raises:
-        UserError: it cannot be read, or an override does not fit it.
-    """
+    the run, is left out."""
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }

@@ -37,11 +37,7 @@ _OUTPUT = "head.output."  # the names of the weights that a task's answers are m
 
 
 def check_first_weights(config: Config) -> None:
-    """Check that a new run can begin with the weights that its configuration says, fresh or those of `--init`.
-
-    Raises:
-        UserError: as `check_init`; fresh weights would be frozen.
-    """
+    """Check that a new run can begin with the weights that its configuration says, fresh or those of `--init`."""
     if config.init:
         check_init(config)
     elif config.lora.rank:
@@ -52,11 +48,7 @@ def check_first_weights(config: Config) -> None:
 
 
 def check_init(config: Config) -> None:
-    """Check that the run that `--init` names has the weights of this model.
-
-    Raises:
-        UserError: it is none, or is of another model; all flags that would be valid are named.
-    """
+    """Check that the run that `--init` names has the weights of this model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
     model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
@@ -77,22 +69,14 @@ def check_init(config: Config) -> None:
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that `--init` names; None if it has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The tokenizer of the run that `--init` names; None if it has none."""
     folder = Path(config.init) / "data"
     return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
     """Put the tokenizer of the run that `--init` names in a new run's folder of data, where its corpora are made with
-    it: the weights know no other ids.
-
-    Raises:
-        UserError: it cannot be read, there is none, or an earlier start has made the corpora with another.
-    """
+    it: the weights know no other ids."""
     tokenizer = init_tokenizer(config)
     if tokenizer is not None:
         keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")
@@ -103,11 +87,7 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
 
 
 def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
-    """Put the tokenizer of a model's weights in a folder of data, unless corpora were made there already.
-
-    Raises:
-        UserError: another one is there; `source` says where this one is from, and `valid` what to do.
-    """
+    """Put the tokenizer of a model's weights in a folder of data, unless corpora were made there already."""
     if is_tokenizer_folder(folder / "tokenizer"):
         if kept_tokenizer(folder) != tokenizer:
             raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
@@ -123,7 +103,6 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     positions the first ones, and of the optimizer nothing.
 
     Raises:
-        UserError: the run of `--init` has no checkpoint, or is of another model.
         RunError: its checkpoint is damaged.
     """
     config, state = program.config, program.layout.init()

@@ -17,19 +17,12 @@ from megajax.runs.digests import checksum
 
 @dataclass
 class LazyArray:
-    """An array that does not exist yet.
+    """An array that does not exist yet."""
 
-    Attributes:
-        shape: of it.
-        dtype: of it.
-        make: makes it.
-        sum: its checksum, once it has been written.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    make: Callable[[], np.ndarray]
-    sum: int | None = field(default=None, compare=False)
+    shape: tuple[int, ...]  # of it
+    dtype: np.dtype  # of it
+    make: Callable[[], np.ndarray]  # makes it
+    sum: int | None = field(default=None, compare=False)  # its checksum, once it has been written
 
     @property
     def nbytes(self) -> int:

@@ -25,20 +25,13 @@ TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as its file says.
+    """Who holds a lock, as its file says."""
 
-    Attributes:
-        host, process: its name and number.
-        since: when it took the lock, by the clock of its host.
-        machine: this boot of its machine, and the container: where process numbers mean the same.
-        started: when the process did, in the kernel's count; numbers of processes are used again.
-    """
-
-    host: str
-    process: int
-    since: str
-    machine: str
-    started: str
+    host: str  # its name and number
+    process: int  # its name and number
+    since: str  # when it took the lock, by the clock of its host
+    machine: str  # this boot of its machine, and the container: where process numbers mean the same
+    started: str  # when the process did, in the kernel's count; numbers of processes are used again
 
     @classmethod
     def me(cls) -> "Holder":
@@ -91,11 +84,7 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; waits up to a minute for one that may be abandoned, and says so.
-
-        Raises:
-            UserError: another process holds it, or the folder cannot be written.
-        """
+        """Take the lock; waits up to a minute for one that may be abandoned, and says so."""
         seen, since, told = None, 0.0, False
         while True:
             try:

@@ -13,11 +13,7 @@ _BROKEN = 1000  # lines that a crash may leave
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out.
-
-    Raises:
-        UserError: it cannot be read, or none of its lines is one of figures: it is something else.
-    """
+    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out."""
     file = run_dir / "metrics.jsonl"
     if not reading.kind(file):
         return []

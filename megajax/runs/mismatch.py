@@ -19,11 +19,7 @@ from megajax.traits import Size, Through
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
-    """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read.
-
-    Raises:
-        UserError: a size is another; the message names the key and both sizes.
-    """
+    """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read."""
     stored = _stored_shapes(checkpoint / "state")
     cut = CutModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -16,30 +16,18 @@ _LARGEST = 2**31 - 1
 
 
 def named(folder: Path) -> list[int]:
-    """Steps, ascending, whose name a folder has, whatever it holds.
-
-    Raises:
-        UserError: it may not be read.
-    """
+    """Steps, ascending, whose name a folder has, whatever it holds."""
     names = [entry.name for entry in _readable(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
     return sorted(int(name) for name in names if int(name) <= _LARGEST)
 
 
 def candidates(folder: Path) -> list[int]:
-    """Those of `named` of which the folder is not empty.
-
-    Raises:
-        UserError: one may not be read.
-    """
+    """Those of `named` of which the folder is not empty."""
     return [step for step in named(folder) if _readable(folder / str(step))]
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending.
-
-    Raises:
-        UserError: one may not be read.
-    """
+    """Steps of the checkpoints in a folder, ascending."""
     return [step for step in candidates(folder) if (folder / str(step) / "state").is_dir()]
 
 
@@ -96,11 +84,7 @@ def remove(path: Path) -> None:
 
 
 def _readable(folder: Path) -> list[Path]:
-    """What is in a folder, if it is one.
-
-    Raises:
-        UserError: it may not be read.
-    """
+    """What is in a folder, if it is one."""
     try:
         return _entries(folder)
     except OSError as error:

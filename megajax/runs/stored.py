@@ -38,7 +38,6 @@ class Reader:
 
         Raises:
             DamagedCheckpoint: a file is not what was written.
-            UserError: a newer version of this program wrote it.
         """
         folder, manifest = self._folder / str(step), self._manifest(step)
         problem = problem_of(folder, manifest) if is_first_process() else ""
@@ -51,7 +50,6 @@ class Reader:
 
         Raises:
             DamagedCheckpoint: it cannot be read, or is not what was written.
-            UserError: a newer version of this program wrote it.
         """
         folder, manifest = self._folder / str(step), self._manifest(step)
         stored = self._try(step, lambda: _read_arrays(folder / "state", target))

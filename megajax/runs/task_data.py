@@ -28,23 +28,14 @@ _SPLIT_SEED = 0  # of dev's share of the training records: the same records for 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Samples of a task, as `RunData` has those of corpora.
+    """Samples of a task, as `RunData` has those of corpora."""
 
-    Attributes:
-        tokenizer: of the run.
-        train: every record once an epoch, without end.
-        validation: of the dev records.
-        train_samples: of the training records, in order.
-        odd: what was odd in the files, a line each.
-        validation_sets: none.
-    """
-
-    tokenizer: Tokenizer
-    train: EpochOrder
-    validation: TaskSamples
-    train_samples: TaskSamples
-    odd: list[str]
-    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)
+    tokenizer: Tokenizer  # of the run
+    train: EpochOrder  # every record once an epoch, without end
+    validation: TaskSamples  # of the dev records
+    train_samples: TaskSamples  # of the training records, in order
+    odd: list[str]  # what was odd in the files, a line each
+    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)  # none
 
     def lines(self, config: Config) -> Iterator[str]:
         """What a run says of its data before it starts."""
@@ -72,9 +63,6 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
         config: of the run.
         folder: the data of the run.
         again: also where an earlier start did so, which has trained nothing and may have had other files or weights.
-
-    Raises:
-        UserError: the files or the tokenizer cannot be used.
     """
     if not again and has_task_data(folder):
         return
@@ -91,11 +79,7 @@ def has_task_data(folder: Path) -> bool:
 
 
 def open_task_data(config: Config, folder: Path) -> TaskData:
-    """The records of a run, on any process.
-
-    Raises:
-        UserError: a file or the tokenizer cannot be used, or is not what it was when the run began.
-    """
+    """The records of a run, on any process."""
     train, dev, odd = _records(config)
     before = reading.read_json(folder / _REPORT)
     for name, entries in (("train", train), ("dev", dev)):

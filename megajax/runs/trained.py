@@ -33,23 +33,17 @@ from megajax.validation import validate_mesh
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A program with the weights of a checkpoint.
-
-    Attributes:
-        params: the weights that layers compute with, where `program.layout.specs` has them.
-        step: that they are of.
-    """
+    """A program with the weights of a checkpoint."""
 
     program: Program
-    params: Any
-    step: int
+    params: Any  # the weights that layers compute with, where `program.layout.specs` has them
+    step: int  # that they are of
 
     @classmethod
     def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
         """The weights of a run's checkpoint on the configuration's mesh; see `choose_step`.
 
         Raises:
-            UserError: there is no such checkpoint, or not enough memory for it and a microbatch.
             RunError: it is damaged.
         """
         program = Program.on(config)
@@ -61,7 +55,6 @@ def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int
     """Weights of a run's checkpoint on the program's mesh, and their step; see `choose_step`.
 
     Raises:
-        UserError: there is no such checkpoint.
         RunError: it is damaged.
     """
     checkpoints = Checkpoints(run_dir, program.layout)
@@ -81,11 +74,7 @@ def restore_state(program: Program, run_dir: Path, step: str) -> tuple[TrainStat
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """A function from paths in the tree of canonical main weights to these, with what their adapters add, of a run's
     checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`;
-    the function raises `RunError` where the checkpoint is damaged.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
+    the function raises `RunError` where the checkpoint is damaged."""
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     adapters = None if layout.adapters is None else layout.adapters.adapters
@@ -111,7 +100,6 @@ def _damage_told(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Ite
     """For reading a checkpoint.
 
     Raises:
-        UserError: it is of another model.
         RunError: it is damaged.
     """
     try:
@@ -124,11 +112,7 @@ def _damage_told(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Ite
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
-    """Refuse what is not the directory of a run, or one of a newer version.
-
-    Raises:
-        UserError: that names `flag`.
-    """
+    """Refuse what is not the directory of a run, or one of a newer version."""
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
@@ -147,9 +131,6 @@ def evaluation_config(
         overrides: values that replace its own, by key.
         any_model: it need not be a language model.
         mesh: of another run, for which JAX has started already.
-
-    Raises:
-        UserError: there is no run, or it cannot be used so.
     """
     check_run(run_dir)
     config = kept_config(run_dir, overrides)
@@ -171,11 +152,7 @@ def evaluation_config(
 
 
 def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
-    """The tokenizer that a run was trained with.
-
-    Raises:
-        UserError: it has none, or one with more ids than the model.
-    """
+    """The tokenizer that a run was trained with."""
     folder = run_dir / "data" / "tokenizer"
     if not reading.kind(folder):
         raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")

@@ -34,7 +34,6 @@ def train(config: Config) -> None:
     """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
 
     Raises:
-        UserError: the configuration, the corpus or the run directory cannot be used.
         RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
         Stopped: a signal asked for it, and a checkpoint was written.
     """
@@ -57,11 +56,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
 
 def check_given(config: Config) -> None:
-    """Check that what is trained on is given, and what records it installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that what is trained on is given, and what records it installed."""
     if config.pretrains and config.model.head != "pretraining":
         raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
     if config.pretrains and not config.data.path and not config.data.sources:
@@ -115,9 +110,6 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
         config: of the run.
         folder: of its data.
         is_new: whether it has no checkpoint.
-
-    Raises:
-        UserError: what it trains on, the tokenizer or the run of `--init` cannot be used.
     """
     if is_new:
         check_first_weights(config)
@@ -131,11 +123,7 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
 
 
 def open_data(config: Config, folder: Path) -> RunData | TaskData:
-    """What a run trains on; reads only, on any process.
-
-    Raises:
-        UserError: a file is missing or damaged, or is not what it was.
-    """
+    """What a run trains on; reads only, on any process."""
     return (open_run_data if config.pretrains else open_task_data)(config, folder)
 
 

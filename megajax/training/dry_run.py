@@ -35,11 +35,7 @@ from megajax.validation import validate
 
 
 def dry_run(config: Config) -> None:
-    """Check a run, read its data, say its plan of bytes and compile its step; of several seeds, the first one's.
-
-    Raises:
-        UserError: what training would end with before its first step.
-    """
+    """Check a run, read its data, say its plan of bytes and compile its step; of several seeds, the first one's."""
     check_given(config)
     start(config)
     if config.seeds > 1:

@@ -17,9 +17,6 @@ def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
         samples: those that are trained on (`EpochSamples`), of which an epoch has each once.
         began_with: the `optimizer.decay_steps` of a run that goes on, which it keeps unless another is given; 0: a run
             that begins.
-
-    Raises:
-        UserError: the decay of `wsd` does not fit in them.
     """
     train, end = config.train, 0
     if train.epochs:

@@ -20,7 +20,7 @@ class MetricsFile(Tracker):
         records: those of earlier starts that count.
 
     Raises:
-        UserError, OSError: it cannot be written.
+        OSError: it cannot be written.
     """
 
     def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):

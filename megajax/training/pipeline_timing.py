@@ -58,11 +58,7 @@ class Profile:
 
 
 def profile_pipeline(config: Config) -> Profile:
-    """Measure on random tokens; nothing is trained or written. Prints a table on process 0.
-
-    Raises:
-        UserError: the configuration cannot be used.
-    """
+    """Measure on random tokens; nothing is trained or written. Prints a table on process 0."""
     start(config)
     validate(config, jax.device_count())
     program = Program.on(config)

@@ -21,9 +21,6 @@ class StepTrace:
         config: of the run, whose `train.steps` is known.
         run_dir: in whose folder `profile` the trace goes.
         finished: steps that earlier starts have taken.
-
-    Raises:
-        UserError: this start does not take the steps.
     """
 
     def __init__(self, config: Config, run_dir: Path, finished: int):

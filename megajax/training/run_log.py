@@ -34,9 +34,6 @@ class RunLog:
         write: True on exactly one process; on the others nothing is written, printed or drawn.
         console: where to print; standard output if None.
         others: more trackers; made once the files can be written.
-
-    Raises:
-        UserError: the run directory cannot be written.
     """
 
     def __init__(

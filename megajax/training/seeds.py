@@ -29,7 +29,6 @@ def train_seeds(config: Config) -> None:
     figure on dev, of an even number of seeds the lower one of both in the middle.
 
     Raises:
-        UserError: the configuration, the files or a folder cannot be used.
         RunError: a training cannot go on.
         Stopped: a signal asked for it, and a checkpoint was written.
     """
@@ -43,11 +42,7 @@ def train_seeds(config: Config) -> None:
 
 
 def seed_runs(config: Config) -> list[Config]:
-    """The configurations of the runs of all seeds.
-
-    Raises:
-        UserError: there is no such seed, or the run directory is something else than a folder of seeds.
-    """
+    """The configurations of the runs of all seeds."""
     folder, last = Path(config.run_dir), config.seed + config.seeds - 1
     if last >= 1 << 31:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")

@@ -31,15 +31,10 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permut
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of a compiled program.
+    """An instruction of a compiled program."""
 
-    Attributes:
-        kind: its opcode.
-        source: where in the program it comes from, scopes and transformations separated by slashes.
-    """
-
-    kind: str
-    source: str
+    kind: str  # its opcode
+    source: str  # where in the program it comes from, scopes and transformations separated by slashes
 
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
@@ -96,17 +91,11 @@ def place_of(operation: Operation | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of traced operations.
+    """Seconds of traced operations."""
 
-    Attributes:
-        by_place: by part and pass, of all devices together.
-        devices: how many they are.
-        span: from the first operation to the end of the last.
-    """
-
-    by_place: dict[tuple[str, str], float]
-    devices: int
-    span: float
+    by_place: dict[tuple[str, str], float]  # by part and pass, of all devices together
+    devices: int  # how many they are
+    span: float  # from the first operation to the end of the last
 
 
 def times(session: Path, known: dict[str, Operation]) -> Times:
