@@ -1,4 +1,4 @@
-"""The data of a run: what it trains on, one corpus or several blended, and what it is validated on."""
+"""The data of a run: its corpus, or several blended, and its validation sets."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,10 +52,11 @@ class RunData:
 
 
 def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run in its folder, or find them made. One process calls this, then all may `open_run_data`.
+    """Make the corpora of a run in its folder, unless they are there. One process calls this, then all may
+    `open_run_data`.
 
-    Of one corpus the files lie in `folder` itself, of several each in a folder of its own; the tokenizer, which is the
-    same for all, in `folder/tokenizer` in both cases.
+    One corpus lies in `folder` itself, each of several in a folder of its own; their common tokenizer is in
+    `folder/tokenizer` in both cases.
     """
     data, vocab_size = config.data, config.model.vocab_size
     family, kind = FAMILIES[config.model.family], _kind(config)
@@ -86,7 +87,7 @@ def make_run_data(config: Config, folder: Path) -> None:
 
 
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open what `make_run_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`."""
+    """Open the data of `make_run_data`, on any process. `overlap` is that of `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
     names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
     corpora = [open_corpus(folder / name, vocab_size) for name in names]
@@ -105,7 +106,7 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
-    """Whether `make_run_data` was here."""
+    """Whether `make_run_data` has begun there."""
     return has_corpus(folder / "source-0" if config.data.sources else folder)
 
 
@@ -119,14 +120,14 @@ def has_whole_run_data(config: Config, folder: Path) -> bool:
 def given_samples(
     config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
 ) -> CorpusSamples:
-    """Samples of any text, or of a prepared dataset, to evaluate a run's model on.
+    """Samples of `path`, any text or prepared dataset, to evaluate a run's model on.
 
     Args:
-        config: of the run.
+        config: the run's.
         path: as `--data.path`.
-        tokenizer: the run's; None: it has none, or the dataset needs none.
+        tokenizer: the run's; None if the run has none, or the dataset needs none.
         overlap: that of `EvaluationSamples`.
-        flag: the flag that named the path, for error messages.
+        flag: names the path in error messages.
     """
     kind = _kind(config)
     if prefix := prepared_prefix(path, flag=flag):
@@ -212,7 +213,7 @@ def _flag(is_source: bool) -> str:
 
 
 def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: list[str]) -> Tokenizer | None:
-    """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets."""
+    """The tokenizer of all corpora: the run's, else the given one, else that of the prepared datasets."""
     flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]

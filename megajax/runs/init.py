@@ -1,4 +1,4 @@
-"""The state that a new run begins with: fresh, or with the weights of another run (`--init`), on any mesh."""
+"""The state that a new run begins with: fresh weights, or those of another run (`--init`), on any mesh."""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +37,7 @@ _OUTPUT = "head.output."  # the names of the weights that a task's answers are m
 
 
 def check_first_weights(config: Config) -> None:
-    """Check that a new run can begin with the weights that its configuration says, fresh or those of `--init`."""
+    """Check that a new run can begin with the weights of its configuration, fresh or those of `--init`."""
     if config.init:
         check_init(config)
     elif config.lora.rank:
@@ -48,7 +48,7 @@ def check_first_weights(config: Config) -> None:
 
 
 def check_init(config: Config) -> None:
-    """Check that the run that `--init` names has the weights of this model."""
+    """Check that the run of `--init` has the weights of this model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
     model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
@@ -69,14 +69,14 @@ def check_init(config: Config) -> None:
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that `--init` names; None if it has none."""
+    """The tokenizer of the run of `--init`; None if it has none."""
     folder = Path(config.init) / "data"
     return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
-    """Put the tokenizer of the run that `--init` names in a new run's folder of data, where its corpora are made with
-    it: the weights know no other ids."""
+    """Put the tokenizer of `--init` in a new run's folder of data, to tokenize its corpora: the weights know no other
+    ids."""
     tokenizer = init_tokenizer(config)
     if tokenizer is not None:
         keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")
@@ -87,7 +87,8 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
 
 
 def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
-    """Put the tokenizer of a model's weights in a folder of data, unless corpora were made there already."""
+    """Put the tokenizer of a model's weights in a folder of data that holds no corpora yet. If another one is there,
+    the error says where this one is from (`source`) and what to do (`valid`)."""
     if is_tokenizer_folder(folder / "tokenizer"):
         if kept_tokenizer(folder) != tokenizer:
             raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
@@ -96,14 +97,13 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
 
 
 def first_state(program: Program) -> tuple[TrainState, str]:
-    """The state before the first step on the program's mesh, and where its weights are from, in words.
+    """The state before the first step on the program's mesh, and a line that says where its weights are from.
 
-    With `--init` every weight is that of the other run's newest checkpoint that has the same name there, with what its
-    adapter adds: not those of a head that it lacks, nor what answers are made by where those are others, of learned
-    positions the first ones, and of the optimizer nothing.
+    With `--init`, every weight that the newest checkpoint of the other run has by the same name comes from there, LoRA
+    merged. Differing heads and the optimizer start fresh; learned positions are truncated.
 
     Raises:
-        RunError: its checkpoint is damaged.
+        RunError: the checkpoint of `--init` is damaged.
     """
     config, state = program.config, program.layout.init()
     if not config.init:
@@ -153,19 +153,19 @@ def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> lis
 
 
 def _answers(model: ModelConfig) -> tuple[str, int]:
-    """What a model answers: what its head is, and how many classes it knows by their numbers."""
+    """The head of a model, and how many classes it distinguishes."""
     return model.head, model.num_classes if model.head == "classes" else 0
 
 
 def _layout(config: Config, theirs: Config, program: Program) -> StateLayout:
-    """Of another run's model, and its adapters, on the same mesh."""
+    """The layout of another run's model on the program's mesh."""
     model = dataclasses.replace(theirs.model, dropout=config.model.dropout)
     config = dataclasses.replace(config, model=model, lora=theirs.lora)
     return StateLayout(config, program.mesh, CutModel(model, F_AND_G, program.backend))
 
 
 def _first(theirs: Array, ours: Array) -> Array:
-    """The first rows of a table in host memory, where ours lies."""
+    """The first rows of a table in host memory, placed as ours."""
     place = ours.sharding.with_memory_kind(ours.addressable_shards[0].device.default_memory().kind)
     cut = jax.jit(lambda table: jnp.copy(table[: ours.shape[0]]), out_shardings=place)(moved(theirs))
     return moved(cut, ours.sharding.memory_kind)

@@ -1,7 +1,8 @@
-"""One run, one writer: the lock of a run directory, a file that its holder touches every few seconds.
+"""One run, one writer: the lock of a run directory is a file that its holder touches every few seconds.
 
-Who finds it waits until it is touched, and so held, or has not been touched for a minute, and so is abandoned; the lock
-of a process of this machine that has ended is taken at once. Clocks of several hosts are never compared.
+A process that finds a lock waits until the file is touched (it is held) or has not been touched for a minute (it is
+abandoned). The lock of a process of this machine that has ended is taken at once. Clocks of two hosts are never
+compared.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> "Holder | None":
-        """Who is named in a lock's file; None if it names nobody.
+        """The process named in a lock's file; None if it names none.
 
         Raises:
             OSError: it cannot be read.
@@ -62,7 +63,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended, if it is a process of this machine."""
+        """Whether a process of this machine still runs."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
@@ -76,7 +77,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of a run directory that exists; `take` it before anything is written there."""
+    """The lock of an existing run directory; `take` it before anything is written there."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._file = run_dir, run_dir / NAME
@@ -84,7 +85,7 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; waits up to a minute for one that may be abandoned, and says so."""
+        """Take the lock. Waits up to a minute for one that may be abandoned, and says so."""
         seen, since, told = None, 0.0, False
         while True:
             try:
@@ -118,16 +119,16 @@ class RunLock:
             time.sleep(0.5)
 
     def check(self) -> None:
-        """See that the lock is still held, if it was taken.
+        """Check that the lock is still held, if it was taken.
 
         Raises:
-            RunError: it is not: another process has taken it, or the run directory was removed.
+            RunError: another process has taken it, or the run directory was removed.
         """
         if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
 
     def release(self) -> None:
-        """Remove the lock, if it is held; for whoever is next."""
+        """Remove the lock, if it is held."""
         if self._held is None:
             return
         self._ended.set()
@@ -138,7 +139,7 @@ class RunLock:
         self._held = None
 
     def _take_over(self) -> int | None:
-        """Replace a lock; None if another process has replaced ours after all who may do so have done it."""
+        """Replace the lock's file; None if another process that does the same came later."""
         mine = self._file.with_name(f"{NAME}.{os.getpid()}-{time.monotonic_ns()}")
         created = _create(mine)
         if created is None:

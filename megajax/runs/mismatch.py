@@ -42,7 +42,7 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
 
 
 def _stored_shapes(state: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a checkpoint, by their places; none if it does not tell."""
+    """Shapes of a checkpoint's weights by path; none if it cannot be read."""
     import orbax.checkpoint as ocp
 
     shapes: dict[str, tuple[int, ...]] = {}

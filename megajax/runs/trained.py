@@ -1,4 +1,4 @@
-"""A run's model on the mesh asked for."""
+"""A run's model on another mesh."""
 
 import contextlib
 import dataclasses
@@ -41,10 +41,10 @@ class TrainedModel:
 
     @classmethod
     def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
-        """The weights of a run's checkpoint on the configuration's mesh; see `choose_step`.
+        """The weights of a run's checkpoint on the configuration's mesh.
 
         Raises:
-            RunError: it is damaged.
+            RunError: the checkpoint is damaged.
         """
         program = Program.on(config)
         check_memory(program, training=False, rows=config.train.microbatch)
@@ -112,7 +112,7 @@ def _damage_told(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Ite
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
-    """Refuse what is not the directory of a run, or one of a newer version."""
+    """Check that a folder is a run directory of this version or an older one; `flag` is named in the error."""
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
@@ -122,13 +122,11 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
 def evaluation_config(
     run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
 ) -> Config:
-    """The run's configuration on the mesh asked for, where none is on all devices as `data`; starts JAX.
-
-    A batch fills the pipeline once.
+    """The configuration of a run for an evaluation, with a batch that fills the pipeline once; starts JAX.
 
     Args:
         run_dir: the run.
-        overrides: values that replace its own, by key.
+        overrides: values that replace the run's own; without a mesh among them, all devices are `data`.
         any_model: it need not be a language model.
         mesh: of another run, for which JAX has started already.
     """
