@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
@@ -37,22 +38,14 @@ def say(text: str) -> None:
 
 def of_first_process(number: int) -> int:
     """The number that process 0 has."""
-    if jax.process_count() == 1:
-        return number
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def numbers_of_first_process(numbers: list[int]) -> list[int]:
     """The numbers that process 0 has, each less than 2^31."""
     if jax.process_count() == 1:
         return numbers
-    from jax.experimental import multihost_utils
-
-    found = np.zeros(of_first_process(len(numbers)), np.int32)
-    if is_first_process():
-        found[:] = numbers
+    found = np.resize(np.asarray(numbers, np.int32), of_first_process(len(numbers)))
     return [int(number) for number in multihost_utils.broadcast_one_to_all(found)] if found.size else []
 
 
@@ -60,8 +53,6 @@ def sums_over_processes(numbers: list[int]) -> list[int]:
     """Of every number, each less than 2^32, the sum over all processes modulo 2^32."""
     if jax.process_count() == 1:
         return numbers
-    from jax.experimental import multihost_utils
-
     all_numbers = multihost_utils.process_allgather(np.asarray(numbers, np.uint32))
     return [int(number) for number in np.asarray(all_numbers).sum(axis=0, dtype=np.uint32)]
 
@@ -70,8 +61,6 @@ def all_agree(value: bool) -> bool:
     """Whether `value` holds on every process."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
     return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
 
 
@@ -99,13 +88,9 @@ class Poll:
 def wait_for_all(what: str) -> None:
     """Wait until every process is here; `what` names the place."""
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         multihost_utils.sync_global_devices(what)
 
 
 def gathered(x: jax.Array) -> np.ndarray:
     """The global array `x` as a whole, on every process."""
-    from jax.experimental import multihost_utils
-
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

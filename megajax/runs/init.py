@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.data.corpus import kept_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder
+from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
@@ -74,6 +74,17 @@ def init_tokenizer(config: Config) -> Tokenizer | None:
     return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
+def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of `--tokenizer.path`, which `--init` must agree with, or else that of `--init`."""
+    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    theirs = init_tokenizer(config) if config.init else None
+    if given and theirs and given != theirs:
+        raise UserError(
+            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
+        )
+    return given or theirs
+
+
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
     """Put the tokenizer of `--init` in a new run's folder of data, to tokenize its corpora: the weights know no other
     ids."""
@@ -119,8 +130,6 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     except DamagedCheckpoint as error:
         check_fits(checkpoints.folder / str(step), theirs)
         raise RunError(f"--init: damaged checkpoint: {error}") from None
-    finally:
-        checkpoints.close()
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)
     del state

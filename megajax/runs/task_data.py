@@ -1,7 +1,6 @@
 """The records of the task that a run is fine-tuned on. Its files are read at every start, and their records must stay
 the same."""
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -10,13 +9,14 @@ from pathlib import Path
 
 from megajax import reading
 from megajax.config import Config
+from megajax.data.digests import Digester, root
 from megajax.data.files import write_atomically
 from megajax.data.masking import WordPieces
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, named_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
-from megajax.runs.init import init_tokenizer
+from megajax.runs.init import named_or_init_tokenizer
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
@@ -128,13 +128,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
     """The tokenizer of `--init`, or the given one, or one that is trained on the records."""
-    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
-    theirs = init_tokenizer(config) if config.init else None
-    if given and theirs and given != theirs:
-        raise UserError(
-            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
-        )
-    tokenizer = given or theirs
+    tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:
         raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
     if tokenizer is None:
@@ -162,7 +156,7 @@ def _texts(record: Record) -> Iterator[str]:
 
 def _digest(entries: Sequence[Record]) -> str:
     """A digest of records, whatever files they are in."""
-    found = hashlib.sha256()
+    found = Digester()
     for entry in entries:
         found.update(repr(entry).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+    return root(found.finish())

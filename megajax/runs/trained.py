@@ -22,7 +22,7 @@ from megajax.models.registry import FAMILIES
 from megajax.paths import check_path
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.program.state import StateLayout, TrainState
+from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
 from megajax.runs.mismatch import check_fits
@@ -51,30 +51,22 @@ class TrainedModel:
         return cls(program, *restore_params(program, run_dir, step))
 
 
-def restore_params(program: Program, run_dir: Path, step: str) -> tuple[Any, int]:
-    """Weights of a run's checkpoint on the program's mesh, and their step; see `choose_step`.
+def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: bool = False) -> tuple[Any, int]:
+    """Weights of a run's checkpoint on the program's mesh, or with `optimizer` its `TrainState`, and the step that
+    `choose_step` finds.
 
     Raises:
         RunError: it is damaged.
     """
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
-    with _damage_told(checkpoints, number, program.layout.model):
-        return checkpoints.restore_params(number), number
-
-
-def restore_state(program: Program, run_dir: Path, step: str) -> tuple[TrainState, int]:
-    """The whole state of a run's checkpoint on the program's mesh; otherwise as `restore_params`."""
-    checkpoints = Checkpoints(run_dir, program.layout)
-    number = choose_step(run_dir, checkpoints.steps(), step)
-    with _damage_told(checkpoints, number, program.layout.model):
-        return checkpoints.restore(number), number
+    with _reported_damage(checkpoints, number, program.layout.model):
+        return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
-    """A function from paths in the tree of canonical main weights to these, with what their adapters add, of a run's
-    checkpoint, and its step; of the others nothing is read. Of paths of adapters these themselves. See `choose_step`;
-    the function raises `RunError` where the checkpoint is damaged."""
+    """A function that reads only the canonical main weights at some paths, LoRA merged into them, or adapters, from a
+    run's checkpoint, and the step that `choose_step` finds. It raises `RunError` if the checkpoint is damaged."""
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     adapters = None if layout.adapters is None else layout.adapters.adapters
@@ -82,7 +74,7 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
         beside = [path for pair in pairs.values() for path in pair.values()]
-        with _damage_told(checkpoints, number, layout.model):
+        with _reported_damage(checkpoints, number, layout.model):
             found = checkpoints.read_some_weights(number, [*paths, *beside])
         for path, pair in pairs.items():
             assert adapters is not None
@@ -96,19 +88,13 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 
 
 @contextlib.contextmanager
-def _damage_told(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Iterator[None]:
-    """For reading a checkpoint.
-
-    Raises:
-        RunError: it is damaged.
-    """
+def _reported_damage(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Iterator[None]:
+    """In the block a damaged checkpoint is a `RunError`, and one of another model a `UserError`."""
     try:
         yield
     except DamagedCheckpoint as error:
         check_fits(checkpoints.folder / str(step), model)
         raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
-    finally:
-        checkpoints.close()
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to the training loop: what is checked first, the run directory and its lock, data, program."""
+"""From a configuration to the training loop: checks, the run directory and its lock, data, program."""
 
 import dataclasses
 from pathlib import Path
@@ -43,8 +43,8 @@ def train(config: Config) -> None:
 
 
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` where JAX has started already. With `skip_finished` nothing is done with a run of a task that has trained
-    to its end and has its figures of dev."""
+    """`train` where JAX has started already. `skip_finished` skips a run of a task that has all its steps and its
+    figures on dev."""
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
@@ -56,7 +56,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
 
 def check_given(config: Config) -> None:
-    """Check that what is trained on is given, and what records it installed."""
+    """Check that training data is given, and that the library of `--track` is installed."""
     if config.pretrains and config.model.head != "pretraining":
         raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
     if config.pretrains and not config.data.path and not config.data.sources:
@@ -104,13 +104,8 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
 
 
 def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
-    """Make the data of a run in its folder, or find it made. One process calls this, then all may `open_data`.
-
-    Args:
-        config: of the run.
-        folder: of its data.
-        is_new: whether it has no checkpoint.
-    """
+    """Make the data of a run in `folder`, unless it is there. One process calls this, then all may `open_data`. A new
+    run, `is_new`, has no checkpoint."""
     if is_new:
         check_first_weights(config)
     if not config.pretrains:
@@ -123,12 +118,12 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
 
 
 def open_data(config: Config, folder: Path) -> RunData | TaskData:
-    """What a run trains on; reads only, on any process."""
+    """The training data of a run, on any process."""
     return (open_run_data if config.pretrains else open_task_data)(config, folder)
 
 
 def _is_finished(run_dir: Path, steps: int) -> bool:
-    """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
+    """Whether a run of a task has a checkpoint of its last step and recorded figures on dev."""
 
     found = False
 

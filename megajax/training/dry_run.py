@@ -1,7 +1,7 @@
-"""`megajax train PRESET --dry-run`: all that comes before the first step, and nothing that stays.
+"""`megajax train PRESET --dry-run`: everything before the first step, and nothing that stays.
 
-Text is read and tokenized into a temporary folder (`TMPDIR`), as a run would into its own; of a run that goes on, its
-data is opened where it lies.
+Text is read and tokenized into a temporary folder (`TMPDIR`); the data of a run that is resumed is opened where it
+lies.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from megajax.validation import validate
 
 
 def dry_run(config: Config) -> None:
-    """Check a run, read its data, say its plan of bytes and compile its step; of several seeds, the first one's."""
+    """Check a run, read its data, print its plan of memory and compile its step; with several seeds, the first
+    one's."""
     check_given(config)
     start(config)
     if config.seeds > 1:
@@ -71,7 +72,7 @@ def dry_run(config: Config) -> None:
 
 
 def _read_data(config: Config, program: Program, folder: Path, told: list[str]) -> Config:
-    """The configuration in steps, by the data that a run of it would have; the lines that it would say are added."""
+    """The configuration in steps, for the data that a run would have; adds the lines that it would print."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
     _check_apart(config, run_dir)
@@ -92,7 +93,7 @@ def _read_data(config: Config, program: Program, folder: Path, told: list[str]) 
 
 
 def _check_apart(config: Config, run_dir: Path) -> None:
-    """Raises `UserError` where a run would write in a folder that it reads."""
+    """Refuse a run directory in a folder that is read as data."""
     named = [("--data.path", config.data.path)]
     named += [("--data.sources", source.path) for source in config.data.sources]
     named += [("--data.validation", entry.path) for entry in config.data.validation]

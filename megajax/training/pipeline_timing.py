@@ -1,5 +1,5 @@
-"""`train.py --profile-pipeline`: what each stage's forward and backward take on this machine, and the bubble that
-follows, beside the one predicted from equal stages; and what deferring the weight gradients would change."""
+"""`train.py --profile-pipeline`: the time of each stage's forward and backward on this machine, the bubble that follows
+beside the one predicted for equal stages, and what deferring the weight gradients would change."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ class Profile:
 
 
 def profile_pipeline(config: Config) -> Profile:
-    """Measure on random tokens; nothing is trained or written. Prints a table on process 0."""
+    """Measure on random tokens and print a table on process 0; nothing is trained or written."""
     start(config)
     validate(config, jax.device_count())
     program = Program.on(config)
@@ -122,7 +122,7 @@ class Passes:
             add("all", "all", deferred)
 
     def measure(self, rounds: int) -> tuple[StageTimes, StageTimes | None]:
-        """`Profile.times` and `Profile.apart`, medians of rounds over all passes, so that all see the same machine."""
+        """`Profile.times` and `Profile.apart`: medians of rounds over all passes, so that all see the same machine."""
         samples = [{name: [timer() for timer in row] for name, row in self.timers.items()} for _ in range(rounds)]
         found = {name: np.median([sample[name] for sample in samples], axis=0) for name in self.timers}
         shape = self.chunks, self.pipe
@@ -153,7 +153,7 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
 
 
 def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
-    """What takes the time of one repeat, without what a call costs by itself."""
+    """A function that measures one repeat of `run`, without the overhead of a call."""
     _seconds(lambda: run(1))
     once = max(1e-6, _seconds(lambda: run(2)) / 2)
     # All processes have to agree on it.
@@ -202,7 +202,7 @@ def _report(program: Program, found: Profile) -> list[str]:
 
 
 def _passes(found: Profile) -> list[np.ndarray]:
-    """Of a chunk of a stage: forward, backward, and apart the two halves of the backward."""
+    """For every chunk and stage: forward and backward, and the two halves of a deferred backward."""
     apart = [] if found.apart is None else [found.apart.backward, np.asarray(found.apart.weight_gradient)]
     return [found.times.forward, found.times.backward, *apart]
 
@@ -236,7 +236,7 @@ def _deferral(program: Program, found: Profile) -> list[str]:
 
 
 def _table(program: Program, most: int | None) -> Schedule:
-    """The step's table with weight gradients together, or with `most` of a stage's chunks that may wait for them."""
+    """The step's table with weight gradients together, or with `most` deferred chunks a stage."""
     pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
     deferring = None if most is None else Deferring(most=most)
     return make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)
