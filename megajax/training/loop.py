@@ -213,11 +213,8 @@ class Trainer:
             self.log.print(line)
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
-        figures = (
-            {"loss": metrics["loss"]}
-            | metrics
-            | {"skipped_steps": self.skipped.total, "tokens": pending.tokens, "seconds": seconds}
-        )
+        figures = {"loss": metrics["loss"]} | metrics | {"skipped_steps": self.skipped.total}
+        figures |= {"tokens": pending.tokens, "seconds": seconds}
         figures |= {"tokens_per_second": pending.tokens / max(seconds, 1e-9)}
         figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
         self.log.record_step(pending.step, figures)
