@@ -1,4 +1,4 @@
-"""The fields of configuration dataclasses as options: a key, a type, a default, a help text and what is valid.
+"""The fields of configuration dataclasses as options: a key, a type, a default, a help text and valid values.
 
 A field is declared once, as in `dropout: Annotated[float, "probability to drop", SHARE] = 0.1`; presets, flags,
 `--help`, checks and error messages are derived from it. A number without a range must be positive and at most 10^9. A

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on. Every function is called by all of them together."""
+"""Agreement between the processes of a run. All of them call every function together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def is_first_process() -> bool:
 
 
 def on_first_process(action: Callable[[], Any]) -> None:
-    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all."""
+    """Call `action` on process 0 while the others wait; its `UserError` ends them all."""
     error: UserError | None = None
     if is_first_process():
         try:
@@ -50,7 +50,7 @@ def numbers_of_first_process(numbers: list[int]) -> list[int]:
 
 
 def sums_over_processes(numbers: list[int]) -> list[int]:
-    """Of every number, each less than 2^32, the sum over all processes modulo 2^32."""
+    """The sum of every number, each less than 2^32, over all processes, modulo 2^32."""
     if jax.process_count() == 1:
         return numbers
     all_numbers = multihost_utils.process_allgather(np.asarray(numbers, np.uint32))
@@ -65,7 +65,7 @@ def all_agree(value: bool) -> bool:
 
 
 class Poll:
-    """What processes tell each other in passing: nobody waits for it, all hear the same."""
+    """Messages between processes that nobody waits for; all get the same."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -74,10 +74,8 @@ class Poll:
         self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, numbers: Callable[[], tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
-        """Tell the others this process's numbers of now; what it returns gives, later, the largest of each.
-
-        A process that is alone hears its own numbers of later.
-        """
+        """Send this process's numbers of now; the returned function gives, later, the largest of each over all
+        processes. A process that is alone gets its own numbers of that later moment."""
         if self._alone:
             return numbers
         local = np.tile(np.asarray(numbers(), np.int32), (jax.local_device_count(), 1))
@@ -92,5 +90,5 @@ def wait_for_all(what: str) -> None:
 
 
 def gathered(x: jax.Array) -> np.ndarray:
-    """The global array `x` as a whole, on every process."""
+    """The whole global array `x`, on every process."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

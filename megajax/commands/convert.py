@@ -129,12 +129,12 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _start(config: Config) -> None:
-    """Start JAX on one CPU device, also where there are GPUs: nothing is computed."""
+    """Start JAX on one CPU device, even where there are GPUs: nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
 
 
 def _training_further(config: Config, run_dir: Path) -> str:
-    """The command that trains an imported run on: a pretrained one in its folder, on a task one that begins with it."""
+    """The command that trains an imported run on: in its folder, or from it if it was fine-tuned on a task."""
     model, command = config.model, f"; train on with: megajax train {run_dir / 'config.toml'}"
     if model.head == "pretraining":
         return f"{command} --data.path TEXT"
@@ -149,5 +149,5 @@ def _describe(config: Config) -> dict[str, Any]:
     return {"parameters": count_parameters(dataclasses.replace(config.model, vocab_multiple=1))}
 
 
-def _finish(args: argparse.Namespace, figures: dict[str, Any], told: str) -> None:
-    print(json.dumps(figures) if args.json else told)
+def _finish(args: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
+    print(json.dumps(figures) if args.json else text)

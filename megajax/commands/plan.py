@@ -1,4 +1,4 @@
-"""`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
+"""`megajax plan`: what a run needs and takes on a mesh, without its devices."""
 
 import json
 import time

@@ -14,7 +14,7 @@ from megajax.launch import start
 from megajax.library.model import Model
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.training.horizon import in_steps
@@ -105,7 +105,7 @@ def restore(
     """
     folder = Path(run_dir)
     check_run(folder, "restore")
-    program = make_program(kept_config(folder, overrides or {}))
+    program = make_program(stored_config(folder, overrides or {}))
     check_memory(program, training=training, rows=program.config.train.microbatch)
     tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
     return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer)

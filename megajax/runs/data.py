@@ -29,7 +29,7 @@ class RunData:
     corpora: list[Corpus]  # one, or one for each source
     tokenizer: Tokenizer | None  # None if all was given tokenized and without one
     train: EpochSamples | BlendedSamples  # an endless sequence
-    validation: CorpusSamples  # of what is kept of all corpora for validation
+    validation: CorpusSamples  # held-out samples of all corpora
     validation_sets: dict[str, CorpusSamples]  # of each named one
 
     def lines(self, config: Config) -> Iterator[str]:

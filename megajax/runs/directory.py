@@ -63,7 +63,7 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(named(run_dir / "checkpoints"))
 
 
-def kept_decay(run_dir: Path) -> int:
+def stored_decay(run_dir: Path) -> int:
     """The `optimizer.decay_steps` that a run began with, 0 where none has trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return 0
@@ -133,7 +133,7 @@ def _paths(config: Config) -> list[str]:
     return [source.path for source in config.data.sources] or [config.data.path]
 
 
-def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
+def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of a run with `overrides`; its mesh and other keys that only concern one start have their
     defaults."""
     preset = {

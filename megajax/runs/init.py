@@ -25,7 +25,7 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import complete
 from megajax.runs.stored import DamagedCheckpoint
@@ -51,7 +51,7 @@ def check_init(config: Config) -> None:
     """Check that the run of `--init` has the weights of this model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
-    model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
+    model, theirs = config.model, stored_config(run_dir, {"precision": config.precision}).model
     differ = _differing(model, theirs, Changes.WEIGHTS)
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
@@ -121,8 +121,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
         return state, "weights: fresh"
     check_init(config)
     run_dir = Path(config.init)
-    kept = kept_config(run_dir, {"precision": config.precision})
-    theirs, layout = kept.model, _layout(config, kept, program)
+    other = stored_config(run_dir, {"precision": config.precision})
+    theirs, layout = other.model, _layout(config, other, program)
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
     try:
@@ -147,13 +147,13 @@ def first_state(program: Program) -> tuple[TrainState, str]:
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
 
     params = jax.tree_util.tree_map_with_path(choose, canonical.params)
-    told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
-    told += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
+    origin = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    origin += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
-        told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
+        origin += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _differing(config.model, theirs, Changes.COMPUTATION):
-        told += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
-    return transfer.to_devices(dataclasses.replace(canonical, params=params)), told
+        origin += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
+    return transfer.to_devices(dataclasses.replace(canonical, params=params)), origin
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:

@@ -86,7 +86,7 @@ class RunLock:
 
     def take(self) -> None:
         """Take the lock. Waits up to a minute for one that may be abandoned, and says so."""
-        seen, since, told = None, 0.0, False
+        seen, since, announced = None, 0.0, False
         while True:
             try:
                 if (created := _create(self._file)) is not None:
@@ -96,7 +96,7 @@ class RunLock:
                 except FileNotFoundError:  # it was released just now
                     continue
                 if (holder, stamp) != seen:
-                    if told or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
+                    if announced or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
                         raise UserError(
                             f"--run-dir {self._run_dir} is in use by {holder or _UNKNOWN}; valid: another folder"
                         )
@@ -109,8 +109,8 @@ class RunLock:
                 raise UserError(
                     f"--run-dir {self._run_dir}: {error.strerror}; valid: a writable place with room"
                 ) from None
-            if not told and not dead:
-                told = True
+            if not announced and not dead:
+                announced = True
                 print(
                     f"{self._file} is of {holder or _UNKNOWN}: taken over if it is not touched for "
                     f"{ABANDONED_AFTER:.0f} s",

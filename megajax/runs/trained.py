@@ -24,7 +24,7 @@ from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
@@ -117,7 +117,7 @@ def evaluation_config(
         mesh: of another run, for which JAX has started already.
     """
     check_run(run_dir)
-    config = kept_config(run_dir, overrides)
+    config = stored_config(run_dir, overrides)
     if not (any_model or FAMILIES[config.model.family].continues_text):
         valid = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
         raise UserError(

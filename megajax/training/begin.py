@@ -15,7 +15,7 @@ from megajax.processes import is_first_process, of_first_process, on_first_proce
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints, kept_decay
+from megajax.runs.directory import claimed, has_checkpoints, stored_decay
 from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
@@ -77,7 +77,7 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
         nonlocal decay_steps
         with claimed(run_dir, config, lock):
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            decay_steps = kept_decay(run_dir)
+            decay_steps = stored_decay(run_dir)
 
     display = Display(is_first_process())
     with watched(display.phase):

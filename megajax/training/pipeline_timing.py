@@ -43,7 +43,7 @@ class Profile:
         apart: the same with `backward` without weight gradients, which are beside it; None in a pipe of one.
         step: loss and gradients of a whole step with their reduction, without the optimizer.
         predicted: the step's time that the schedule's table gives for the times of its passes, without the hand-overs.
-        predicted_with_hand_over: and with them.
+        predicted_with_transfers: and with them.
         bubble: share of pause over the busiest stage's work that follows from them, without the hand-overs.
         equal_bubble: the same for stages that take equally long.
     """
@@ -52,7 +52,7 @@ class Profile:
     apart: StageTimes | None
     step: float
     predicted: float
-    predicted_with_hand_over: float
+    predicted_with_transfers: float
     bubble: float
     equal_bubble: float
 
@@ -192,8 +192,8 @@ def _report(program: Program, found: Profile) -> list[str]:
     if pipe > 1:
         lines.append(
             f"hand-over          {1e3 * times.p2p_transfer:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
-            f"with them {1e3 * found.predicted_with_hand_over:.1f} ms, "
-            f"ratio {found.step / found.predicted_with_hand_over:.3f}"
+            f"with them {1e3 * found.predicted_with_transfers:.1f} ms, "
+            f"ratio {found.step / found.predicted_with_transfers:.3f}"
         )
     lines += _deferral(program, found)
     if config.simulate_devices > 1 and pipe > 1:
