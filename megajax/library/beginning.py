@@ -25,7 +25,7 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     """The configuration of a preset.
 
     Args:
-        name_or_file: a name as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
+        name_or_file: a name such as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
         overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
             those of preset files; `megajax train --help` lists them as flags.
 
@@ -73,7 +73,7 @@ def init(config: Config | str | Path) -> Model:
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that `init` names, else the one that is given; None where neither has one."""
+    """`named_or_init_tokenizer`, if its ids fit the model."""
     tokenizer = named_or_init_tokenizer(config)
     if tokenizer is not None and config.tokenizer.path and tokenizer.size > config.model.vocab_size:
         raise UserError(

@@ -1,6 +1,6 @@
 """The data of a run: its corpus, or several blended, and its validation sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,72 +140,67 @@ def given_samples(
     return kind.all(config, tokens, tokenizer, overlap)
 
 
-def _kind(config: Config) -> "_Kind":
+def _kind(config: Config) -> "_TextSamples":
     return _KINDS[FAMILIES[config.model.family].samples]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Samples of a kind.
+class _TextSamples:
+    """Samples of a language model: documents packed into fixed-length sequences."""
 
-    Attributes:
-        sentences: documents are cut in sentences.
-        check: raises `UserError` for a configuration that no corpus has samples for.
-        split: samples of the training and of the validation split; the number is the overlap of `EvaluationSamples`.
-        all: samples of all documents, to evaluate on; the tokenizer is that of the tokens.
-    """
+    sentences = False  # documents are split into sentences
 
-    sentences: bool
-    check: Callable[[Config], None]
-    split: Callable[[Config, Corpus, int], tuple[EpochSamples, CorpusSamples]]
-    all: Callable[[Config, SequenceDocuments, Tokenizer | None, int], CorpusSamples]
+    def check(self, config: Config) -> None:
+        """Refuse a configuration that no corpus has samples for."""
 
+    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+        """Samples of the training and the validation split; `overlap` is that of `EvaluationSamples`."""
+        return gpt.train_and_validation(
+            corpus.tokens,
+            sequence_length=config.model.sequence_length,
+            validation_fraction=config.data.validation_fraction,
+            seed=config.seed,
+            overlap=overlap,
+            with_positions=config.data.reset_attention,
+        )
 
-def _split_text(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-    return gpt.train_and_validation(
-        corpus.tokens,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        overlap=overlap,
-        with_positions=config.data.reset_attention,
-    )
-
-
-def _all_text(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
-    length, resets = config.model.sequence_length, config.data.reset_attention
-    return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
+    def all(
+        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
+    ) -> CorpusSamples:
+        """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
+        length, resets = config.model.sequence_length, config.data.reset_attention
+        return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
 
 
-def _check_pairs(config: Config) -> None:
-    pairs.check_length(config.model.sequence_length)
+class _PairSamples(_TextSamples):
+    """Samples of BERT: pairs of segments of masked sentences."""
 
+    sentences = True
 
-def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-    return pairs.train_and_validation(
-        corpus.tokens,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
-    )
+    def check(self, config: Config) -> None:
+        pairs.check_length(config.model.sequence_length)
 
+    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+        return pairs.train_and_validation(
+            corpus.tokens,
+            sequence_length=config.model.sequence_length,
+            validation_fraction=config.data.validation_fraction,
+            seed=config.seed,
+            vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
+        )
 
-def _all_pairs(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
-    pairs.check_sentences(tokens)
-    length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
-    return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
+    def all(
+        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
+    ) -> CorpusSamples:
+        pairs.check_sentences(tokens)
+        length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
+        return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
 
 
 def _pieces(tokens: SequenceDocuments, tokenizer: Tokenizer | None) -> WordPieces:
     return WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
 
 
-_KINDS = {
-    "text": _Kind(sentences=False, check=lambda config: None, split=_split_text, all=_all_text),
-    "pairs": _Kind(sentences=True, check=_check_pairs, split=_split_pairs, all=_all_pairs),
-}
-"""What `Entry.samples` of the registry names."""
+_KINDS = {"text": _TextSamples(), "pairs": _PairSamples()}  # by `Entry.samples` of the registry
 
 
 def _flag(is_source: bool) -> str:

@@ -36,25 +36,15 @@ SECONDS_PER_MEASUREMENT = 0.4
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured times in seconds.
+    """Measured times in seconds. Predictions follow from the schedule's table and the times of the passes."""
 
-    Attributes:
-        times: of the stages and their chunks, each measured alone, the others idle; `backward` with weight gradients.
-        apart: the same with `backward` without weight gradients, which are beside it; None in a pipe of one.
-        step: loss and gradients of a whole step with their reduction, without the optimizer.
-        predicted: the step's time that the schedule's table gives for the times of its passes, without the hand-overs.
-        predicted_with_transfers: and with them.
-        bubble: share of pause over the busiest stage's work that follows from them, without the hand-overs.
-        equal_bubble: the same for stages that take equally long.
-    """
-
-    times: StageTimes
-    apart: StageTimes | None
-    step: float
-    predicted: float
+    times: StageTimes  # of every chunk, measured alone while others are idle; `backward` includes weight gradients
+    apart: StageTimes | None  # likewise, with weight gradients apart from `backward`; None in a pipe of one
+    step: float  # loss and gradients of a whole step with their reduction, without the optimizer
+    predicted: float  # the same, without transfers between stages
     predicted_with_transfers: float
-    bubble: float
-    equal_bubble: float
+    bubble: float  # idle time over the busiest stage's work, without transfers
+    equal_bubble: float  # the same for stages that take equally long
 
 
 def profile_pipeline(config: Config) -> Profile:

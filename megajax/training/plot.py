@@ -20,20 +20,13 @@ _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 @dataclass
 class Curves:
-    """What a plot shows.
+    """What a plot shows."""
 
-    Attributes:
-        training, validation: steps and losses, nats per token; those that are not finite are left out.
-        tokens: steps, and the tokens of all steps up to them.
-        skipped: steps that were.
-        resumed: after how many steps a start of the run went on.
-    """
-
-    training: list[tuple[int, float]] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
+    training: list[tuple[int, float]] = field(default_factory=list)  # steps and losses, nats per token
+    validation: list[tuple[int, float]] = field(default_factory=list)  # likewise
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # steps, and the tokens of all steps up to them
+    skipped: list[int] = field(default_factory=list)  # steps
+    resumed: list[int] = field(default_factory=list)  # steps after which the run was resumed
     _skipped_steps: int = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
