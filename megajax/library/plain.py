@@ -38,7 +38,7 @@ class PlainModel:
 
     def __init__(self, config: Config, device: jax.Device | None = None):
         self.config, self.form = config, batch_form(config)
-        self._mesh: Mesh = make_mesh(1, 1, 1, [device or jax.devices()[0]])
+        self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
         self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE

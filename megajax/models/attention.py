@@ -7,22 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
-from megajax.models.attention_mask import AttentionMask
-from megajax.models.blocked_attention import blocked_attention
+from megajax.models.attend import attend
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.models.norms import RMSNorm
 from megajax.models.rotary import Rotary, rotated
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
-from megajax.parallel.random import Dropout, NamedKey
+from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named, recorded
 
 Beside = dict[str, Any]  # what is returned beside an activation, by name: figures, or in generation a cache
@@ -98,36 +94,3 @@ def attend_in_context(
     """Attention of a microbatch's tokens to those that they see, with its dropout."""
     dropout = context.dropout.fold(ATTENTION_WEIGHTS)
     return attend(q_BTHK, k_BSHK, v_BSHK, context.visible, dropout, backend), {}
-
-
-@jax.named_scope("attend")
-def attend(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, dropout: Dropout, backend: Backend
-) -> Array:
-    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
-
-    On GPUs by cuDNN where it can: its dropout would depend on the mesh, it knows half precision only, and of what a
-    query sees causality and padding here.
-    """
-    fits = fits_fused(q_BTHK.shape[-1], q_BTHK.dtype.itemsize)
-    if dropout.rate == 0 and visible.only_causal_or_padded and backend.fused_attention and fits:
-        heads_BTHK = jax.nn.dot_product_attention(
-            q_BTHK,
-            k_BSHK,
-            v_BSHK,
-            is_causal=visible.causal,
-            key_value_seq_lengths=visible.num_keys_B,
-            implementation="cudnn",
-        )
-        return checkpoint_name(heads_BTHK, "attention_heads")
-    bits_BH = None
-    if dropout.rate > 0:
-        num_heads = q_BTHK.shape[2]
-        head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-        bits_BH = dropout.bits_B[:, None].fold(head_H[None, :])
-    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, dropout.rate, backend)
-
-
-def fits_fused(head_size: int, item_size: int) -> bool:
-    """Whether cuDNN's attention takes such heads: half precision, a size of at most 256 that 8 divides."""
-    return item_size == 2 and head_size % 8 == 0 and head_size <= 256

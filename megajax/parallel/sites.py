@@ -6,6 +6,7 @@ the one region, its loops and conditionals, whatever is recomputed. When not rec
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.parallel.collectives import AXES, TENSOR, Axes, axis_index
+from megajax.axes import AXES
+from megajax.parallel.collectives import TENSOR, Axes, axis_index
 
 HEAD = "head"
 
@@ -36,7 +38,8 @@ class SiteRecord:
         split: that dim; None where there is none.
         first: where this device's part begins there.
         shared: other devices have the same part, and its gradient here is one of several that add up to it.
-        device: its coordinates on the mesh axes (data, pipe, tensor).
+        device: its coordinates on the mesh axes, in the order of `AXES`.
+        turn: when it was traced; within a layer, or in the head, sites are traced in the order of computation.
     """
 
     site: str
@@ -48,10 +51,12 @@ class SiteRecord:
     first: int
     shared: bool
     device: tuple[int, ...]
+    turn: int = 0
 
 
 Record = Callable[[SiteRecord], None]
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+_TURNS = itertools.count()
 _PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
 
 
@@ -101,10 +106,10 @@ def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR,
     shared = first is not None
     if first is None:
         first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
-    devices = jnp.stack([axis_index(axis) for axis in AXES])
+    devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
     def tell(backward: bool, value: Array, *where: Array) -> None:
-        jax.debug.callback(partial(_tell, record, name, split, shared, backward), value, *where)
+        jax.debug.callback(partial(_tell, record, name, split, shared, turn, backward), value, *where)
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
@@ -127,6 +132,7 @@ def _tell(
     name: str,
     split: int | None,
     shared: bool,
+    turn: int,
     backward: bool,
     value: Any,
     layer: Any,
@@ -137,4 +143,4 @@ def _tell(
     arrays = (np.array(array) for array in (value, samples))
     coordinates = tuple(int(index) for index in np.asarray(device))
     own, rows = arrays
-    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates))
+    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates, turn))

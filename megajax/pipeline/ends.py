@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.parallel.collectives import DATA, PIPE, broadcast_stage, vary, varying_axes
+from megajax.axes import BATCH_AXES
+from megajax.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.parallel.shards import Shards
 from megajax.pipeline.rows import End, Predicate, Row, Work
 from megajax.pipeline.stages import Layers, when
@@ -79,7 +80,7 @@ class EmbeddingAndHead:
     @property
     def axes(self) -> tuple[str, ...]:
         """What the losses vary over before they are reduced: of a split vocabulary, every stage sees all."""
-        return (DATA,) if self.vocabulary_split else (DATA, PIPE)
+        return BATCH_AXES if self.vocabulary_split else (*BATCH_AXES, PIPE)
 
     def take(self, microbatch: int | Array) -> Microbatch:
         """One microbatch."""

@@ -1,7 +1,7 @@
 """One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
 
 Every tick a stage runs at most one microbatch through a chunk forward and one backward, each under a conditional, and
-hands activations up and gradients down. Collectives over `tensor` and `data` may stand inside the conditionals (their
+hands activations up and gradients down. Collectives over the other axes may stand inside the conditionals (their
 groups share a stage, and so the branch); those over `pipe` stand only where all stages take part. Predicates known from
 the table are decided while tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this
 loop without conditionals and without a buffer.

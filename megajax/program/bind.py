@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from megajax.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.models.context import Context
 from megajax.models.family import CutModel
 from megajax.models.mlp import save_expensive
 from megajax.parallel import sites
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary, varying_axes
+from megajax.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.parallel.random import Dropout
 from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
@@ -25,7 +27,8 @@ UNSCALED = np.float32(1.0)
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
     """How many targets every loss and every measure has in the global batch."""
-    return sum_over(program.form.counts(batch), (DATA,))
+    counts = program.form.counts(batch)
+    return complete(counts, dict.fromkeys(counts, PartitionSpec()))
 
 
 def training_pipeline(
@@ -63,13 +66,13 @@ def _bind(
 ) -> Pipeline:
     config, layout = program.config, program.layout
     num_rows = next(iter(batch.values())).shape[0]
-    row_B = axis_index(DATA) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     # Declared varying once, here, gradients stay local sums until they are reduced once per step.
-    axes = (DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)
+    axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES
     shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
 
     def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
-        weight = vary(weight, (DATA, TENSOR) if needs_tensor_sum else axes)
+        weight = vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
         return weight.reshape(-1, *weight.shape[3:])
 
     blocks = jax.tree.map(of_chunks, params["blocks"], layout.needs_tensor_sum["blocks"])

@@ -9,14 +9,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.mesh import BATCH_SPEC
 from megajax.models.lora import LORA
 from megajax.optim.adam import clip_by_norm, global_norm, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import complete
 from megajax.program.bind import UNSCALED, training_pipeline
-from megajax.program.program import Batch, Program
+from megajax.program.program import BATCH, Batch, Program
 from megajax.program.state import TrainState
 
 Tree = Any
@@ -26,21 +25,21 @@ SCALAR = PartitionSpec()
 def train_step(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
     specs = program.layout.specs
-    return program.compiled(_train_step, (specs, BATCH_SPEC), (specs, SCALAR), donate_argnums=0)
+    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), donate_argnums=0)
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping: of the
     weights, or of LoRA's adapters."""
     specs, trained = program.layout.specs, program.layout.trained_specs
-    return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, trained), donate_argnums=0)
+    return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
     """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced, of the weights
     that layers compute with."""
     layout = program.layout
-    in_specs = (layout.specs.params, BATCH_SPEC, SCALAR)
+    in_specs = (layout.specs.params, BATCH, SCALAR)
     return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.owned_specs))
 
 

@@ -131,7 +131,7 @@ def evaluation_config(
     if mesh is None and not any(key.startswith("mesh.") for key in overrides):
         config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
     validate_mesh(config, jax.device_count())
-    rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
+    rows = config.mesh.row_shards * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 
 

@@ -40,10 +40,9 @@ def describe(program: Program, data: RunData | TaskData) -> str:
 
 
 def _mesh(config: Config) -> str:
-    mesh = config.mesh
     sequence = ", sequence split over tensor" if config.sequence_parallel else ""
     return (
-        f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
+        f"mesh: {config.mesh} on {jax.device_count()} "
         f"{jax.devices()[0].platform} devices, {jax.process_count()} processes{sequence}"
     )
 

@@ -44,12 +44,8 @@ from megajax.runs.directory import stored_config
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import mark, marked_format
+from megajax.runs.stored import DamagedCheckpoint
 from megajax.training.watchdog import Status, read_status
-
-try:
-    from megajax.runs.stored import DamagedCheckpoint  # type: ignore[import-not-found]
-except ImportError:
-    from megajax.runs.checkpoint import DamagedCheckpoint
 
 REFUSALS = UserError, RunError, DamagedCheckpoint
 
@@ -61,11 +57,12 @@ def _tokenizer(kind: str):
     return train_tokenizer(TEXTS, 280 if kind == "bpe" else 120, kind)  # type: ignore[arg-type]
 
 
-def _write_tokens(folder: Path) -> None:
+def _write_tokens(folder: Path) -> np.ndarray:
     tokenizer = _tokenizer("bpe")
     with IndexedWriter(folder / "m", tokenizer.size) as writer:
         for text in TEXTS:
             writer.add_document([*tokenizer.encode(text), tokenizer.end_of_text])
+    return writer.digests
 
 
 def _read_tokens(folder: Path) -> None:
@@ -160,13 +157,8 @@ def _read_corpus(folder: Path) -> None:
 
 
 def _write_prepared(folder: Path) -> None:
-    _write_tokens(folder)
     _tokenizer("bpe").save(folder / "m.tokenizer")
-    blocks = IndexedWriter(folder / "other", 280)
-    with blocks:
-        for text in TEXTS:
-            blocks.add_document([*_tokenizer("bpe").encode(text), _tokenizer("bpe").end_of_text])
-    digests = digests_of(dataset_files(folder / "m")[0], blocks.digests, folder / "m.tokenizer")
+    digests = digests_of(dataset_files(folder / "m")[0], _write_tokens(folder), folder / "m.tokenizer")
     (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
 
 

@@ -87,7 +87,7 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
     @jax.jit
     @partial(
         jax.shard_map,
-        mesh=make_mesh(1, 1, size, jax.devices()[:size]),
+        mesh=make_mesh(jax.devices()[:size], tensor=size),
         in_specs=(specs, activation, activation),
         out_specs=(activation, {"weights": specs, "input": activation}),
     )

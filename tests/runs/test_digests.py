@@ -135,7 +135,7 @@ def test_the_sign_of_zero_is_noticed() -> None:
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_it_does_not_depend_on_the_mesh(memory: str) -> None:
     """Divided over all, over some and over no devices, a part that several have counts once."""
-    mesh = make_mesh(2, 2, 2, jax.devices()[:8])
+    mesh = make_mesh(jax.devices()[:8], data=2, pipe=2, tensor=2)
     array = np.random.default_rng(0).normal(size=(5, 8, 4)).astype(np.float32)
     tree = {
         str(spec): jax.device_put(array, NamedSharding(mesh, spec, memory_kind=memory))
