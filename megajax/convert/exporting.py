@@ -24,7 +24,7 @@ from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
 from megajax.tasks.registry import TASKS
 
@@ -38,7 +38,7 @@ def export_config(run_dir: Path) -> Config:
         UserError: there is no run, or no class of transformers can hold its model.
     """
     check_run(run_dir, "RUN")
-    config = kept_config(run_dir, {})
+    config = stored_config(run_dir, {})
     exchange_of_run(run_dir, config, Origin.read(run_dir))
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 

@@ -40,7 +40,7 @@ from megajax.generation.text import read_prompts
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.presets import load_preset, resolve
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import mark, marked_format
@@ -298,7 +298,7 @@ READERS = [
     Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
     Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
-    Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
+    Reader("config.toml of a run", _write_config, lambda folder: stored_config(folder, {}), ("config.toml",)),
     Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
     Reader("tokenizer: WordPiece", _tokenizer("wordpiece").save, _use_tokenizer, ("vocab.txt",)),
     *(
