@@ -93,8 +93,8 @@ class Row:
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
-    """The values in the table of `stage` that change from tick to tick, to scan over; and a function that makes a row of
-    the values of one tick."""
+    """The values in the table of `stage` that change from tick to tick, to scan over; and a function that makes a row
+    of one tick's values."""
     up, down, last = schedule.forward, schedule.backward, schedule.num_virtual - 1
     tables = Row(
         forward=_work(up),

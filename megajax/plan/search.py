@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megajax.axes import AXES
+from megajax.axes import AXES, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
@@ -279,8 +279,9 @@ def _nothing(
                 return error
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
+    rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES)
     return UserError(
-        f"--devices {devices}{stays}: no mesh of so many; --mesh.data has to divide --train.global-batch {batch}, "
+        f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
         f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
         f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"

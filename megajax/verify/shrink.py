@@ -191,8 +191,7 @@ class _Sizes:
         return found
 
     def num_layers(self) -> int:
-        """One or two layers in every virtual stage, or none in the last ones; as uneven over the stages as the
-        original."""
+        """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""
         layers, chunks = self._model.num_layers, self._config.pipeline.chunks
         theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
         each, left = divmod(layers, theirs)
@@ -201,7 +200,7 @@ class _Sizes:
         wanted = max(1, round(ours * left / theirs))
         uneven = layers % self._theirs.pipe != 0
         some = [n for n in range(1, ours) if (n % self._ours.pipe != 0) == uneven] or list(range(1, ours))
-        return ours * min(each, 1) + min(some, key=lambda n: abs(n - wanted))
+        return ours + min(some, key=lambda n: abs(n - wanted))
 
     def num_microbatches(self) -> int:
         """Fewer than stages, as many, a multiple, or more but no multiple, as in the original."""
