@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Iterable
 
 from megajax.config import Config
-from megajax.plan.communication import Communication, communication, totals
+from megajax.plan.communication import totals
+from megajax.plan.weight_traffic import Communication
 from megajax.program.communication import Collective
+from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding
 
 
 def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
     """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape."""
-    expected = communication(config)
+    expected = theory_of(config)
     wanted, there = totals(expected), totals(found)
     wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]
     where = f"{sum(wanted.values())} collectives, {_bytes(wanted):,} bytes"
