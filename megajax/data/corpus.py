@@ -36,7 +36,7 @@ class Corpus:
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made; reads only, on any process."""
+    """Open what `make_corpus` made. Any process may call this; nothing is written."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
@@ -81,8 +81,8 @@ def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: 
 def evaluation_tokens(
     path: str, tokenizer: Tokenizer, *, sentences: bool = False, flag: str = "--data"
 ) -> SequenceDocuments:
-    """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
-    single text file is one document.
+    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
+    file is one document.
     """
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
@@ -97,7 +97,7 @@ def has_corpus(output_dir: str | Path) -> bool:
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
-    """Whether a folder has a tokenizer, that of imported weights, and nothing else."""
+    """Whether a folder holds nothing but a tokenizer, as after an import of weights."""
     folder = Path(output_dir)
     return (
         reading.names(folder) == {"tokenizer"}
@@ -107,12 +107,12 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder."""
+    """The tokenizer in a folder; it must have at most `vocab_size` ids."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 
 def fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
-    """A tokenizer, refused where it has more ids than `vocab_size`."""
+    """The tokenizer itself, unless it has more ids than `vocab_size`, which is an error."""
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "
