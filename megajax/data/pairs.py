@@ -196,7 +196,7 @@ def _filled(array_N: npt.NDArray[np.int32], length: int, padding: int) -> npt.ND
 
 
 def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
-    """Tokens to cut off two segments, one after the other from the one that is longer then, until both fit."""
+    """How many tokens to cut off each of two segments, always from the longer one, until both fit."""
     surplus = max(0, length_a + length_b - target)
     of_longer = min(surplus, abs(length_a - length_b))
     both = surplus - of_longer
@@ -205,7 +205,7 @@ def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
 
 
 def _cut(length: int, surplus: int, bits: Bits) -> slice:
-    """What stays of a segment, each token of the surplus having gone from its front or its back at random."""
+    """The remaining slice of a segment; each surplus token is cut from the front or the back at random."""
     surplus = max(0, surplus)
     front = int((bits.raw(surplus) >> np.uint64(63)).sum()) if surplus else 0
     return slice(front, length - surplus + front)
