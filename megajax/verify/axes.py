@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from megajax.config import Config
-from megajax.verify.check import STEPS, exact, all_checks, with_axes
+from megajax.verify.check import STEPS, all_checks, exact, with_axes
 from megajax.verify.fold import shown
 from megajax.verify.run import run
 from megajax.verify.verdict import Finding, Verdict

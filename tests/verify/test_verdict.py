@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_config
 
 from megajax.config import Config
-from megajax.verify.check import exact, all_checks, one_device, widened, with_axes
+from megajax.verify.check import all_checks, exact, one_device, widened, with_axes
 from megajax.verify.run import MeshRun
 from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding, Verdict
