@@ -1,4 +1,4 @@
-"""Which pipelines there are, and whose tables are not too large to make. No JAX here."""
+"""Check that a pipeline is valid and its table not too large. No JAX here."""
 
 from megajax.errors import UserError
 from megajax.pipeline.config import PipelineConfig
