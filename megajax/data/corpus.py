@@ -6,7 +6,7 @@ from pathlib import Path
 from megajax import reading
 from megajax.data.digests import CheckedTokens
 from megajax.data.encoding import encode_documents
-from megajax.data.indexed import IndexedDataset, dataset_files
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.prepared import prepared_prefix, prepared_tokens
 from megajax.data.report import (
     CorpusReport,
@@ -47,10 +47,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     if report.dataset:
         advice = "valid: the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
-    try:
-        tokens = IndexedDataset(prefix)
-    except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+    tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
         raise UserError(
             f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"

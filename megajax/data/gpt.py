@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, shuffled
 from megajax.data.split import held_out
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -93,14 +93,11 @@ class TrainSamples:
         seed: int,
         with_positions: bool = False,
     ) -> None:
-        from grain import MapDataset
-
         num_tokens = int(np.diff(documents.document_offsets)[numbers].sum())
         self.sequence_length, self._with_positions = sequence_length, with_positions
         self.epoch_size = (num_tokens - 1) // sequence_length
         assert self.epoch_size > 0, "shorter than one sequence"
-        shuffle_seed = int(np.random.SeedSequence((_SAMPLE_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _SAMPLE_ORDER, seed)
         self._lock = threading.Lock()
 
         @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart

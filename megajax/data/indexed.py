@@ -130,6 +130,14 @@ class IndexedWriter:
             (self._place / file.name).replace(file)
 
 
+def open_dataset(prefix: Path, advice: str) -> IndexedDataset:
+    """A dataset; `advice` says what to do where it is damaged."""
+    try:
+        return IndexedDataset(prefix)
+    except UserError as error:
+        raise UserError(f"{error}; {advice}") from None
+
+
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
     """PREFIX.idx and PREFIX.bin."""
     return Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

@@ -16,7 +16,7 @@ from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
 from megajax.data.masking import WordPieces, masked
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, shuffled
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
@@ -73,8 +73,6 @@ class TrainPairs:
         seed: int,
         vocabulary: WordPieces,
     ) -> None:
-        from grain import MapDataset
-
         check_length(sequence_length)
         self.sequence_length, self._key = sequence_length, key_of(_TRAIN, seed)
         self._documents, self._vocabulary = documents, vocabulary
@@ -88,8 +86,7 @@ class TrainPairs:
         self._epoch_chunks = epoch_chunks
         self.epoch_size = len(epoch_chunks(0)[0])
         assert self.epoch_size > 0, "no tokens"
-        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
         with self._lock:  # so that only one thread builds an epoch

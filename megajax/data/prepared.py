@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megajax import reading
 from megajax.data.digests import block_digests, root
-from megajax.data.indexed import IndexedDataset, dataset_files
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer
 from megajax.errors import UserError
 from megajax.paths import scheme
@@ -77,10 +77,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     check_index(index_file, expected, advice)
     if reading.is_folder(tokenizer_folder(prefix)):
         check_tokenizer(tokenizer_folder(prefix), expected, advice)
-    try:
-        tokens = IndexedDataset(prefix)
-    except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+    tokens = open_dataset(prefix, advice)
     blocks = block_digests(tokens.tokens)
     if root(blocks) != expected.get(TOKENS):
         raise UserError(f"{tokens_file}: not what was written; {advice}")

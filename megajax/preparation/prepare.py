@@ -31,7 +31,7 @@ from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.progress import Clock, Show
+from megajax.preparation.progress import Show, measuring
 from megajax.preparation.report import printable, report, throughput
 from megajax.preparation.shards import KEPT, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean_shard
@@ -68,24 +68,24 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
 
 def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
     """Run all stages; the report without its plan."""
-    options, clock = task.options, Clock()
+    options, seconds = task.options, dict[str, float]()
     with Workers(workers) as pool:
-        with clock.measuring("cleaning"):
+        with measuring(seconds, "cleaning"):
             num_shards = _clean(task, files, work, pool, show)
-        with clock.measuring("tokenizer"):
+        with measuring(seconds, "tokenizer"):
             tokenizer = _tokenizer(task, work, num_shards, show)
             test_sets = _test_sets(task, work)
-        with clock.measuring("analysis"):
+        with measuring(seconds, "analysis"):
             _analyse(task, work, num_shards, pool, show)
         corpus = Shards(work, num_shards)
         exact = near = Copies.none()
-        with clock.measuring("duplicates"):
+        with measuring(seconds, "duplicates"):
             show.begin("looking for duplicates")
             if options.duplicates != "keep":
                 exact = duplicates.drop_exact(corpus)
             if options.duplicates == "near":
                 near = duplicates.drop_near(corpus, options.jaccard, pool)
-    with clock.measuring("writing"):
+    with measuring(seconds, "writing"):
         show.begin("writing")
         found = report(task, corpus, files, tokenizer, test_sets, exact, near) | {"resumed": resumed}
         if not (corpus.rule == KEPT).any():
@@ -96,7 +96,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)
-    return found | {"digests": digests} | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
+    return found | {"digests": digests} | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
 
 
 def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:

@@ -48,15 +48,9 @@ class Show:
             self._bar.stop()
 
 
-class Clock:
-    """The time of each stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def measuring(self, stage: str) -> Iterator[None]:
-        """Measure the `with` block as a stage."""
-        began = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - began
+@contextlib.contextmanager
+def measuring(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Measure the `with` block as a stage, in `seconds`."""
+    began = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - began

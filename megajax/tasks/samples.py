@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.bits import hashed, key_of
-from megajax.data.samples import Sample, Samples
+from megajax.data.samples import Sample, Samples, shuffled
 from megajax.data.split import held_out
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
@@ -90,12 +90,9 @@ class EpochOrder:
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
-        from grain import MapDataset
-
         self.sequence_length, self.epoch_size, self._samples = samples.sequence_length, len(samples), samples
         assert self.epoch_size > 0, "no samples"
-        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
         return self._samples[self._order[number]]
