@@ -305,15 +305,15 @@ def _sent(traced: ClosedJaxpr, rows: int) -> tuple[Sent, ...]:
 def _regions(forward: Jaxpr, backward: Jaxpr, rows: int) -> Iterator[Region]:
     """Those of the forward pass, each up to the sum that ends it."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn))
-    products: dict[Any, Product] = {}  # by their left operand
+    products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
         if _multiplies_weights(eqn):
-            before, new = products.get(eqn.invars[0]), _dims(eqn, rows)
-            columns = new.of_row[2] + (before.dims.of_row[2] if before else 0)
             again = repeated[_signature(eqn)] > 0
             repeated[_signature(eqn)] -= again
-            products[eqn.invars[0]] = Product(replace(new, of_row=(*new.of_row[:2], columns)), again)
+            before, new = products.get((eqn.invars[0], again)), _dims(eqn, rows)
+            columns = new.of_row[2] + (before.dims.of_row[2] if before else 0)
+            products[eqn.invars[0], again] = Product(replace(new, of_row=(*new.of_row[:2], columns)), again)
         elif _is_fused_attention(eqn) or eqn.primitive.name == "dot_general":
             attends = True
         elif COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "reduce-scatter") and products:
