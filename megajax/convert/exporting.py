@@ -17,7 +17,7 @@ from megajax.convert.origin import Origin
 from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects
 from megajax.convert.weights import Tensor, tensors_of
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.mesh import make_mesh
@@ -73,7 +73,7 @@ def export_hf(
     check_new(folder, "PATH")
     model, origin = config.model, Origin.read(run_dir)
     own = run_dir / "data" / "tokenizer"
-    tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
+    tokenizer = corpus_tokenizer(run_dir / "data") if reading.kind(own) else None
     exchange, dtype = exchange_of_run(run_dir, config, origin), dtype or origin.dtype
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)

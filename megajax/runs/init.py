@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax import reading
 from megajax.config import Config
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
@@ -73,7 +73,7 @@ def check_init(config: Config) -> None:
 def init_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer of the run of `--init`; None if it has none."""
     folder = Path(config.init) / "data"
-    return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+    return corpus_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
 
 
 def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
@@ -103,7 +103,7 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
     """Put the tokenizer of a model's weights in a folder of data that holds no corpora yet. If another one is there,
     the error says where this one is from (`source`) and what to do (`valid`)."""
     if is_tokenizer_folder(folder / "tokenizer"):
-        if kept_tokenizer(folder) != tokenizer:
+        if corpus_tokenizer(folder) != tokenizer:
             raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
     elif not has_run_data(config, folder):
         tokenizer.save(folder / "tokenizer")

@@ -13,7 +13,7 @@ import numpy as np
 
 from megajax import reading
 from megajax.config import Config, MeshConfig
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.launch import start
@@ -140,7 +140,7 @@ def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
     folder = run_dir / "data" / "tokenizer"
     if not reading.kind(folder):
         raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
-    tokenizer = kept_tokenizer(run_dir / "data")
+    tokenizer = corpus_tokenizer(run_dir / "data")
     if tokenizer.size > config.model.vocab_size:
         raise UserError(
             f"--checkpoint {run_dir}: the tokenizer in {folder} has {tokenizer.size} ids; "

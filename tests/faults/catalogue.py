@@ -462,7 +462,7 @@ CLASSES: dict[str, list[Fault]] = {
             "parallel.random.Dropout.at",
             "RandomBits.from_seed(seed).fold(step)",
             "RandomBits.from_seed(seed)",
-            tests("tests/models/test_gpt_forward.py"),
+            tests("tests/models/test_decoder_forward.py"),
         ),
     ],
     "Shards of ZeRO": [

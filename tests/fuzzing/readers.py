@@ -25,7 +25,7 @@ from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
-from megajax.data.corpus import kept_tokenizer, open_corpus
+from megajax.data.corpus import corpus_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.making import make_corpus
@@ -151,7 +151,7 @@ def _write_corpus(folder: Path) -> None:
 
 def _read_corpus(folder: Path) -> None:
     corpus = open_corpus(folder / "data", 280)
-    kept_tokenizer(folder / "data")
+    corpus_tokenizer(folder / "data")
     for number in range(corpus.tokens.num_documents):
         corpus.tokens.document(number).sum()
 
