@@ -6,7 +6,7 @@ from pathlib import Path
 from megajax import reading
 from megajax.data.digests import CheckedTokens
 from megajax.data.encoding import encode_documents
-from megajax.data.indexed import IndexedDataset, dataset_files
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.prepared import prepared_prefix, prepared_tokens
 from megajax.data.report import (
     CorpusReport,
@@ -36,21 +36,18 @@ class Corpus:
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made; reads only, on any process."""
+    """Open what `make_corpus` made. Any process may call this; nothing is written."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
     index_file, tokens_file = dataset_files(prefix)
     again = f"or, {report.source} being unchanged, no {folder}: then the corpus is made again"
     advice = f"valid: the file as it was, {again}"
-    tokenizer = _kept_tokenizer(folder, report, vocab_size, advice)
+    tokenizer = _own_tokenizer(folder, report, vocab_size, advice)
     if report.dataset:
         advice = "valid: the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
-    try:
-        tokens = IndexedDataset(prefix)
-    except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+    tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
         raise UserError(
             f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"
@@ -64,7 +61,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     return Corpus(tokens, tokenizer, report)
 
 
-def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
+def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
     """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests."""
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
@@ -73,7 +70,7 @@ def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
     return load_tokenizer(own)
 
 
-def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
+def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
     own = folder / "tokenizer"
     check_tokenizer(own, report.digests, advice)
     if report.dataset and not reading.kind(own):
@@ -84,8 +81,8 @@ def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice:
 def evaluation_tokens(
     path: str, tokenizer: Tokenizer, *, sentences: bool = False, flag: str = "--data"
 ) -> SequenceDocuments:
-    """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
-    single text file is one document.
+    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
+    file is one document.
     """
     prefix = prepared_prefix(path, flag=flag)
     if prefix is None:
@@ -100,7 +97,7 @@ def has_corpus(output_dir: str | Path) -> bool:
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
-    """Whether a folder has a tokenizer, that of imported weights, and nothing else."""
+    """Whether a folder holds nothing but a tokenizer, as after an import of weights."""
     folder = Path(output_dir)
     return (
         reading.names(folder) == {"tokenizer"}
@@ -110,12 +107,12 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder."""
+    """The tokenizer in a folder; it must have at most `vocab_size` ids."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 
 def fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
-    """A tokenizer, refused where it has more ids than `vocab_size`."""
+    """The tokenizer itself, unless it has more ids than `vocab_size`, which is an error."""
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "

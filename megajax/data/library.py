@@ -1,4 +1,4 @@
-"""Texts that every machine with Python has: the source files of its standard library, and the prose in them."""
+"""Texts on every machine with Python: the source files of its standard library, and the prose in them."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ def library_folder() -> Path:
 
 
 def prose(file: Path, source: bytes) -> list[str]:
-    """The documents of prose in a source file.
+    """The prose in a source file, as documents.
 
     One has the docstrings of the module, its classes and functions, in the order of the file, with blank lines between
     them; left out are paragraphs with interactive examples (`>>>`), and repetitions of a docstring. In the file of
@@ -52,8 +52,8 @@ def _collect(node: ast.AST, found: dict[str, None]) -> None:
     text = None
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node, clean=False)
-    if text and (kept := _without_examples(inspect.cleandoc(text))):
-        found[kept] = None
+    if text and (words := _without_examples(inspect.cleandoc(text))):
+        found[words] = None
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.expr):
             _collect(child, found)

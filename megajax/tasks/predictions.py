@@ -1,4 +1,4 @@
-"""Predictions as the official scorers read them: SQuAD's JSON, GLUE's TSV, and the like of it for RACE."""
+"""Files of predictions for the official scorers: SQuAD's JSON, GLUE's TSV, and a similar TSV for RACE."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 
 
 def check_predictions(path: str, records: Sequence[Record], flag: str = "--predictions") -> None:
-    """Check that predictions for records can be written: before they are made, which takes long."""
+    """Check that predictions for records can be written, before they are made, which takes long."""
     check_place(path, flag)
     if os.path.lexists(path):
         raise UserError(f"{flag} {path} is there already; valid: a name that nothing has")

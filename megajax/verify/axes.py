@@ -1,4 +1,4 @@
-"""Which axes of a mesh it takes to see a difference."""
+"""Find the smallest sets of mesh axes on which a difference shows."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from megajax.config import Config
-from megajax.verify.check import STEPS, exact, held_against, with_axes
+from megajax.verify.check import STEPS, all_checks, exact, with_axes
 from megajax.verify.fold import shown
 from megajax.verify.run import run
 from megajax.verify.verdict import Finding, Verdict
@@ -15,12 +15,13 @@ from megajax.verify.verdict import Finding, Verdict
 
 @dataclass(frozen=True)
 class AxesThatDiffer:
-    """The smallest sets of axes with which a difference is seen.
+    """The smallest sets of axes on which a difference shows.
 
     Attributes:
-        sets: of one size; the empty one: on a single device already, by the microbatches or what is recomputed.
-        config: on the mesh of the first of them.
-        findings: what failed there.
+        sets: all sets of that size. The empty set means that a single device differs already, because of microbatches
+            or recomputation.
+        config: the configuration on the first set.
+        findings: the checks that failed there.
     """
 
     sets: tuple[tuple[str, ...], ...]
@@ -62,8 +63,8 @@ def axes_that_differ(
             on_start(f"{shown(part.mesh)}, {part.precision}")
             states = () if exactly else reference.states
             other = run(part, devices, steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
-            held = held_against(reference, other, limits)
-            failed = tuple(each for each in held if not each.passed and (each.of_numbers or not numbers))
+            checked = all_checks(reference, other, limits)
+            failed = tuple(each for each in checked if not each.passed and (each.of_numbers or not numbers))
             if failed:
                 found.append((axes, part, failed))
         if found:

@@ -1,4 +1,4 @@
-"""Two traces held against each other by the project's rule."""
+"""How far two runs may be apart, and how far two traces are."""
 
 import math
 from dataclasses import dataclass
@@ -13,13 +13,36 @@ GRADIENT_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The largest errors that count as rounding.
+
+    Attributes:
+        loss: relative error of a step's loss.
+        gradient: ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient.
+        weight: the same for weights after the last step.
+    """
+
+    loss: float
+    gradient: float
+    weight: float
+
+
+LIMITS = {  # compared with one device in fp64; those of half precision are the parity tests'
+    "fp64": Limits(1e-12, 1e-12, 1e-12),
+    "fp32": Limits(LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_TOLERANCE),
+    "fp16": Limits(2e-5, 5e-3, 5e-3),
+    "bf16": Limits(2e-4, 4e-2, 4e-2),
+}
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How far a trace is from the reference.
 
     Attributes:
         loss_error: largest relative error of a step's loss.
-        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of a gradient leaf in any step.
-        worst_leaf: the leaf that has it.
+        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of any gradient leaf in any step.
+        worst_leaf: the leaf with that error.
     """
 
     loss_error: float
@@ -55,20 +78,20 @@ def scales(leaves: Leaves) -> dict[str, float]:
 
 
 def relative(value: float, expected: float) -> float:
-    """The error of a number in parts of it; as it is where 0 is expected."""
+    """Relative error; absolute if 0 is expected."""
     return finite(abs(value - expected) / abs(expected) if expected else abs(value))
 
 
 def norm(x: np.ndarray) -> float:
-    """Of all numbers, in double precision."""
+    """The 2-norm, in double precision."""
     return float(np.linalg.norm(x.astype(np.float64)))
 
 
 def finite(error: float) -> float:
-    """An error that can be compared: NaN is infinite."""
+    """The error, infinite if it is NaN."""
     return math.inf if math.isnan(error) else error
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Norm of the difference, in double precision."""
+    """The norm of the difference, in double precision."""
     return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))
