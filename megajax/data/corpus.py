@@ -7,7 +7,7 @@ from megajax import reading
 from megajax.data.digests import CheckedTokens
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
-from megajax.data.prepared import prepared_prefix, prepared_tokens
+from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix
 from megajax.data.report import (
     CorpusReport,
     check_index,
@@ -79,16 +79,20 @@ def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: 
 
 
 def evaluation_tokens(
-    path: str, tokenizer: Tokenizer, *, sentences: bool = False, flag: str = "--data"
+    path: str, tokenizer: Tokenizer | None, vocab_size: int, *, sentences: bool = False, flag: str = "--data"
 ) -> SequenceDocuments:
-    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
-    file is one document.
+    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence.
+
+    A single text file is one document. Only a text needs the tokenizer.
     """
-    prefix = prepared_prefix(path, flag=flag)
-    if prefix is None:
-        documents = TextDocuments(path, cut=False, flag=flag)
-        return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
-    return prepared_tokens(prefix, tokenizer.size, sentences=sentences, flag=flag)
+    if prefix := prepared_prefix(path, flag=flag):
+        tokens, _ = open_prepared(prefix)
+        check_sequences(tokens, prefix, sentences=sentences, flag=flag)
+        tokens.check_vocabulary(vocab_size)
+        return tokens
+    assert tokenizer is not None, "text, and no tokenizer"
+    documents = TextDocuments(path, cut=False, flag=flag)
+    return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
 
 
 def has_corpus(output_dir: str | Path) -> bool:

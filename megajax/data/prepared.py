@@ -53,14 +53,6 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
         )
 
 
-def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, flag: str = "--data") -> IndexedDataset:
-    """The tokens of a dataset to evaluate on, checked."""
-    tokens, _ = open_prepared(prefix)
-    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
-    tokens.check_vocabulary(vocab_size)
-    return tokens
-
-
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
     """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16].
 

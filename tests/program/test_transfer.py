@@ -110,7 +110,7 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
         canonical = jax.ShapeDtypeStruct(
             target.shape, target.dtype, sharding=NamedSharding(layout.mesh, target.sharding.spec)
         )
-        out = transfer.to_canonical(is_stacked(path), spec, target.sharding.spec).lower(source).compile()
+        out = transfer.to_canonical(is_stacked(path), spec, target.sharding.spec, target.dtype).lower(source).compile()
         back = transfer.from_canonical(is_stacked(path), target.sharding.spec, spec).lower(canonical).compile()
         for program in (out, back):
             memory = program.memory_analysis()
