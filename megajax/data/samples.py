@@ -1,4 +1,4 @@
-"""What samples are: to train on without end, or to evaluate on; and their random order."""
+"""Interfaces of samples to train on, without end, and to evaluate on; and the random order of training."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol

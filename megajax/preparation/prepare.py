@@ -1,4 +1,4 @@
-"""From raw text to a tokenized dataset, stage by stage; an interrupted stage goes on where it was."""
+"""From raw text to a tokenized dataset in stages; an interrupted stage resumes."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
 
 
 def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
-    """Run all stages; the report without its plan."""
+    """Run all stages; returns the report without its plan."""
     options, seconds = task.options, dict[str, float]()
     with Workers(workers) as pool:
         with measuring(seconds, "cleaning"):
@@ -100,7 +100,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
 
 
 def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:
-    """Read and clean the input; the number of shards."""
+    """Read and clean the input; returns the number of shards."""
     if (work / "clean.json").exists():
         with opened(work / "clean.json") as file:
             return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
@@ -154,14 +154,14 @@ def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list
 
 
 class _Broken:
-    """The broken lines of the shards, counted in order: the first one is the same for any number of workers."""
+    """Counts the broken lines of the shards in order, so that the first is the same for any number of workers."""
 
     def __init__(self, task: Task, files: TextFiles, work: WorkFolder) -> None:
         self._task, self._files, self._work = task, files, work
         self._next, self._count, self._first = 0, 0, ""
 
     def check(self) -> None:
-        """Count the lines of the shards that are done since the last call."""
+        """Count the broken lines of the shards that were finished since the last call."""
         while self._work.has("clean", self._next):
             lines, problem = self._work.load("clean", self._next, "broken", "problem")
             if len(lines) and not self._first:
@@ -219,7 +219,7 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
 
 
 def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: bool) -> dict[str, str]:
-    """Write the dataset and its tokenizer; their digests."""
+    """Write the dataset and its tokenizer; returns their digests."""
     with folder_atomically(tokenizer_folder(output), ours=has_only_tokenizer_files) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:

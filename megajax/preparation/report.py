@@ -28,7 +28,7 @@ def report(
     exact: Copies,
     near: Copies,
 ) -> dict[str, Any]:
-    """All figures of a preparation but its times.
+    """All figures of a preparation except its times.
 
     Examples are the first documents that each rule dropped; their places are FILE:NUMBER of the line or piece.
     """
@@ -123,7 +123,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
 
 
 def printable(text: str) -> str:
-    """A text that can be encoded, whatever the names of files in it: bytes that are not UTF-8 as in JSON."""
+    """A text that can be encoded: bytes of file names that are not UTF-8 are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -150,7 +150,7 @@ def _example(corpus: Shards, files: TextFiles, document: int) -> dict[str, Any]:
 
 
 def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
-    """Shares of each test set's different 8-grams: those in the text (paper §5.2), and those in the documents kept.
+    """The share of each test set's different 8-grams in the whole text (paper §5.2), and in the documents that stay.
 
     Documents that are empty or too short do not count as text; duplicates do, but add no gram to their originals'.
     """

@@ -99,7 +99,7 @@ class EpochOrder:
 
 
 def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[list[R], list[R]]:
-    """Records to train on and records for dev, both in their order, no context being in both.
+    """Records to train on and records for dev, both in order, without a shared context.
 
     In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
     more of them than that is trained on; if all have more, the one with the fewest is for dev.
@@ -121,6 +121,6 @@ def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[
 
 
 def shared_contexts(train: Sequence[Record], dev: Sequence[Record]) -> int:
-    """How many records of dev have a context that training has, too."""
+    """How many dev records have a context that is also in training."""
     contexts = {record.context for record in train}
     return sum(record.context in contexts for record in dev)

@@ -234,7 +234,7 @@ def test_evaluation_of_any_text(small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
     text = "Document 1\n\n" * 1000
     (tmp_path / "a.txt").write_text(text)
-    tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer)
+    tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer, tokenizer.size)
     assert tokens.num_documents == 1
     assert tokens.tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tokens) == text + "<|endoftext|>"
@@ -244,11 +244,11 @@ def test_evaluation_of_any_text(small_tokenizer, tmp_path):
 
 def test_evaluation_of_a_prepared_dataset(prefix, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
-    assert evaluation_tokens(prefix, tokenizer).num_documents == 40
+    assert evaluation_tokens(prefix, None, tokenizer.size).num_documents == 40
     with pytest.raises(UserError, match="beyond the vocabulary"):
-        evaluation_tokens(prefix, train_tokenizer(TEXTS, 260))
+        evaluation_tokens(prefix, None, 260)
     os.remove(prefix + ".bin")
     with pytest.raises(UserError, match=r"--data: only one of .* exists; valid: both"):
-        evaluation_tokens(prefix, tokenizer)
+        evaluation_tokens(prefix, None, tokenizer.size)
     with pytest.raises(UserError, match=r"--data: .*nowhere does not exist"):
-        evaluation_tokens("nowhere", tokenizer)
+        evaluation_tokens("nowhere", tokenizer, tokenizer.size)
