@@ -9,6 +9,7 @@ from typing import Any
 from megajax import reading
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.files import is_marked, write_atomically
+from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
 from megajax.preset_files import is_of_run, parse_toml, read_file
 from megajax.runs.formats import FORMAT
@@ -95,7 +96,7 @@ def _is_data(folder: Path) -> bool:
 
 
 _CORPUS = re.compile(r"source-[0-9]+|validation-[A-Za-z0-9_-]+")
-_TOKENIZER = {name + suffix for name in ("vocab.json", "merges.txt", "vocab.txt") for suffix in ("", ".partial")}
+_TOKENIZER = {name + suffix for name in TOKENIZER_FILES for suffix in ("", ".partial")}
 _HALF = {name + suffix for name in ("tokens.bin", "tokens.idx", "report.json") for suffix in ("", ".partial")}
 
 

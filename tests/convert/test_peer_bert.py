@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from drawn import drawn_state
 from hugging_face_bert import CLASSES, both_logits, peer_bert
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config, MeshConfig, to_toml
-from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
@@ -105,7 +104,7 @@ def test_logits_loss_and_gradients(order: str, mesh: tuple[int, int, int], vocab
     theirs_loss, theirs_gradients = peer_gradients(peer.double(), batch)
     loss, gradients = loss_and_gradients(program)(params, placed, np.int32(0))
     assert float(loss) == pytest.approx(theirs_loss, rel=1e-6)
-    expected = named_leaves(from_tensors(places(model), theirs_gradients.__getitem__, model))
+    expected = named_leaves(from_tensors(places_of(model), theirs_gradients.__getitem__, model))
     actual = named_leaves(program.layout.canonical_weights(jax.device_get(gradients)))
     assert expected.keys() == actual.keys()
     norms = {name: np.linalg.norm(leaf) for name, leaf in expected.items()}

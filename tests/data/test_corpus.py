@@ -60,8 +60,7 @@ def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
     assert report.tokenizer_seconds > 0 and report.encoding_seconds > 0
     files = {
         "report.json",
-        "tokenizer/merges.txt",
-        "tokenizer/vocab.json",
+        "tokenizer/tokenizer.json",
         "tokens.bin",
         "tokens.digests",
         "tokens.idx",

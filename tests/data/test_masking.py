@@ -11,12 +11,12 @@ from megajax.batch import most_masked
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.masking import WordPieces, masked
 from megajax.data.tokenizers import train_tokenizer
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.errors import UserError
 
 WORDS = [f"w{n}" for n in range(40)]
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *(f"##{word}" for word in WORDS)]
-PIECES = WordPieces.of(WordPieceTokenizer({token: number for number, token in enumerate(TOKENS)}))
+PIECES = WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS)}))
 SPECIAL = (2, 3)
 
 
@@ -90,13 +90,13 @@ def test_every_word_is_as_likely():
 
 def test_vocabularies_that_do_not_do():
     with pytest.raises(UserError, match=r"the tokenizer has no \[MASK\]; valid: a WordPiece vocabulary"):
-        WordPieces.of(WordPieceTokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4}))
+        WordPieces.of(wordpiece({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4}))
     with pytest.raises(
         UserError, match=r"that of x has no \[CLS\] and no \[SEP\] and no \[MASK\] and no \[PAD\]; valid"
     ):
         WordPieces.of(train_tokenizer(["some words"] * 9, 260), "that of x")
     with pytest.raises(UserError, match="the tokenizer has special tokens only"):
-        WordPieces.of(WordPieceTokenizer({token: number for number, token in enumerate(TOKENS[:5])}))
+        WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS[:5])}))
     with pytest.raises(UserError, match="the tokenizer is missing, and words are masked"):
         WordPieces.of(None)
 

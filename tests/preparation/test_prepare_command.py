@@ -88,7 +88,7 @@ def test_wordpiece_is_trained_and_used(tmp_path, capsys):
         "--tokenizer=wordpiece",
         "--min-tokens=0",
     )
-    assert (tmp_path / "a.tokenizer" / "vocab.txt").exists() and found["tokenizer_size"] <= 300
+    assert (tmp_path / "a.tokenizer" / "tokenizer.json").exists() and found["tokenizer_size"] <= 300
     assert found["documents"] == len(TEXTS) and decoded(tmp_path / "a")[0] == TEXTS[0]
 
 

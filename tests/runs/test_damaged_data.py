@@ -42,7 +42,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a link to itself": lambda file: (file.unlink(), file.symlink_to(file.name)),
 }
-BPE = ("tokens.bin", "tokens.idx", "tokens.digests", "tokenizer/vocab.json", "tokenizer/merges.txt", "report.json")
+BPE = ("tokens.bin", "tokens.idx", "tokens.digests", "tokenizer/tokenizer.json", "report.json")
 HARMLESS = {("report.json", "grown"), ("report.json", "truncated")}  # white space at the end of JSON
 
 
@@ -66,12 +66,12 @@ def read(data: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [*BPE, "tokenizer/vocab.txt"])
+@pytest.mark.parametrize("name", BPE)
 def test_damage(whole: Path, name: str, damage: str, tmp_path: Path) -> None:
     """One line that names the file and says what to do."""
     if (name, damage) == ("report.json", "flipped"):
         pytest.skip("test_every_bit_of_the_report")
-    data = shutil.copytree(whole / ("wordpiece" if name.endswith("vocab.txt") else "bpe"), tmp_path / "data")
+    data = shutil.copytree(whole / "bpe", tmp_path / "data")
     read(data)
     DAMAGES[damage](data / name)
     if (name, damage) in HARMLESS:
@@ -102,7 +102,7 @@ def test_every_bit_of_the_report(whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
-    """Without digests it opens, and its ids are checked; half a tokenizer is found."""
+    """Without digests it opens, and its ids are checked."""
     data = shutil.copytree(whole / "bpe", tmp_path / "data")
     report = json.loads((data / "report.json").read_text())
     del report["digests"]
@@ -114,9 +114,6 @@ def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokens\.bin: token id 65535 at position 0 is beyond the vocabulary"):
         read(data)
     (data / "tokens.bin").write_bytes(tokens)
-    (data / "tokenizer" / "merges.txt").unlink()
-    with pytest.raises(UserError, match=r"tokenizer has vocab\.json without merges\.txt"):
-        read(data)
     shutil.rmtree(data / "tokenizer")
     with pytest.raises(UserError, match="tokenizer is not a folder"):
         read(data)
@@ -142,8 +139,7 @@ def test_the_tokenizer_of_several_corpora(whole: Path, kind: str, tmp_path: Path
     )
     make_run_data(config, tmp_path / "data")
     assert kept_tokenizer(tmp_path / "data") == open_run_data(config, tmp_path / "data").tokenizer
-    file = tmp_path / "data" / "tokenizer" / ("vocab.txt" if kind == "wordpiece" else "vocab.json")
-    _flip(file)
+    _flip(tmp_path / "data" / "tokenizer" / "tokenizer.json")
     with pytest.raises(UserError, match="not what was written"):
         kept_tokenizer(tmp_path / "data")
 
@@ -162,9 +158,7 @@ def _prepared(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["zeroed", "flipped"])
-@pytest.mark.parametrize(
-    "name", ["m.bin", "m.idx", "m.tokenizer/vocab.json", "m.tokenizer/merges.txt", "m.report.json"]
-)
+@pytest.mark.parametrize("name", ["m.bin", "m.idx", "m.tokenizer/tokenizer.json", "m.report.json"])
 def test_prepared_datasets(name: str, damage: str, tmp_path: Path) -> None:
     """A damaged one begins no run; one that is damaged later is found, too, except its report and tokenizer, of which
     the run has copies. Without the report it is taken as it is, as Megatron-LM's are."""
@@ -183,4 +177,4 @@ def test_prepared_datasets(name: str, damage: str, tmp_path: Path) -> None:
     if name == "m.bin":
         (prefix.parent / "m.report.json").unlink()
         read_again = make_corpus(str(prefix), "", 300, tmp_path / "new")
-        assert read_again.report.digests.keys() == {"tokenizer/vocab.json", "tokenizer/merges.txt"}
+        assert read_again.report.digests.keys() == {"tokenizer/tokenizer.json"}
