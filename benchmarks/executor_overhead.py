@@ -22,13 +22,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.axes import BATCH_AXES
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.launch import avoid_known_faults
-from megajax.mesh import BATCH_SPEC, make_mesh
+from megajax.mesh import ROWS, make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
-from megajax.parallel.collectives import DATA, PIPE, sum_over, vary
+from megajax.parallel.collectives import PIPE, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.program.program import Program, scans_layers
 from megajax.program.train_step import loss_and_gradients
@@ -40,8 +41,8 @@ def hand_written(program: Program):
     num_microbatches = config.train.global_batch // config.train.microbatch
 
     def region(params, batch, step):
-        count = sum_over(jnp.sum(batch["targets"] >= 0), (DATA,))
-        params = vary(params, (DATA, PIPE))
+        count = sum_over(jnp.sum(batch["targets"] >= 0), BATCH_AXES)
+        params = vary(params, (*BATCH_AXES, PIPE))
 
         def loss_of(params, microbatch):
             dropout = Dropout.at(config.model.dropout, config.seed, step, microbatch["row"])
@@ -49,7 +50,7 @@ def hand_written(program: Program):
 
             def layer(x, slot):
                 weights, index = slot
-                return model.block(weights)(x, context, index), None
+                return model.block(weights)(x, context, index)[0], None
 
             unroll = not scans_layers(config, CPU)
             if config.train.remat == "layer":
@@ -64,18 +65,18 @@ def hand_written(program: Program):
             return jax.tree.map(jnp.add, carry, (loss, grads)), None
 
         batch = batch | {"row": jnp.arange(config.train.global_batch)}
-        batch = vary(batch, (DATA, PIPE))
+        batch = vary(batch, (*BATCH_AXES, PIPE))
         batch = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
-        zeros = (vary(jnp.zeros(()), (DATA, PIPE)), jax.tree.map(jnp.zeros_like, params))
+        zeros = (vary(jnp.zeros(()), (*BATCH_AXES, PIPE)), jax.tree.map(jnp.zeros_like, params))
         (loss, grads), _ = lax.scan(accumulate, zeros, batch)
         grads = {
-            "shared": sum_over(grads["shared"], (DATA, PIPE)),
-            "blocks": sum_over(grads["blocks"], (DATA,)),
+            "shared": sum_over(grads["shared"], (*BATCH_AXES, PIPE)),
+            "blocks": sum_over(grads["blocks"], BATCH_AXES),
         }
-        return sum_over(loss, (DATA, PIPE)), grads
+        return sum_over(loss, (*BATCH_AXES, PIPE)), grads
 
     specs = program.layout.specs.params
-    mapped = jax.shard_map(region, mesh=program.mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=(P(), specs))
+    mapped = jax.shard_map(region, mesh=program.mesh, in_specs=(specs, ROWS, P()), out_specs=(P(), specs))
     return jax.jit(mapped)
 
 
@@ -129,7 +130,7 @@ def main() -> None:
                 train=TrainConfig(steps=1, global_batch=args.microbatches, microbatch=1, remat=remat),
                 optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=10),
             )  # fmt: skip
-            program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
+            program = Program(config, make_mesh(jax.devices()[:1]))
             print(json.dumps(compare(program, args.rounds)), flush=True)
 
 

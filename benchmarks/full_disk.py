@@ -29,7 +29,7 @@ from megajax.data.corpus import has_corpus, open_corpus
 from megajax.ending import run
 from megajax.errors import RunError, UserError
 from megajax.presets import load_preset
-from megajax.runs.digests import problem_of
+from megajax.runs.digests import problem_of, read_manifest
 from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +126,8 @@ def check_run(folder: Path) -> None:
     """
     checkpoints = [entry for entry in folder.glob("checkpoints/*") if entry.name.isdecimal()]
     for checkpoint in checkpoints:
-        if not (checkpoint / "files.json").is_file() or problem_of(checkpoint):
-            raise RunError(f"{checkpoint} is not whole: {problem_of(checkpoint)}")
+        if problem := problem_of(checkpoint, read_manifest(checkpoint)):
+            raise RunError(f"{checkpoint} is not whole: {problem}")
     if (folder / "config.toml").exists():
         load_preset(folder / "config.toml")
     if (folder / "loss.png").exists() and not (folder / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82"):

@@ -41,7 +41,7 @@ def figures(args: argparse.Namespace, schedule: str, chunks: int, remat: str, nu
         train=TrainConfig(steps=1, global_batch=num_microbatches, microbatch=1, remat=remat),
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=10),
     )  # fmt: skip
-    program = Program(config, make_mesh(1, args.pipe, 1, jax.devices()[: args.pipe]))
+    program = Program(config, make_mesh(jax.devices()[: args.pipe], pipe=args.pipe))
     params = jax.eval_shape(program.layout.init).params
     batch = {name: jax.ShapeDtypeStruct((num_microbatches, args.sequence), "int32") for name in ("tokens", "targets")}
     compiled = loss_and_gradients(program).lower(params, batch, jax.ShapeDtypeStruct((), "int32")).compile()

@@ -58,7 +58,7 @@ def work(args: argparse.Namespace, process: int) -> None:
     from megajax.mesh import make_mesh
     from megajax.program.program import Program
 
-    program = Program(config, make_mesh(1, 2, 1))
+    program = Program(config, make_mesh(pipe=2))
     figures |= compare(program, args.rounds) if args.deferred else alone(program)
     if process == 0:
         print(json.dumps(figures), flush=True)
@@ -87,11 +87,12 @@ def compare(program: Any, rounds: int) -> dict:
     import numpy as np
 
     from megajax.pipeline.timing import StageTimes, wall_time
+    from megajax.program.synthetic import placed_batch
     from megajax.program.train_step import loss_and_gradients
-    from megajax.training.pipeline_timing import Passes, synthetic_batch, with_weight_gradients
+    from megajax.training.pipeline_timing import Passes, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
-    params, batch, first_step = program.layout.init().params, synthetic_batch(program), np.int32(0)
+    params, batch, first_step = program.layout.init().params, placed_batch(program, 0), np.int32(0)
     steps = {when: loss_and_gradients(p).lower(params, batch, first_step).compile() for when, p in programs.items()}
 
     def seconds(when: str) -> float:

@@ -109,7 +109,7 @@ def count(case: Case, devices) -> dict:
     from megajax.program.program import Program
 
     config = case.config()
-    program = Program(config, make_mesh(*case.mesh, devices[: config.mesh.num_devices]))
+    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
     slots = 1 if program.schedule.fused else program.schedule.num_slots
     sent = sent_bytes(program)
     return {
@@ -141,7 +141,7 @@ def measure(case: Case, devices, steps: int = 5) -> dict:
     from megajax.program.train_step import train_step
 
     config = case.config()
-    program = Program(config, make_mesh(*case.mesh, devices[: config.mesh.num_devices]))
+    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
     state, batch = program.layout.init(), program.put_batch(random_batch(config, 0), program.local_rows)
     seconds = []
     for _ in range(steps + 2):

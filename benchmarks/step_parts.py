@@ -37,22 +37,24 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from flax import nnx
     from jax.sharding import PartitionSpec
 
+    from megajax.axes import BATCH_AXES
     from megajax.mesh import make_mesh
-    from megajax.models.attention import attend
+    from megajax.models.attention import attend_in_context
     from megajax.models.attention_mask import CAUSAL
+    from megajax.models.context import Context
     from megajax.models.decoder.model import TransformerDecoder
     from megajax.models.norms import norm_of
     from megajax.models.stack import layer_of
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.boundary import F_AND_G
-    from megajax.parallel.collectives import DATA, TENSOR, vary
+    from megajax.parallel.collectives import TENSOR, vary
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program
     from megajax.program.synthetic import random_batch
     from megajax.program.train_step import train_step
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
-    program = Program(config, make_mesh(1, 1, 1, jax.devices()[:1]))
+    program = Program(config, make_mesh(jax.devices()[:1]))
     decoder = TransformerDecoder(model, NamedKey.from_seed(0), F_AND_G, program.backend)
     dtype = program.layout.compute_dtype
     x_BTD = jax.random.normal(jax.random.key(0), (rows, model.sequence_length, model.hidden_size), jnp.float32)
@@ -73,8 +75,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
 
         def forward(weights, x_BTD):
-            weights, x_BTD = vary((weights, x_BTD), (DATA,))
-            dropout = Dropout.at(model.dropout, 0, jnp.int32(0), vary(jnp.arange(rows, dtype=jnp.int32), (DATA,)))
+            weights, x_BTD = vary((weights, x_BTD), BATCH_AXES)
+            dropout = Dropout.at(model.dropout, 0, jnp.int32(0), vary(jnp.arange(rows, dtype=jnp.int32), BATCH_AXES))
             return call(nnx.merge(graph, weights), x_BTD, dropout)
 
         def pull(weights, x_BTD):
@@ -84,14 +86,16 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         compiled = []
         for function in (forward, pull):
             region = jax.shard_map(
-                function, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec((DATA, TENSOR))
+                function, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec((*BATCH_AXES, TENSOR))
             )
             compiled.append(jax.jit(region))
         return tuple(seconds(function, weights, x_BTD.astype(dtype)) for function in compiled)
 
     def attention(module, x_BTD, dropout):
-        position_1T = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
-        return module(x_BTD, position_1T, lambda *qkv: (attend(*qkv, CAUSAL, dropout, program.backend), None))[0]
+        return module(x_BTD, context_of(x_BTD, dropout), attend_in_context)[0]
+
+    def context_of(x_BTD, dropout):
+        return Context(dropout, CAUSAL, jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None])
 
     def head(module, x_BTD, dropout):
         context = module.context({"tokens": targets_BT}, dropout)
@@ -100,7 +104,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     block = layer_of(decoder.blocks, 0)
     calls = {
         "attention": (block.attention, attention, layers),
-        "MLP": (block.mlp, lambda module, x, _: module(x), layers),
+        "MLP": (block.mlp, lambda module, x, dropout: module(x, context_of(x, dropout)), layers),
         "norms": (norm_of(model), lambda module, x, _: module(x), 2 * layers),
         "head and loss": (decoder, head, 1),
     }

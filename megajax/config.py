@@ -5,11 +5,14 @@ A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megaja
 """
 
 import functools
+import math
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
+from megajax.axes import AXES, BATCH_AXES, ROW_AXES
 from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.models.config import LoraConfig, ModelConfig
@@ -27,16 +30,42 @@ _SIMULATED = between(0, 1024)  # which take JAX seconds; some thousands, minutes
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the three mesh axes."""
+    """Sizes of the mesh axes: a field for each line of the table in `megajax/axes.py`."""
 
     data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
     pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
     tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis by name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
     def num_devices(self) -> int:
         """Devices in the mesh, over all processes."""
-        return self.data * self.pipe * self.tensor
+        return self.size_of(AXES)
+
+    @property
+    def row_shards(self) -> int:
+        """How many shards the rows of a batch are divided into."""
+        return self.size_of(ROW_AXES)
+
+    @property
+    def zero_shards(self) -> int:
+        """How many shards ZeRO divides a weight into."""
+        return self.size_of(BATCH_AXES)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """The number of devices along several axes together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
+        """The sizes of axes as flags."""
+        return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +242,14 @@ class Config:
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
+RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, by which they are told from other presets
+
+
 def to_toml(config: Config) -> str:
-    """The configuration as the text of a preset; loading and resolving that gives an equal configuration."""
+    """The text of a run's `config.toml`; loading and resolving it as a preset gives an equal configuration."""
     import tomli_w
 
-    return tomli_w.dumps(asdict(config))
+    return tomli_w.dumps({RUN_MARK: True} | asdict(config))
 
 
 def to_values(config: Config) -> dict[str, Any]:

@@ -139,15 +139,21 @@ def keep_traces_in(folder: Path) -> None:
     _Traces.folder = folder
 
 
-class _Together:
-    """What belongs to the end of several processes."""
+class _End:
+    """How the process is left."""
 
-    leave: Callable[[bool], None] | None = None
+    together: Callable[[bool], None] | None = None
+    at_once = False
 
 
 def leave_together(leave: Callable[[bool], None]) -> None:
     """Call `leave` at the end of the process, with whether it succeeded."""
-    _Together.leave = leave
+    _End.together = leave
+
+
+def leave_threads_behind() -> None:
+    """Let the process end without what libraries do at its exit: a thread of one hangs."""
+    _End.at_once = True
 
 
 def run(main: Callable[[], None]) -> None:
@@ -161,8 +167,8 @@ def run(main: Callable[[], None]) -> None:
         with stop_signals, _quiet_threads():
             stop_signals.number = 0
             main()
-            if _Together.leave:
-                _Together.leave(True)
+            if _End.together:
+                _End.together(True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -187,9 +193,9 @@ def run(main: Callable[[], None]) -> None:
     _nobody_reads()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and _Together.leave:
-        _Together.leave(False)
-    if code:
+    if code and _End.together:
+        _End.together(False)
+    if code or _End.at_once:
         os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
     sys.exit(0)
 

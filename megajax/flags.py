@@ -7,11 +7,14 @@ from dataclasses import MISSING, dataclass
 from typing import Any, NoReturn
 
 from megajax import completion
+from megajax.axes import AXES
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import Option, options, sections, shown, suggest
 from megajax.preset_files import names_in_folders, preset_names
 from megajax.presets import Preset, load_preset, read_preset, resolve
+
+MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # in a line of usage
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -1,4 +1,4 @@
-"""The device mesh, and the one table that maps the logical dims of weights to its axes."""
+"""The device mesh, and the tables that map the logical dims of weights and batches to its axes (`megajax/axes.py`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.parallel.collectives import AXES, DATA, PIPE, TENSOR, Axes, spec_axes
+from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES, WEIGHT_AXES
+from megajax.batch import BatchSpec
+from megajax.parallel.collectives import Axes, entry_axes, spec_axes
 
 # Logical dim of a weight -> mesh axis, or axes, it is sharded over (paper §3).
 RULES: Mapping[str, Axes | None] = {
@@ -27,19 +29,27 @@ RULES: Mapping[str, Axes | None] = {
 
 _IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp"}  # dims of weights that tensor-parallel regions have inside
 
-BATCH_SPEC = PartitionSpec(DATA)
+ROWS = PartitionSpec(ROW_AXES)
+"""Where arrays with an entry for each row of a batch lie."""
 
 
-def make_mesh(data: int, pipe: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with axes `(data, pipe, tensor)`.
+def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+    """A mesh of these devices, of all by default, such as `make_mesh(data=2, pipe=4)`. The other axes have size 1.
 
     In device order `tensor` is innermost and `pipe` outermost, as in Megatron-LM: a tensor group sits on neighbouring
     devices (one server), pipeline neighbours are the farthest apart.
     """
     devices = list(jax.devices() if devices is None else devices)
-    assert len(devices) == data * pipe * tensor, (len(devices), data, pipe, tensor)
-    grid = np.asarray(devices).reshape(pipe, data, tensor).transpose(1, 0, 2)
-    return Mesh(grid, AXES)
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    assert sizes.keys() == {*AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
+    grid = np.asarray(devices).reshape([sizes[axis] for axis in DEVICE_ORDER])
+    return Mesh(grid.transpose([DEVICE_ORDER.index(axis) for axis in AXES]), AXES)
+
+
+def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
+    """Where the arrays of a batch lie: their rows and their tokens are sharded, the other dims are not."""
+    axes = {"tokens": TOKEN_AXES or None}
+    return {name: PartitionSpec(*ROWS, *map(axes.get, entry.dims)) for name, entry in form.entries.items()}
 
 
 def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:
@@ -67,7 +77,7 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
         ValueError: two dims of one array mapped to the same mesh axis.
     """
     spec = PartitionSpec(*(None if name is None else rules[name] for name in logical))
-    if len(spec_axes(spec)) < sum(len((entry,) if isinstance(entry, str) else entry) for entry in spec if entry):
+    if len(spec_axes(spec)) < sum(len(entry_axes(entry)) for entry in spec):
         raise ValueError(f"logical dims {tuple(logical)} map two dims of one array to the same mesh axis: {spec}")
     return spec
 
@@ -75,20 +85,22 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a device's part of an array, on a mesh of axes of these sizes, which divide it."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    parts = (math.prod(sizes[axis] for axis in spec_axes(PartitionSpec(entry))) for entry in entries)
+    parts = (math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries)
     return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
 
-def shard_over_data(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """`spec` of a weight with `data` added on the largest dim that it divides (ZeRO): a free one, else one that is
-    split already. The same spec where it divides none. `sizes` are those of the mesh's axes."""
+def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` of a weight with the axes that divide a batch added on the largest dim that they divide together (ZeRO): a
+    free one, else one that is split already. The same spec where they divide none. `sizes` are those of the mesh's
+    axes."""
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     local = local_shape(spec, shape, sizes)
-    divisible = [dim for dim, size in enumerate(local) if size % sizes[DATA] == 0 and sizes[DATA] > 1]
+    divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
     free = [dim for dim in divisible if entries[dim] is None]
     if divisible:
         dim = max(free or divisible, key=lambda dim: local[dim])
-        entries[dim] = _with_axis(entries[dim], DATA)
+        entries[dim] = (*entry_axes(entries[dim]), *BATCH_AXES)
     return PartitionSpec(*entries)
 
 
@@ -103,18 +115,13 @@ def shard_unused_axes(
         divisible = [dim for dim in (range(len(shape)) if dims is None else dims) if local[dim] % size == 0]
         if axis not in spec_axes(spec) and size > 1 and divisible:
             dim = max(divisible, key=lambda dim: local[dim])
-            entries[dim] = _with_axis(entries[dim], axis)
+            entries[dim] = (*entry_axes(entries[dim]), axis)
     return PartitionSpec(*entries)
 
 
-def _with_axis(there: Axes | None, axis: str) -> Axes:
-    """What a dim is sharded over, and one axis more."""
-    return axis if there is None else (*((there,) if isinstance(there, str) else there), axis)
-
-
-def dim_over(axis: str, spec: PartitionSpec) -> int | None:
-    """The dim that a spec shards over `axis`, None where there is none."""
-    return next((dim for dim, entry in enumerate(spec) if axis in spec_axes(PartitionSpec(entry))), None)
+def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
+    """The dim that a spec shards over `axes`, None where there is none."""
+    return next((dim for dim, entry in enumerate(spec) if {*axes} <= {*entry_axes(entry)}), None)
 
 
 def shardings(mesh: Mesh, specs):
@@ -127,21 +134,17 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    `tensor`, `pipe`, `data`: the groups of one axis. `model`: the devices that hold one copy of the model (tensor ×
-    pipe). `embedding`: first and last stage of every pipe group, which share the tied embedding.
+    By the name of an axis its groups. `model`: the devices that hold one copy of the model. `embedding`: first and last
+    stage of every pipe group, which share the tied embedding.
     """
-    ids = np.vectorize(lambda device: device.id)(mesh.devices)  # [data, pipe, tensor]
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
 
-    def groups(*axes: int) -> list[list[int]]:
-        size = int(np.prod([ids.shape[axis] for axis in axes]))
-        rows = np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)
+    def groups(*axes: str) -> list[list[int]]:
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
         return sorted(sorted(row.tolist()) for row in rows)
 
-    pipe = groups(1)
-    return {
-        "tensor": groups(2),
-        "pipe": pipe,
-        "data": groups(0),
-        "model": groups(1, 2),
-        "embedding": [sorted({group[0], group[-1]}) for group in pipe],
-    }
+    by_axis = {axis: groups(axis) for axis in mesh.axis_names}
+    embedding = [sorted({group[0], group[-1]}) for group in by_axis[PIPE]]
+    return by_axis | {"model": groups(*WEIGHT_AXES), "embedding": embedding}

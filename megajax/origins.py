@@ -26,7 +26,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
         overrides: the values of the flags, by key.
     """
     name = _comment(preset.place)
-    lines = [f"# The configuration of {name}, with where every value is from.", 'base = ""  # none: all is here']
+    lines = [f"# The configuration of {name}, with where every value is from."]
     of_task_only = of_task({**preset.values, **overrides})
     section = ""
     for key, option in options(Config).items():

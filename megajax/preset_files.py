@@ -1,7 +1,6 @@
 """The files of presets, TOML: where they are found, by name or path, and their tables."""
 
 import difflib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,3 @@ def parse_toml(content: bytes, place: str) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise UserError(f"{place}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
-
-
-_TABLES = {"model", "mesh", "pipeline", "train", "optimizer", "data", "tokenizer", "checkpoint", "sample"}
-_VALUES = {"seed", "precision", "run_dir", "resume", "simulate_devices"}
-
-
-def is_of_run(tables: Mapping[str, Any]) -> bool:
-    """Whether a preset has every value, as training writes one, which nobody does by hand, and no base, not even an
-    empty one, as `--print-config` writes it."""
-    whole = tables.keys() >= _TABLES | _VALUES and "base" not in tables
-    return whole and all(isinstance(tables[name], dict) for name in _TABLES)

@@ -6,11 +6,11 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
+from megajax.config import RUN_MARK, Config
 from megajax.errors import UserError
 from megajax.options import options, sections, shown, suggest
 from megajax.paths import identity, scheme
-from megajax.preset_files import find_preset, is_of_run, parse_toml, preset_folders, read_file
+from megajax.preset_files import find_preset, parse_toml, preset_folders, read_file
 from megajax.tasks.registry import PRETRAINING, TASKS
 from megajax.validation import check_values
 
@@ -81,7 +81,7 @@ class _File:
     Attributes:
         place: its path or its URL.
         base: the preset that it is based on, as it is named there; empty: none.
-        of_run: whether training wrote it.
+        of_run: whether it is a run's `config.toml`, or a copy of one.
     """
 
     place: str
@@ -150,9 +150,11 @@ def _beside(place: str, base: str) -> str:
 
 def _read(place: str, content: bytes) -> _File:
     tables = parse_toml(content, place)
-    of_run, base = is_of_run(tables), tables.pop("base", "")
+    of_run, base = tables.pop(RUN_MARK, False), tables.pop("base", "")
     if not isinstance(base, str):
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
+    if not isinstance(of_run, bool):
+        raise UserError(f"{place}: {RUN_MARK} = {shown(of_run)}; valid: true, or no such line")
     values = {}
     for name, entry in tables.items():
         if isinstance(entry, dict) and name in sections(Config):

@@ -1,4 +1,4 @@
-"""Every name of JAX and Orbax that we use although it is not public, each with the public way that we hope for."""
+"""Every name of JAX that we use although it is not public, each with the public way that we hope for."""
 
 import contextlib
 import importlib
@@ -8,10 +8,6 @@ from collections.abc import Iterator
 # The prefix of cuDNN's attention operations in a jaxpr; selective recomputation saves their results. Hoped for:
 # `checkpoint_name` on the statistics of `jax.nn.dot_product_attention`, which its forward pass does not return.
 FUSED_FORWARD = "dot_product_attention_fwd"
-
-# The modules that Orbax's readers of whole checkpoints look for in `_CHECKPOINT_METADATA`. Hoped for: a function of
-# Orbax's that writes this file for a checkpoint that was written in parts.
-ORBAX_HANDLERS = "orbax.checkpoint._src.handlers"
 
 _CUDNN_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
 

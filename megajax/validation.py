@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 
+from megajax.axes import PIPE, ROW_AXES, TENSOR
 from megajax.config import Config, MeshConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
@@ -204,20 +205,21 @@ def validate_imagined(config: Config) -> None:
         _check_training_on_mesh(config, config.mesh.num_devices)
     except UserError as error:
         mesh = nearest_mesh(config)
-        flags = f"--mesh.data {mesh.data} --mesh.pipe {mesh.pipe} --mesh.tensor {mesh.tensor}" if mesh else "none"
-        raise UserError(f"{error}; the nearest valid mesh: {flags}") from None
+        raise UserError(f"{error}; the nearest valid mesh: {mesh.flags(between=' ') if mesh else 'none'}") from None
 
 
 def nearest_mesh(config: Config) -> MeshConfig | None:
     """The mesh that can train a configuration and whose axes differ by the least factors from those it asks for, of
     several the one of fewest devices; None if the batch or the schedule forbids all."""
     there, train = config.mesh, config.train
-    data = [size for size in _divisors(train.global_batch) if train.global_batch % (size * train.microbatch) == 0]
-    sizes = product(data, range(1, 2 * there.pipe + 1), _divisors(config.model.num_heads))
-    meshes = [MeshConfig(data=data, pipe=pipe, tensor=tensor) for data, pipe, tensor in sizes]
+    possible = {axis: [size] for axis, size in there.sizes.items()}
+    possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
+    possible |= {PIPE: [*range(1, 2 * there.pipe + 1)], TENSOR: _divisors(config.model.num_heads)}
+    meshes = [MeshConfig(**dict(zip(possible, sizes, strict=True))) for sizes in product(*possible.values())]
+    meshes = [mesh for mesh in meshes if train.global_batch % (mesh.row_shards * train.microbatch) == 0]
 
     def distance(mesh: MeshConfig) -> tuple[float, int]:
-        pairs = (mesh.data, there.data), (mesh.pipe, there.pipe), (mesh.tensor, there.tensor)
+        pairs = zip(mesh.sizes.values(), there.sizes.values(), strict=True)
         return sum(abs(math.log(size / old)) for size, old in pairs), mesh.num_devices
 
     for mesh in sorted(meshes, key=distance):
@@ -233,20 +235,21 @@ def _divisors(number: int) -> list[int]:
 
 def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
-    rows = config.mesh.data * config.train.microbatch
+    rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
     if config.train.global_batch % rows:
         raise UserError(
-            f"--train.global-batch {config.train.global_batch} is not divisible by --mesh.data {config.mesh.data} x "
+            f"--train.global-batch {config.train.global_batch} is not divisible by {flags} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
         )
     for stage in config.train.batch_sizes.stages:
         if stage.size % rows:
             raise UserError(
                 f"--train.ramp-start {config.train.ramp_start} with --train.ramp-increment "
-                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by --mesh.data "
-                f"{config.mesh.data} x --train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
+                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
+                f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
             )
-    name = "--train.global-batch / (--mesh.data x --train.microbatch)"
+    divisors = [*(f"--mesh.{axis}" for axis in ROW_AXES), "--train.microbatch"]
+    name = f"--train.global-batch / ({' x '.join(divisors)})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     length, tensor = config.model.sequence_length, config.mesh.tensor
     if config.sequence_parallel and length % tensor:
@@ -268,8 +271,8 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
         raise UserError(
-            f"--mesh.data {mesh.data} x --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} needs {mesh.num_devices} "
-            f"devices, there are {num_devices}; valid: sizes whose product is {num_devices}{simulated}"
+            f"{mesh.flags()} needs {mesh.num_devices} devices, there are {num_devices}; "
+            f"valid: sizes whose product is {num_devices}{simulated}"
         )
     split = _split_sizes(model)
     vocabulary = split["vocabulary"].words

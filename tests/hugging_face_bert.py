@@ -10,12 +10,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.mesh import BATCH_SPEC
+from megajax.axes import ROW_AXES
 from megajax.models.config import ModelConfig
-from megajax.parallel.collectives import DATA, complete
+from megajax.parallel.collectives import complete
 from megajax.pipeline.ends import Microbatch
 from megajax.program.bind import forward_pipeline
-from megajax.program.program import Program, vocabulary_axes
+from megajax.program.program import BATCH, Program, vocabulary_axes
 
 TYPES = {"pre": "megatron-bert", "post": "bert"}
 CLASSES = {"pre": "MegatronBertForPreTraining", "post": "BertForPreTraining"}
@@ -129,9 +129,9 @@ def both_logits(program: Program) -> Wrapped:
             return program.unsharded_model.ends(pipeline.ends.weights()).logits(x_BTD)
 
         found = pipeline.forward(program.forward_schedule, finish)
-        specs = PartitionSpec(None, DATA, None, axes), PartitionSpec(None, DATA)
+        specs = PartitionSpec(None, ROW_AXES, None, axes), PartitionSpec(None, ROW_AXES)
         masked, order = (complete(logits, spec) for logits, spec in zip(found, specs, strict=True))
         return masked.reshape(-1, *masked.shape[2:]), order.reshape(-1, 2)
 
-    out = PartitionSpec(DATA, None, axes), PartitionSpec(DATA)
-    return program.compiled(run, (program.layout.specs.params, BATCH_SPEC), out)
+    out = PartitionSpec(ROW_AXES, None, axes), PartitionSpec(ROW_AXES)
+    return program.compiled(run, (program.layout.specs.params, BATCH), out)

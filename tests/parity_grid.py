@@ -68,11 +68,22 @@ ALL = [row for row in itertools.product(*GRID.values()) if exists(row)]
 
 NAMES = ("mesh", "schedule", "remat", "weight_gradients", "microbatches", "layers", "zero", "model")
 MESH, SCHEDULE, REMAT, WEIGHT_GRADIENTS, MICROBATCHES, LAYERS, ZERO, MODEL = map(list(GRID).index, NAMES)
+BETWEEN = ((2, 2, 2), "1f1b-1", "replicated", "none", "together", "not a multiple", "not divisible", 1, False, "gpt2")
+
+
+def row(**columns: object) -> tuple:
+    """A row of these columns; the others are those of `BETWEEN`."""
+    return tuple((dict(zip(GRID, BETWEEN, strict=True)) | columns).values())
 
 
 def kind(row: tuple) -> str:
     """Of schedule, whatever its chunks are."""
     return row[SCHEDULE].partition("-")[0]
+
+
+def recomputed(row: tuple) -> bool:
+    """Whether whole layers are run again."""
+    return row[REMAT] in ("layer", "stage")
 
 
 # Columns of which not the values meet but kinds of them.
@@ -86,6 +97,10 @@ FURTHER_APART = APART | {
     (SCHEDULE, MODEL): lambda row: (row[MODEL], kind(row)),
     (REMAT, MODEL): lambda row: (row[REMAT], row[MODEL].partition("-")[0]),  # families
     (SCHEDULE, WEIGHT_GRADIENTS): lambda row: (row[WEIGHT_GRADIENTS], kind(row)),
+    (SCHEDULE, LAYERS): lambda row: (row[LAYERS], kind(row)),
+    (MESH, SCHEDULE): lambda row: (row[MESH], kind(row)),
+    (REMAT, MICROBATCHES): lambda row: (row[MICROBATCHES], recomputed(row)),
+    (REMAT, ZERO): lambda row: (row[ZERO], recomputed(row)),
 }
 
 
@@ -107,19 +122,35 @@ USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and ever
 
 
 def usual(row: tuple) -> bool:
-    """By default, BERT is on pipes only, with layers that they do not divide: what is its own (ends, padding, the order
-    of a layer) meets every axis there, and knows neither how many stages nor how many layers there are. No 16 layers.
-    So each BERT needs one reference, GPT-2 two: to compile one takes as long as a row."""
+    """By default, rows of two axes and more with a pipe; BERT with layers that the pipe does not divide: what is its
+    own (ends, padding, the order of a layer) meets every axis there, and knows neither how many stages nor how many
+    layers there are. No 16 layers. So each BERT needs one reference, GPT-2 two: to compile one takes as long as a row.
+    """
     pipe, divisible = row[MESH][1], row[LAYERS] == "divisible"
     few = pipe * int(row[SCHEDULE].rpartition("-")[2]) <= 8 or not divisible
-    return row[MESH] in USUAL and few and (row[MODEL] == "gpt2" or (pipe > 1 and not divisible))
+    return row[MESH] in USUAL and pipe > 1 and few and (row[MODEL] == "gpt2" or not divisible)
 
 
-DEEP = ((1, 8, 1), "1f1b-1", "split", "none", "together", "not a multiple", "not divisible", 1, False, "gpt2")
-# Rows of one reference stand together, so that few references are computed by both of pytest's workers. This seed gives
-# few rows, and few of them BERT's.
-FEW_ROWS = pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=109)
-DEFAULT = limited([*sorted(FEW_ROWS, key=lambda row: (row[MODEL], row[LAYERS])), DEEP])
+ALONE = {"microbatches": "fewer", "layers": "divisible", "sequence_parallel": True}
+DEEP = row(mesh=(1, 8, 1), schedule="interleaved-2", vocabulary="split", weight_gradients="deferred")
+AXES = [  # with an axis that is alone or larger than two
+    DEEP,
+    row(mesh=(1, 1, 8), remat="layer", **ALONE),
+    row(mesh=(4, 1, 2), remat="stage", zero=3, **ALONE),
+]
+# This seed gives few rows, and few of them BERT's. A layer's order knows nothing of the head, which is another here.
+FEW_ROWS = [
+    (*row[:-1], {"bert-post": "bert-post-span"}.get(row[MODEL], row[MODEL]))
+    for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
+]
+# Of other models: heads of keys that several devices hold, a gate, an output table of its own; a choice.
+FEW_MODELS = [
+    row(schedule="gpipe-1", vocabulary="split", remat="selective", zero=0, model="bert-pre-choice"),
+    row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama"),
+    row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
+]
+# Rows of one reference stand together, so that few references are computed by both of pytest's workers.
+DEFAULT = sorted([*limited(FEW_ROWS), *AXES, *FEW_MODELS], key=lambda row: (row[MODEL], row[LAYERS]))
 # The whole grid: every three columns meet, and every two on every mesh.
 TRIPLES = [ALL[number] for number in cover(ALL, list(itertools.combinations(range(len(GRID)), 3)))]
 
@@ -137,48 +168,15 @@ def pipeline_code(row: tuple) -> bool:
 
 
 OTHERS = [row for row in limited(dict.fromkeys([*TRIPLES, *filter(pipeline_code, ALL)])) if row not in DEFAULT]
-# Heads of tasks: every two columns meet; by default few of them, on the mesh of all axes with a split sequence. A
-# choice has the head of classes.
+# Heads of tasks: every two columns meet. A choice has the head of classes.
 HEADS = [f"bert-{order}-{head}" for head in ("classes", "span") for order in ("pre", "post")]
 BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"]
-CLASSES = (
-    (2, 2, 2), "1f1b-1", "replicated", "none", "together", "fewer", "not divisible", 1, True, "bert-post-classes"
-)  # fmt: skip
+CLASSES = row(microbatches="fewer", sequence_parallel=True, model="bert-post-classes")
 TASKS = [CLASSES, *pairwise([(*row, model) for row in BERTS for model in HEADS])]
-FEW_TASKS = [
-    (
-        (2, 2, 2),
-        "interleaved-2",
-        "split",
-        "layer",
-        "together",
-        "not a multiple",
-        "not divisible",
-        3,
-        True,
-        "bert-pre-span",
-    ),
-    ((2, 2, 2), "gpipe-1", "split", "selective", "together", "a multiple", "not divisible", 0, True, "bert-pre-choice"),
-]
 # Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.
 DECODERS = {"llama": LLAMA, "qwen3": QWEN3}
 GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
 OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])
-FEW_DECODERS = [
-    (
-        (2, 2, 2),
-        "interleaved-2",
-        "split",
-        "selective",
-        "together",
-        "not a multiple",
-        "not divisible",
-        3,
-        False,
-        "llama",
-    ),
-    ((1, 2, 4), "1f1b-1", "replicated", "none", "deferred", "not a multiple", "not divisible", 1, True, "qwen3"),
-]
 # Adapters in place of the weights: the same, whatever the products.
 LORAS = {
     "gpt2-lora": {"lora": LoraConfig(rank=3, alpha=5.0)},
@@ -186,18 +184,8 @@ LORAS = {
     "qwen3-lora": QWEN3 | {"lora": LoraConfig(rank=4, targets=("query", "key", "output", "mlp"))},
 }
 OF_LORAS = pairwise([(*row, model) for row in GPTS for model in LORAS])
+LORA = {"schedule": "interleaved-2", "vocabulary": "split", "remat": "selective", "weight_gradients": "deferred"}
 FEW_LORAS = [
-    (
-        (2, 2, 2),
-        "interleaved-2",
-        "split",
-        "selective",
-        "deferred",
-        "not a multiple",
-        "not divisible",
-        3,
-        True,
-        "llama-lora",
-    ),
-    ((2, 1, 4), "1f1b-1", "replicated", "none", "together", "a multiple", "divisible", 1, True, "qwen3-lora"),
+    row(zero=3, sequence_parallel=True, model="llama-lora", **LORA),
+    row(mesh=(2, 1, 4), microbatches="a multiple", layers="divisible", sequence_parallel=True, model="qwen3-lora"),
 ]

@@ -1,25 +1,13 @@
-"""Which rows of `parity_grid.py` run by default, and what configuration each of them is."""
+"""What configuration a row of `parity_grid.py` is, and which rows do not run by default."""
 
 from typing import Any
 
-from parity_grid import (
-    DECODERS,
-    DEFAULT,
-    FEW_DECODERS,
-    FEW_LORAS,
-    FEW_TASKS,
-    LORAS,
-    OF_DECODERS,
-    OF_LORAS,
-    OTHERS,
-    TASKS,
-)
+from parity_grid import DECODERS, DEFAULT, FEW_LORAS, LORAS, OF_DECODERS, OF_LORAS, OTHERS, TASKS
 from tiny import tiny_config
 
 from megajax.config import Config
 
-BY_DEFAULT = [*DEFAULT, *FEW_TASKS, *FEW_DECODERS]
-REST = [*OTHERS, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS]
+REST = [row for row in [*OTHERS, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS] if row not in DEFAULT]
 ROWS = 24  # of the global batch
 
 

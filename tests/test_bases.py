@@ -133,7 +133,7 @@ def test_the_printed_configuration_is_a_preset_that_gives_it(
     assert resolve(load_preset(mine), {"run_dir": expected.run_dir}) == expected
     assert load_preset(mine)["run_dir"] == "runs/mine", "which no flag has named"
     tables = tomllib.loads(mine.read_text())
-    assert sum(len(entry) if isinstance(entry, dict) else 1 for entry in tables.values()) == len(options(Config)) - 1
+    assert sum(len(entry) if isinstance(entry, dict) else 1 for entry in tables.values()) == len(options(Config)) - 2
 
 
 def test_every_printed_value_says_where_it_is_from(
@@ -172,6 +172,17 @@ def test_a_run_s_configuration_is_printed_without_its_directory(
     assert "run_dir" not in tables and "simulate_devices" not in tables and tables["train"]["steps"] == 300
     mine = write(tmp_path / "mine.toml", printed(capsys, "demo", "--run-dir", "here", "--simulate-devices", 8))
     assert {"run_dir": "here", "simulate_devices": 8}.items() <= load_preset(mine).items()
+
+
+def test_a_preset_with_every_value_is_no_run_s_configuration(tmp_path: Path) -> None:
+    """Unless megajax wrote it for a run: its `run_dir` counts, and so do its simulated devices for what is like it."""
+    text = to_toml(parse(["demo", "--run-dir", "there", "--simulate-devices", "4"], ""))
+    own = read_preset(write(tmp_path / "own.toml", text.replace("run_config = true\n", "")))
+    assert own.values["run_dir"] == "there" and own.values["simulate_devices"] == 4 and not own.left_out
+    copy = read_preset(write(tmp_path / "copy.toml", text))
+    assert copy.left_out == {"run_dir": "there", "simulate_devices": 4}
+    bad = write(tmp_path / "bad.toml", text.replace("run_config = true", "run_config = 1"))
+    assert message(load_preset, bad).startswith(f"{bad}: run_config = 1; valid: ")
 
 
 def test_presets_of_one_s_own_have_names_in_the_working_directory(

@@ -311,6 +311,10 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
             INTERLEAVED | {"mesh.pipe": 8, "pipeline.chunks": 2},
             "--model.num-layers 8 are too few for 2 chunks on each of",
         ),
+        (
+            {"mesh.pipe": 9},
+            "--mesh.pipe 9 with --model.num-layers 8, which leaves a stage without a layer; valid: 1 to 8",
+        ),
         ({"pipeline.chunks": 2}, "--pipeline.chunks 2 with --pipeline.schedule 1f1b; valid: 1, or --pipeline.schedule"),
         ({"mesh.pipe": 2, "pipeline.schedule": "gpipe", "pipeline.chunks": 3}, "--pipeline.chunks 3 with --pipeline"),
         (

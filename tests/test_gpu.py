@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend, fits_fused
+from megajax.models.attend import CuDNN, attend, implementation
 from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
@@ -51,20 +51,27 @@ def test_half_precision_is_near_fp32(gpu, precision):
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.01)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padded"])
+SEEN = {
+    "causal": CAUSAL,
+    "padded": lambda length: AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)),
+    "window": AttentionMask(causal=True, window=33),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
-def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, padded):
+def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
     """Result and gradients in bf16, within 2% of the largest value."""
     shape = (2, length, heads, head_size)
     rng = np.random.default_rng(0)
     arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
-    assert fits_fused(arrays_BTHK[0].shape[-1], arrays_BTHK[0].dtype.itemsize)
+    visible = SEEN[seen](length) if callable(SEEN[seen]) else SEEN[seen]
+    assert implementation(arrays_BTHK[0], visible, 0.0, GPU) is CuDNN
 
     def run(backend):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(1, 1, 1, [gpu]), in_specs=P(), out_specs=P())
+        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
-            visible = AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)) if padded else CAUSAL
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
             y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
             return y_BTHK, *pullback(grad_BTHK)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, shard_over_data
+from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import F_AND_G
@@ -132,12 +132,12 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
         (P(), (), P()),
     ],
 )
-def test_the_dim_that_is_shard_over_data(spec, shape, expected):
-    assert shard_over_data(spec, shape, make_mesh(2, 2, 2).shape) == expected
+def test_the_dim_that_zero_shards(spec, shape, expected):
+    assert zero_spec(spec, shape, make_mesh(data=2, pipe=2, tensor=2).shape) == expected
 
 
 def test_data_of_one_splits_nothing():
-    assert shard_over_data(P(), (8,), make_mesh(1, 4, 2).shape) == P(None)
+    assert zero_spec(P(), (8,), make_mesh(pipe=4, tensor=2).shape) == P(None)
 
 
 def test_a_device_holds_its_share_only():

@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import pytest
 from drawn import drawn_state
-from parity_grid import DEFAULT, FEW_DECODERS, FEW_TASKS, name
+from parity_grid import DEEP, DEFAULT, name
+from parity_grid import row as row_of
 from parity_rows import REST, ROWS, config_of, deferring, of
 from tiny import tiny_config, tiny_program
 
 from megajax import verify
+from megajax.pipeline import executor, stages
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.program.state import TrainState
 from megajax.verify import Comparison, Trace, compare
@@ -41,34 +43,22 @@ def first(steps: int, whole: Trace) -> Trace:
     return Trace(whole.losses[:steps], whole.gradients[:steps])
 
 
-def check_row(row: tuple) -> None:
-    config, model = config_of(row), row[-1]
-    size = config.model.num_layers, config.model.vocab_size
-    steps = STEPS if config.optimizer.zero == 3 else FEW
-    expected, actual = reference(*size, model), trace(config, steps, canonical=initial(*size, model))
-    result = compare(first(steps, expected), actual)
+@functools.cache
+def trace_of(row: tuple) -> Trace:
+    config = config_of(row)
+    return trace(config, STEPS if config.optimizer.zero == 3 else FEW, canonical=initial(*model_of(row)))
+
+
+def model_of(row: tuple) -> tuple[int, int, str]:
+    config = config_of(row)
+    return config.model.num_layers, config.model.vocab_size, row[-1]
+
+
+@pytest.mark.parametrize("row", [*DEFAULT, *(pytest.param(row, marks=pytest.mark.full) for row in REST)], ids=name)
+def test_grid(row):
+    actual = trace_of(row)
+    result = compare(first(len(actual.losses), reference(*model_of(row))), actual)
     assert result.within(), result
-
-
-@pytest.mark.parametrize("row", DEFAULT, ids=name)
-def test_pairwise(row):
-    check_row(row)
-
-
-@pytest.mark.parametrize("row", FEW_TASKS, ids=name)
-def test_heads_of_tasks(row):
-    check_row(row)
-
-
-@pytest.mark.parametrize("row", FEW_DECODERS, ids=name)
-def test_decoders(row):
-    check_row(row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", REST, ids=name)
-def test_rest_of_the_grid(row):
-    check_row(row)
 
 
 EXACT = [  # schedule, chunks, vocabulary, zero, model
@@ -198,27 +188,23 @@ def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
     assert compare(first(2, reference(9, 101)), trace(config, 2, canonical=initial(9, 101))).within()
 
 
+FOUR = {"mesh": (1, 4, 1)}
 IDLE = [
-    pytest.param("1f1b", 1, "replicated", "none", "together", marks=pytest.mark.full),
-    pytest.param("gpipe", 1, "replicated", "stage", "together", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "replicated", "layer", "together", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "split", "none", "together", marks=pytest.mark.full),
-    pytest.param("1f1b", 1, "replicated", "selective", "deferred", marks=pytest.mark.full),
-    pytest.param("gpipe", 1, "split", "stage", "deferred-1", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "replicated", "layer", "deferred-0", marks=pytest.mark.full),
-    ("interleaved", 2, "split", "none", "deferred"),
+    row_of(**FOUR),
+    row_of(schedule="gpipe-1", remat="stage", **FOUR),
+    row_of(schedule="interleaved-2", remat="layer", **FOUR),
+    row_of(schedule="interleaved-2", vocabulary="split", **FOUR),
+    row_of(remat="selective", weight_gradients="deferred", **FOUR),
+    row_of(schedule="gpipe-1", vocabulary="split", remat="stage", weight_gradients="deferred-1", **FOUR),
+    row_of(schedule="interleaved-2", remat="layer", weight_gradients="deferred-0", **FOUR),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "vocabulary", "remat", "weight_gradients"), IDLE)
-def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, remat, weight_gradients, monkeypatch):
+@pytest.mark.parametrize("row", [DEEP, *(pytest.param(row, marks=pytest.mark.full) for row in IDLE)], ids=name)
+def test_what_stands_in_idle_ticks_is_never_used(row, monkeypatch):
     """NaN in place of zero, in every buffer, inbox and wire, in what padded layers keep and in slots for factors,
-    changes not a bit."""
-    options = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, "remat": remat}
-    options |= deferring(weight_gradients)
-    config = tiny_config((1, 4, 1), num_layers=9, global_batch=6, **options)  # 6: stretched groups, a real inbox
-    expected = trace(config, 2, canonical=initial(9, 101))
-    filled = []
+    changes not a bit. There are groups of microbatches that are stretched, and a real inbox."""
+    expected, filled = trace_of(row), []
 
     def nan(type_, leading=()):
         is_float = jax.numpy.issubdtype(type_.dtype, jax.numpy.floating)
@@ -226,23 +212,19 @@ def test_what_stands_in_idle_ticks_is_never_used(schedule, chunks, vocabulary, r
         filled.append(is_float)
         return zeros + jax.numpy.asarray(math.nan, zeros.dtype) if is_float else zeros
 
-    from megajax.pipeline import executor, stages
-
     real = stages.idle
     monkeypatch.setattr(executor, "idle", nan)
     monkeypatch.setattr(stages, "idle", nan)
-    actual = trace(config, 2, canonical=initial(9, 101))
+    actual = trace(config_of(row), FEW, canonical=initial(*model_of(row)))
     assert sum(filled) >= 5
     assert actual.losses == expected.losses and compare(expected, actual).gradient_error == 0.0
 
 
 def test_the_comparison_can_fail():
-    """Another dropout seed, a doubled gradient and a NaN are all noticed."""
+    """Another step's numbers, a doubled gradient and a NaN are all noticed."""
     expected = first(2, reference(9, 101))
     assert compare(expected, expected) == Comparison(0.0, 0.0, next(iter(expected.gradients[0])))
-    config = tiny_config(microbatch=ROWS, global_batch=ROWS, num_layers=9)
-    other = trace(dataclasses.replace(config, seed=1), 2, canonical=initial(9, 101))
-    assert not compare(expected, other).within()
+    assert not compare(expected, Trace(expected.losses[::-1], expected.gradients[::-1])).within()
     for leaf in expected.gradients[0]:
         doubled = [gradients | {leaf: 1.001 * gradients[leaf]} for gradients in expected.gradients]
         wrong = compare(expected, Trace(expected.losses, doubled))

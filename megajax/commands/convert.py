@@ -34,7 +34,7 @@ def import_hf(argv: Sequence[str]) -> None:
     args = _parse(parser, argv)
     from megajax.convert.hub import local_folder
     from megajax.convert.importing import check_new, import_hf, open_source
-    from megajax.runs.parts import check_outside_runs
+    from megajax.runs.ownership import check_outside_runs
 
     run_dir = Path(args.run)
     check_new(run_dir, "RUN")
@@ -84,7 +84,7 @@ def export_hf(argv: Sequence[str]) -> None:
     from megajax.convert.adapters import check_has_adapters, export_adapter
     from megajax.convert.exporting import export_config, export_hf
     from megajax.convert.importing import check_new
-    from megajax.runs.parts import check_outside_runs
+    from megajax.runs.ownership import check_outside_runs
 
     run_dir, folder = Path(args.run), Path(args.path)
     check_new(folder, "PATH")

@@ -13,7 +13,7 @@ from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_path
-from megajax.runs.parts import check_outside_runs
+from megajax.runs.ownership import check_outside_runs
 from megajax.tasks.registry import TASKS
 
 USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"

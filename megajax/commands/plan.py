@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megajax.commands import plan_search
-from megajax.flags import Parser, add_flag
+from megajax.flags import MESH_FLAGS, Parser, add_flag
 from megajax.launch import imagine_devices
 from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "
         "communication, arithmetic, the pipeline's bubble, a predicted time. The real step is compiled for H200s where "
         "JAX's CUDA packages are installed and they or H100s are asked for, for simulated CPU devices otherwise.",
-        "megajax plan PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--gpu NAME] [--flag value ...]",
+        f"megajax plan PRESET {MESH_FLAGS} [--gpu NAME] [--flag value ...]",
     )
     values = parser.add_preset(argv)
     add_flag(parser, _GPU, _GPU.default)

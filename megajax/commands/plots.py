@@ -9,7 +9,7 @@ from megajax.data.files import file_atomically
 from megajax.errors import UserError
 from megajax.paths import check_place
 from megajax.pictures import is_marked
-from megajax.runs.parts import check_outside_runs
+from megajax.runs.ownership import check_outside_runs
 
 FORMATS = (".png", ".svg")
 

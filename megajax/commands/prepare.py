@@ -10,7 +10,7 @@ from megajax.flags import Parser, add_flag
 from megajax.options import Option, Range
 from megajax.paths import check_place
 from megajax.preparation.options import PrepareOptions
-from megajax.runs.parts import check_outside_runs
+from megajax.runs.ownership import check_outside_runs
 
 
 def main(argv: Sequence[str]) -> None:

@@ -2,10 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from pathlib import Path
-
-import numpy as np
 
 from megajax.commands.plots import check_plot, plot_atomically
 from megajax.flags import Parser, add_flag
@@ -14,9 +12,10 @@ from megajax.pipeline.checks import check_schedule, check_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.table import IDLE, Pass, Schedule
+from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import (
     StageTimes,
+    StepTime,
     deferred_bubble,
     in_flight,
     kept_entries,
@@ -24,7 +23,7 @@ from megajax.pipeline.timing import (
     published_bubble,
     published_in_flight,
     published_zero_bubble,
-    wall_time,
+    step_time,
 )
 
 _PASSES = {
@@ -33,28 +32,6 @@ _PASSES = {
     "weight_gradient": "gradient of its weights",
 }
 _TIME = between(1e-6, 10**6)
-
-
-@dataclass(frozen=True)
-class _Timing:
-    """What a step takes: the time of its passes, from its first forward to its end, and that a stage works."""
-
-    times: PassTimes
-    wall: float
-    ideal: float
-
-    @classmethod
-    def of(cls, table: Schedule, times: PassTimes) -> "_Timing":
-        stages = StageTimes.equal(table, times)
-        return cls(times, wall_time(table, stages), float(stages.busy(table).max()))
-
-    @property
-    def idle(self) -> float:
-        return self.wall - self.ideal
-
-    @property
-    def bubble(self) -> float:
-        return self.idle / self.ideal
 
 
 def main(argv: Sequence[str]) -> None:
@@ -88,25 +65,25 @@ def main(argv: Sequence[str]) -> None:
 
         check_plot(plot, MARK, "timeline of megajax")
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
-    timing = _Timing.of(table, times)
+    stages_times = StageTimes.equal(table, times)
+    step = step_time(table, stages_times)
     if plot:
         from megajax.pipeline.picture import draw_timeline
 
-        title = f"{_describe(pipeline, table)}: bubble {timing.bubble:.1%} of the ideal time"
+        title = f"{_describe(pipeline, table)}: bubble {step.bubble:.1%} of the ideal time"
         with plot_atomically(plot) as new:
-            draw_timeline(new, title, table, StageTimes.equal(table, times), f"of a stage, {_words(times)}")
+            draw_timeline(new, title, table, stages_times, f"of a stage, {_words(times)}")
     if args.json:
-        print(json.dumps(_figures(table, timing)))
+        print(json.dumps(_figures(table, step)))
     else:
-        _print(pipeline, table, timing)
+        _print(pipeline, table, times, step)
         if plot:
             print(f"timeline drawn: {plot}")
 
 
 def _describe(pipeline: PipelineConfig, table: Schedule) -> str:
-    chunks = f" x {table.num_chunks} chunks" if table.num_chunks > 1 else ""
     waiting = ", weight gradients deferred" if table.deferral else ""
-    return f"{pipeline.schedule}, {table.num_stages} stages{chunks}, {table.num_microbatches} microbatches{waiting}"
+    return f"{pipeline.schedule}, {table.size}{waiting}"
 
 
 def _words(times: PassTimes) -> str:
@@ -116,32 +93,28 @@ def _words(times: PassTimes) -> str:
     )
 
 
-def _figures(table: Schedule, timing: _Timing) -> dict:
-    def cells(direction: Pass, tick: int) -> list[list[int] | None]:
-        pairs = np.stack([direction.microbatch[tick], direction.chunk[tick]], axis=-1).tolist()
-        return [None if pair[0] == IDLE else pair for pair in pairs]
-
-    ticks = range(table.num_ticks)
+def _figures(table: Schedule, step: StepTime) -> dict:
+    deferred = table.deferral is not None
     rows: list[list[list]] = [
-        [list(cell) for cell in zip(cells(table.forward, t), cells(table.backward, t), strict=True)] for t in ticks
+        [
+            [next(iter(cell.forward), None), next(iter(cell.backward), None), cell.early + cell.late][: 2 + deferred]
+            for cell in row
+        ]
+        for row in table.cells()
     ]
-    if table.deferral:
-        for row, waited in zip(rows, table.deferral.cells(), strict=True):
-            for cell, (early, late) in zip(row, waited, strict=True):
-                cell.append([list(pair) for pair in early + late])
     factors = table.deferral.num_slots if table.deferral else 0
     return {
         "ticks": table.num_ticks,
-        "time": timing.wall,
-        "ideal_time": timing.ideal,
-        "bubble_overhead": timing.bubble,
+        "time": step.wall,
+        "ideal_time": step.busy,
+        "bubble_overhead": step.bubble,
         "in_flight": in_flight(table),
         "entries": {"forward": table.num_slots, "factors": factors, "by_stage": kept_entries(table)},
         "table": rows,
     }
 
 
-def _print(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> None:
+def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> None:
     from rich.console import Console
 
     from megajax.pipeline.drawing import draw_text
@@ -158,12 +131,10 @@ def _print(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> None:
     chunks_there = published_in_flight(pipeline.schedule, *shape)
     nothing = "nothing published for this case"
     console.print(f"ticks             {table.num_ticks}")
-    console.print(
-        f"time              {timing.wall:g}, of which a stage works {timing.ideal:g} ({_words(timing.times)})"
-    )
+    console.print(f"time              {step.wall:g}, of which a stage works {step.busy:g} ({_words(times)})")
     together = ", weight gradients together" if table.deferral else ""
     console.print(
-        f"bubble over ideal {timing.bubble:.4f}; "
+        f"bubble over ideal {step.bubble:.4f}; "
         + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}{together}")
     )
     console.print(
@@ -172,18 +143,19 @@ def _print(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> None:
     )
     console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
     if table.deferral:
-        for line in _deferral_lines(pipeline, table, timing):
+        for line in _deferral_lines(pipeline, table, times, step):
             console.print(line)
     elif pipeline.deferring():
         console.print("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
 
 
-def _deferral_lines(pipeline: PipelineConfig, table: Schedule, timing: _Timing) -> list[str]:
+def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> list[str]:
     """What is gained by weight gradients that wait, and what it costs, beside what is published."""
-    times, deferring = timing.times, pipeline.deferring(timing.times)
+    deferring = pipeline.deferring(times)
     assert table.deferral is not None and deferring is not None
     shape = table.num_stages, table.num_microbatches, table.num_chunks
-    together = _Timing.of(make_schedule(pipeline.schedule, *shape), times)
+    without = make_schedule(pipeline.schedule, *shape)
+    together = step_time(without, StageTimes.equal(without, times))
     formula = deferred_bubble(pipeline.schedule, *shape, deferring)
     each = times.weight_gradient / table.num_chunks
     waiting, allowed = max(pending_weights(table)), deferring.waiting(table.num_stages)
@@ -194,10 +166,10 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, timing: _Timing) 
     return [
         f"factors per stage {table.deferral.num_slots} chunks; with what backwards need, at most "
         f"{', '.join(map(str, kept))} chunks by stage",
-        f"bubble            {together.bubble:.4f} together -> {timing.bubble:.4f} deferred; idle time "
-        f"{together.idle:g} -> {timing.idle:g} ({of_formula})",
+        f"bubble            {together.bubble:.4f} together -> {step.bubble:.4f} deferred; idle time "
+        f"{together.idle:g} -> {step.idle:g} ({of_formula})",
         f"published         idle time of ZB-H1 {h1:g} with {h1_kept} microbatches in flight, of ZB-H2 {h2:g} with "
-        f"{h2_kept} (arXiv 2401.10241); here {timing.idle:g} with {max(kept) / table.num_chunks:g}",
+        f"{h2_kept} (arXiv 2401.10241); here {step.idle:g} with {max(kept) / table.num_chunks:g}",
         f"pending chunks    {waiting}, all that {help_of}--pipeline.max-deferred allows; each saves "
         f"up to {each:g}, {each / together.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "

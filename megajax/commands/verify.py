@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config import Config, DistributedConfig
 from megajax.errors import UserError
-from megajax.flags import Parser, add_flag
+from megajax.flags import MESH_FLAGS, Parser, add_flag
 from megajax.launch import in_cluster, start
 from megajax.options import Option, between
 from megajax.presets import load_preset, resolve
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser(
         "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
         "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
-        "megajax verify PRESET [--mesh.data D] [--mesh.pipe P] [--mesh.tensor T] [--flag value ...]",
+        f"megajax verify PRESET {MESH_FLAGS} [--flag value ...]",
     )
     values = parser.add_preset(argv)
     for option in _OPTIONS:

@@ -84,7 +84,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     """
     check_new(folder, "PATH")
     model = CutModel(config.model, F_AND_G, CPU)
-    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), model)
+    layout = StateLayout(config, make_mesh(jax.devices()[:1]), model)
     read, number = weights_in_parts(layout, run_dir, step)
     paths = [
         path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params) if path[0].key == LORA

@@ -79,7 +79,7 @@ def export_hf(
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model.sequence_length, rotary=model.rotary)
     settings["config.json"]["dtype"] = _TORCH[dtype]
-    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(model, F_AND_G, CPU))
+    layout = StateLayout(config, make_mesh(jax.devices()[:1]), CutModel(model, F_AND_G, CPU))
     stored, number = weights_in_parts(layout, run_dir, step)
 
     def read(paths: list[Any]) -> list[Tensor]:

@@ -102,7 +102,7 @@ def import_hf(source: Source, run_dir: Path) -> None:
             refused.append(error)
             raise
 
-    layout = StateLayout(config, make_mesh(1, 1, 1, jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
+    layout = StateLayout(config, make_mesh(jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
     with folder_atomically(run_dir.absolute()) as new:
         mark(new)
         # `wait` tells of a failure: here there is no training to go on.

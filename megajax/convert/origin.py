@@ -12,7 +12,7 @@ from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import DTYPES
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
-from megajax.runs.parts import IMPORTED
+from megajax.runs.ownership import IMPORTED
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"

@@ -14,7 +14,6 @@ from megajax.data.report import (
     check_tokenizer,
     read_blocks,
     read_report,
-    tokenizer_part,
 )
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
@@ -70,13 +69,13 @@ def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
     if corpus := next(corpora, None):
-        check_tokenizer(own, tokenizer_part(read_report(corpus).digests), "valid: the file as it was")
+        check_tokenizer(own, read_report(corpus).digests, "valid: the file as it was")
     return load_tokenizer(own)
 
 
 def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
     own = folder / "tokenizer"
-    check_tokenizer(own, tokenizer_part(report.digests), advice)
+    check_tokenizer(own, report.digests, advice)
     if report.dataset and not reading.kind(own):
         return None
     return load_fitting(own, vocab_size)

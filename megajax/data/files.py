@@ -97,16 +97,14 @@ def file_atomically(path: Path) -> Iterator[Path]:
         (place / path.name).replace(path)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 file, or write it anew."""
-    try:
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, or write it anew, a text in UTF-8."""
+    with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with file_atomically(path) as new, new.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with file_atomically(path) as new, new.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise _not_written(path, error) from None
 
 
 @contextlib.contextmanager
@@ -118,21 +116,17 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
     made = [parent for parent in folder.parents if not parent.exists()]
     try:
         with contextlib.ExitStack() as stack:
-            try:
+            with writable(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 place = stack.enter_context(scratch(folder))
                 _check_replaceable(folder, ours)
                 new = place / folder.name
                 new.mkdir()
-            except OSError as error:
-                raise _not_written(folder, error) from None
             yield new
-            try:
+            with writable(folder):  # fails for an empty folder of somebody else's, which may not be moved
                 if _check_replaceable(folder, ours):
                     folder.rename(place / _EARLIER)
                 new.rename(folder)
-            except OSError as error:  # an empty folder of somebody else's, which may not be moved
-                raise _not_written(folder, error) from None
     except BaseException:
         for parent in made:
             with contextlib.suppress(OSError):
@@ -140,8 +134,13 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
         raise
 
 
-def _not_written(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written: {error.strerror}; valid: a writable place with room")
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn an `OSError` in the `with` block, in which `path` is written, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; valid: a writable place with room") from None
 
 
 def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:

@@ -9,7 +9,7 @@ import array
 import contextlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megajax import reading
 from megajax.data.digests import Digester
-from megajax.data.files import scratch
+from megajax.data.files import scratch, writable
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
@@ -83,7 +83,7 @@ class IndexedWriter:
         return sum(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
-        with self._writable(), contextlib.ExitStack() as stack:
+        with writable(self._tokens_file), contextlib.ExitStack() as stack:
             self._tokens_file.parent.mkdir(parents=True, exist_ok=True)
             self._place = stack.enter_context(scratch(self._prefix))
             self._file = stack.enter_context((self._place / self._tokens_file.name).open("wb"))
@@ -97,7 +97,7 @@ class IndexedWriter:
             assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
             content = ids.astype(self._dtype).tobytes()
             self._digester.update(content)
-            with self._writable():
+            with writable(self._tokens_file):
                 self._file.write(content)
             self._lengths.append(len(ids))
         self._firsts.append(len(self._lengths))
@@ -107,7 +107,7 @@ class IndexedWriter:
     ) -> None:
         try:
             if kind is None:
-                with self._writable():
+                with writable(self._tokens_file):
                     self._finish()
         finally:
             with contextlib.suppress(OSError):
@@ -128,15 +128,6 @@ class IndexedWriter:
         self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
         for file in self._tokens_file, self._index_file:
             (self._place / file.name).replace(file)
-
-    @contextlib.contextmanager
-    def _writable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self._tokens_file}: cannot be written: {error.strerror}; valid: a writable place with room"
-            ) from None
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:

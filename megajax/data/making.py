@@ -3,6 +3,10 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megajax import reading
 from megajax.data.chunks import count_sentences
@@ -18,7 +22,6 @@ from megajax.data.report import (
     CorpusReport,
     digests_of,
     read_report,
-    write_blocks,
     write_report,
 )
 from megajax.data.text import TextDocuments
@@ -76,9 +79,32 @@ def make_corpus(
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
             with phase(f"reading {prefix}"):
-                _adopt(prefix, tokenizer, tokenizer_path, vocab_size, new, sentences, flag)
+                tokens, blocks = open_prepared(prefix)
+                check_sequences(tokens, prefix, sentences=sentences, flag=flag)
+                tokenizer = tokenizer or _tokenizer_beside(prefix, vocab_size)
+                tokens.check_vocabulary(vocab_size)
+            source = dataset = _absolute(str(prefix))
+            figures: dict[str, Any] = {"vocab_size": vocab_size}
         else:
-            _tokenize(TextDocuments(path, flag=flag), tokenizer, tokenizer_path, vocab_size, new, sentences, kind)
+            prefix, source, dataset = new / "tokens", _absolute(path), ""
+            documents = TextDocuments(path, flag=flag)
+            tokenizer, blocks, figures = _tokenize(documents, tokenizer, vocab_size, prefix, sentences, kind)
+            tokens = IndexedDataset(prefix)
+        if sentences:
+            counts = count_sentences(tokens)
+            figures |= {"sentences": counts.sentences, "single_sentence_documents": counts.single}
+        if tokenizer:
+            tokenizer.save(new / "tokenizer")
+        report = CorpusReport(
+            source=source,
+            tokenizer_source=_tokenizer_source(tokenizer_path),
+            dataset=dataset,
+            documents=tokens.num_documents,
+            tokens=tokens.num_tokens,
+            digests=digests_of(dataset_files(prefix)[0], blocks, new / "tokenizer"),
+            **figures,
+        )
+        write_report(new, report, blocks)
         check(open_corpus(new, vocab_size))
     return open_corpus(folder, vocab_size)
 
@@ -94,48 +120,17 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
     return given or there
 
 
-def _adopt(
-    prefix: Path,
-    tokenizer: Tokenizer | None,
-    tokenizer_path: str,
-    vocab_size: int,
-    folder: Path,
-    sentences: bool,
-    flag: str,
-) -> None:
-    """Record a dataset that was given tokenized."""
-    tokens, blocks = open_prepared(prefix)
-    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
-    beside = next((place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place)), None)
-    if tokenizer is None and beside:
-        tokenizer = load_fitting(beside, vocab_size)
-    if blocks is not None:
-        write_blocks(folder, blocks)
-    if tokenizer:
-        tokenizer.save(folder / "tokenizer")
-    tokens.check_vocabulary(vocab_size)
-    report = CorpusReport(
-        source=_absolute(str(prefix)),
-        tokenizer_source=_tokenizer_source(tokenizer_path),
-        dataset=_absolute(str(prefix)),
-        vocab_size=vocab_size,
-        documents=tokens.num_documents,
-        tokens=tokens.num_tokens,
-        **_counts(tokens, sentences),
-        digests=digests_of(dataset_files(prefix)[0], blocks, folder / "tokenizer"),
-    )
-    write_report(folder, report)
+def _tokenizer_beside(prefix: Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that lies beside a dataset which was given tokenized, if one does."""
+    places = (place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place))
+    beside = next(places, None)
+    return load_fitting(beside, vocab_size) if beside else None
 
 
 def _tokenize(
-    documents: TextDocuments,
-    tokenizer: Tokenizer | None,
-    tokenizer_path: str,
-    vocab_size: int,
-    folder: Path,
-    sentences: bool,
-    kind: Kind,
-) -> None:
+    documents: TextDocuments, tokenizer: Tokenizer | None, vocab_size: int, prefix: Path, sentences: bool, kind: Kind
+) -> tuple[Tokenizer, npt.NDArray[np.uint8], dict[str, Any]]:
+    """Write the tokens of a text; its tokenizer, the digests of the tokens' blocks, and figures for the report."""
     started = time.perf_counter()
     if tokenizer is None:
         with phase(f"training a tokenizer on {documents.path}"):
@@ -143,34 +138,17 @@ def _tokenize(
     trained = time.perf_counter()
     if sentences:
         WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
-    with phase(f"tokenizing {documents.path}"), IndexedWriter(folder / "tokens", tokenizer.size) as writer:
+    with phase(f"tokenizing {documents.path}"), IndexedWriter(prefix, tokenizer.size) as writer:
         for sequences in encode_documents(documents, tokenizer, sentences=sentences):
             writer.add_document(*sequences)
-    tokenizer.save(folder / "tokenizer")
-    write_blocks(folder, writer.digests)
-    report = CorpusReport(
-        source=_absolute(documents.path),
-        tokenizer_source=_tokenizer_source(tokenizer_path),
-        dataset="",
-        vocab_size=tokenizer.size,
-        documents=writer.num_documents,
-        tokens=writer.num_tokens,
-        **_counts(IndexedDataset(folder / "tokens"), sentences),
-        text_bytes=documents.report.num_bytes,
-        skipped_files=documents.report.skipped_files,
-        tokenizer_seconds=trained - started,
-        encoding_seconds=time.perf_counter() - trained,
-        digests=digests_of(folder / "tokens.idx", writer.digests, folder / "tokenizer"),
-    )
-    write_report(folder, report)
-
-
-def _counts(tokens: IndexedDataset, sentences: bool) -> dict[str, int]:
-    """The part of a report about sentences."""
-    if not sentences:
-        return {}
-    counts = count_sentences(tokens)
-    return {"sentences": counts.sentences, "single_sentence_documents": counts.single}
+    figures = {
+        "vocab_size": tokenizer.size,
+        "text_bytes": documents.report.num_bytes,
+        "skipped_files": documents.report.skipped_files,
+        "tokenizer_seconds": trained - started,
+        "encoding_seconds": time.perf_counter() - trained,
+    }
+    return tokenizer, writer.digests, figures
 
 
 def _absolute(path: str) -> str:

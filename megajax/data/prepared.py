@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megajax import reading
 from megajax.data.digests import block_digests, root
 from megajax.data.indexed import IndexedDataset, dataset_files
-from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer, tokenizer_part
+from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer
 from megajax.errors import UserError
 from megajax.paths import scheme
 
@@ -64,7 +64,7 @@ def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, f
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
     """A dataset, compared with the digests that `megajax prepare` left beside it, and those of its blocks, [B, 16].
 
-    None in their place where nothing was left: the dataset is Megatron-LM's own, or of before digests.
+    None in their place where nothing was left: the dataset is Megatron-LM's own.
     """
     expected = _digests(prefix)
     if not expected:
@@ -76,7 +76,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     )
     check_index(index_file, expected, advice)
     if reading.is_folder(tokenizer_folder(prefix)):
-        check_tokenizer(tokenizer_folder(prefix), tokenizer_part(expected), advice)
+        check_tokenizer(tokenizer_folder(prefix), expected, advice)
     try:
         tokens = IndexedDataset(prefix)
     except UserError as error:

@@ -1,6 +1,6 @@
 """What the folder of a run's corpus says of itself: where the corpus came from, and the digests of its files.
 
-Digests are also in the report that `megajax prepare` leaves beside a dataset. Corpora of before have none.
+Digests are also in the report that `megajax prepare` leaves beside a dataset.
 """
 
 import json
@@ -15,53 +15,37 @@ import numpy.typing as npt
 
 from megajax import reading
 from megajax.data.digests import check_files, file_digest, root
-from megajax.data.files import file_atomically, write_atomically
+from megajax.data.files import write_atomically
 from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
 
 TOKENS, _INDEX, _TOKENIZER = "tokens", "index", "tokenizer/"  # names of digests; the last one before a file's name
+_BLOCKS = "tokens.digests"  # file with the digests of the tokens' blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReport:
-    """Where a corpus came from and what it took to make; `report.json` in its folder.
+    """Where a corpus came from and what it took to make; `report.json` in its folder."""
 
-    Attributes:
-        source: absolute path, or python-stdlib.
-        tokenizer_source: absolute path of a given tokenizer; empty if it was trained, imported or there is none.
-        dataset: PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder.
-        vocab_size: all ids are below this.
-        text_bytes: of the text in UTF-8; 0 for a dataset that was given tokenized.
-        skipped_files: files of a folder that are not UTF-8.
-        sentences: of documents that are cut in sentences; else 0.
-        single_sentence_documents: those of them with one.
-        tokenizer_seconds: what training the tokenizer took.
-        encoding_seconds: what tokenizing took.
-        digests: of tokens, index and the tokenizer's files; of Megatron-LM's own datasets the tokenizer's only.
-    """
-
-    source: str
-    tokenizer_source: str
-    dataset: str
-    vocab_size: int
+    source: str  # absolute path, or python-stdlib
+    tokenizer_source: str  # absolute path of a given tokenizer; empty if it was trained, imported or there is none
+    dataset: str  # PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder
+    vocab_size: int  # all ids are below this
     documents: int
     tokens: int
-    text_bytes: int = 0
-    skipped_files: int = 0
-    sentences: int = 0
+    text_bytes: int = 0  # of the text in UTF-8; 0 for a dataset that was given tokenized
+    skipped_files: int = 0  # files of a folder that are not UTF-8
+    sentences: int = 0  # of documents that are cut in sentences; else 0
     single_sentence_documents: int = 0
-    tokenizer_seconds: float = 0.0
+    tokenizer_seconds: float = 0.0  # what training the tokenizer took
     encoding_seconds: float = 0.0
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)  # of Megatron-LM's own datasets the tokenizer's only
 
 
-def tokenizer_part(digests: Mapping[str, str]) -> dict[str, str]:
-    """The digests of a tokenizer's files, by their names."""
-    return {name.removeprefix(_TOKENIZER): found for name, found in digests.items() if name.startswith(_TOKENIZER)}
-
-
-def write_report(folder: Path, report: CorpusReport) -> None:
-    """Write the report of a corpus."""
+def write_report(folder: Path, report: CorpusReport, blocks: npt.NDArray[np.uint8] | None) -> None:
+    """Write the report of a corpus, which is then complete, and the digests of its blocks, if there are any."""
+    if blocks is not None:
+        write_atomically(folder / _BLOCKS, blocks.tobytes())
     write_atomically(folder / "report.json", json.dumps(asdict(report), indent=1) + "\n")
 
 
@@ -93,57 +77,42 @@ def are_digests(value: Any) -> bool:
 
 
 def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:
-    """The digests for a report, of what there is.
-
-    Where `blocks`, the digests of the blocks of its tokens, is None, neither tokens nor index have a digest.
-    """
+    """The digests for a report: of tokens and index, unless the tokens' blocks have none, and of the tokenizer."""
     found = {} if blocks is None else {TOKENS: root(blocks), _INDEX: file_digest(index_file)}
-    files = _tokenizer_files(tokenizer_folder)
-    return found | {_TOKENIZER + name: file_digest(tokenizer_folder / name) for name in files}
+    return found | {_TOKENIZER + file.name: file_digest(file) for file in _tokenizer_files(tokenizer_folder)}
 
 
-def _tokenizer_files(folder: Path) -> list[str]:
-    return [name for name in TOKENIZER_FILES if reading.is_file(folder / name)]
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [folder / name for name in TOKENIZER_FILES if reading.is_file(folder / name)]
 
 
 def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare the files of a tokenizer with their digests by name; nothing is checked where there are none."""
-    if not digests:
-        return
-    check_files({folder / name: expected for name, expected in digests.items()}, advice)
-    others = set(_tokenizer_files(folder)) - digests.keys()
-    if others:
-        raise UserError(f"{folder / min(others)}: was not there when the tokenizer was written; {advice}")
+    """Compare the files of a tokenizer with the digests of a report, if it has any of them.
 
-
-def write_blocks(folder: Path, blocks: npt.NDArray[np.uint8]) -> None:
-    """Write the digests of a corpus's blocks beside its report."""
-    file = folder / "tokens.digests"
-    try:
-        with file_atomically(file) as new:
-            new.write_bytes(blocks.tobytes())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a writable place with room") from None
-
-
-def read_blocks(folder: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:
-    """What `write_blocks` wrote; None where the report has no digest of tokens."""
-    if TOKENS not in report.digests:
-        return None
-    file = folder / "tokens.digests"
-    try:
-        content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # of 8 bytes a token, the most
-        blocks = np.frombuffer(content, np.uint8).reshape(-1, 16)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
-    except ValueError:
-        raise UserError(f"{file}: not what was written; {advice}") from None
-    if root(blocks) != report.digests[TOKENS]:
-        raise UserError(f"{file}: not what was written; {advice}")
-    return blocks
+    `advice` says what to do where a file is missing, has changed, or was not there.
+    """
+    files = {folder / name.removeprefix(_TOKENIZER): digests[name] for name in digests if name.startswith(_TOKENIZER)}
+    check_files(files, advice)
+    others = set(_tokenizer_files(folder)) - files.keys()
+    if files and others:
+        raise UserError(f"{min(others)}: was not there when the tokenizer was written; {advice}")
 
 
 def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare an index with its digest, if there is one."""
+    """Compare an index with the digests of a report, if it is in them; `advice` says what to do if it has changed."""
     if _INDEX in digests:
         check_files({file: digests[_INDEX]}, advice)
+
+
+def read_blocks(folder: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:
+    """The digests of a corpus's blocks, [B, 16]; None where the report has no digest of tokens."""
+    if TOKENS not in report.digests:
+        return None
+    file = folder / _BLOCKS
+    try:
+        content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # of 8 bytes a token, the most
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
+    if len(content) % 16 or root(np.frombuffer(content, np.uint8)) != report.digests[TOKENS]:
+        raise UserError(f"{file}: not what was written; {advice}")
+    return np.frombuffer(content, np.uint8).reshape(-1, 16)

@@ -133,5 +133,5 @@ class MegajaxLM(TemplateLM):
     @cached_property
     def _sampler(self) -> Program:
         config, mesh = self._trained.program.config, self._trained.program.mesh
-        one_row = dataclasses.replace(config.train, global_batch=config.mesh.data, microbatch=1)
+        one_row = dataclasses.replace(config.train, global_batch=config.mesh.row_shards, microbatch=1)
         return Program(dataclasses.replace(config, train=one_row), mesh)

@@ -1,9 +1,10 @@
-"""Generation with a cache on a (data, tensor) mesh: whole prompts are read at once, then one token of every row at a
+"""Generation with a cache on a mesh without a pipe: whole prompts are read at once, then one token of every row at a
 time.
 
 Two compiled programs for each shape of a batch: one reads the prompts and chooses the first tokens, one chooses up to
-`TOKENS_AT_ONCE` more without the host in between. Rows are split over `data`; heads of the caches, and the vocabulary,
-over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D model, V vocabulary, N tokens of a dispatch.
+`TOKENS_AT_ONCE` more without the host in between. Rows are sharded over the axes of rows; heads of the caches, and the
+vocabulary, over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D model, V vocabulary, N tokens of
+a dispatch.
 """
 
 import time
@@ -17,12 +18,16 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.axes import ROW_AXES
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
-from megajax.models.cache import decode_step, prefill, visible_slots
+from megajax.mesh import ROWS
+from megajax.models.attention import Attend
+from megajax.models.cache import Cache, decode_step, prefill, visible_slots
+from megajax.models.context import Context
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
-from megajax.parallel.collectives import DATA, TENSOR, gather_shards, sum_over, vary
+from megajax.parallel.collectives import TENSOR, gather_shards, sum_over, vary
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.program.program import Program
 
@@ -31,7 +36,7 @@ State = dict[str, Any]
 
 TOKENS_AT_ONCE = 8
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
-ROWS, CACHE = PartitionSpec(DATA), PartitionSpec(DATA, TENSOR)
+CACHE = PartitionSpec(ROW_AXES, TENSOR)
 STATE_SPECS = {
     "caches": CACHE,  # of every layer
     "token": ROWS,  # the last that was chosen
@@ -72,6 +77,7 @@ class Decoder:
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids `ends`."""
         self._config, self._mesh = program.config.model, program.mesh
+        self._row_shards = program.config.mesh.row_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
         self._model = CutModel(self._config, F_AND_G, program.backend)
@@ -100,7 +106,7 @@ class Decoder:
         A prompt has one id at least, and at most as many as the context.
         """
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
-        rows = _round_up(min(batch, len(prompts)), self._mesh.shape[DATA])
+        rows = _round_up(min(batch, len(prompts)), self._row_shards)
         # A prompt's last token may be the first beyond the context.
         limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
         missing = list(limits)
@@ -179,11 +185,7 @@ class Decoder:
     def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
-        attend = prefill(num_slots, context.visible, self._backend)
-        caches = []
-        for layer in weights["layers"]:
-            x_BTD, cache = self._model.block(layer).run(x_BTD, context, attend)
-            caches.append(cache)
+        x_BTD, caches = self._through_layers(weights, x_BTD, context, [prefill(num_slots)] * self._config.num_layers)
         state = {
             "caches": caches,
             "length": length_B,
@@ -195,7 +197,7 @@ class Decoder:
         }
         x_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         state, tokens_B = self._choose(weights, x_B1D, state)
-        return state, gather_shards(tokens_B[:, None], 0, invariant=True)
+        return state, gather_shards(tokens_B[:, None], 0, ROW_AXES, invariant=True)
 
     def _follow(self, weights: Tree, state: State) -> tuple[State, Array]:
         """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
@@ -211,9 +213,9 @@ class Decoder:
             return number + 1, _running(state), tokens_BN, state
 
         nothing_BN = jnp.full((state["token"].shape[0], TOKENS_AT_ONCE), IGNORED, jnp.int32)
-        carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, (DATA,)), state
+        carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, ROW_AXES), state
         _, _, tokens_BN, state = lax.while_loop(goes_on, go_on, carry)
-        return state, gather_shards(tokens_BN, 0, invariant=True)
+        return state, gather_shards(tokens_BN, 0, ROW_AXES, invariant=True)
 
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
         """Put the last tokens of all rows through the layers, [B, 1, D]."""
@@ -223,13 +225,21 @@ class Decoder:
         context, x_B1D = self._embed(weights, tokens)
         num_slots, window = state["caches"][0].key_BHSK.shape[2], self._config.sliding_window
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
-        caches = []
-        for layer, cache in zip(weights["layers"], state["caches"], strict=True):
-            x_B1D, cache = self._model.block(layer).run(x_B1D, context, decode_step(cache, slot, visible_BS))
-            caches.append(cache)
+        attends = [decode_step(cache, slot, visible_BS) for cache in state["caches"]]
+        x_B1D, caches = self._through_layers(weights, x_B1D, context, attends)
         return x_B1D, state | {"caches": caches}
 
-    def _embed(self, weights: Tree, batch: State) -> tuple[Tree, Array]:
+    def _through_layers(
+        self, weights: Tree, x_BTD: Array, context: Context, attends: list[Attend]
+    ) -> tuple[Array, list[Cache]]:
+        """The last layer's output, and every layer's cache."""
+        caches = []
+        for number, (layer, attend) in enumerate(zip(weights["layers"], attends, strict=True)):
+            x_BTD, beside = self._model.block(layer)(x_BTD, context, number, attend)
+            caches.append(beside["cache"])
+        return x_BTD, caches
+
+    def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:
         """What every layer gets of a batch, and the first layer's input."""
         context = self._model.context(batch, Dropout.off())
         return context, self._model.ends(weights["shared"]).embed(batch, context)
@@ -249,7 +259,7 @@ class Decoder:
 
 def _running(state: State) -> Array:
     """How many rows of the batch have not stopped."""
-    return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), (DATA,))
+    return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), ROW_AXES)
 
 
 def _round_up(number: int, multiple: int) -> int:

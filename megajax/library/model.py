@@ -212,7 +212,7 @@ class Model:
             self.config, str(data), self.tokenizer, overlap=self.config.model.sequence_length, flag="data"
         )
         mesh = self.config.mesh
-        program = self._program(mesh.data * mesh.pipe * self.config.train.microbatch)
+        program = self._program(mesh.row_shards * mesh.pipe * self.config.train.microbatch)
         return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
 
     def weights(self) -> dict[str, Any]:
@@ -255,9 +255,9 @@ class Model:
 
     def _program(self, rows: int) -> Program:
         """The program for a batch of at least so many rows; made once."""
-        train, data = self.config.train, self.config.mesh.data
-        microbatch = min(train.microbatch, -(-rows // data))
-        size = -(-rows // (data * microbatch)) * data * microbatch
+        train, shards = self.config.train, self.config.mesh.row_shards
+        microbatch = min(train.microbatch, -(-rows // shards))
+        size = -(-rows // (shards * microbatch)) * shards * microbatch
         if size not in self._forward:
             train = dataclasses.replace(train, global_batch=size, microbatch=microbatch)
             self._forward[size] = Program(dataclasses.replace(self.config, train=train), self.program.mesh)

@@ -38,7 +38,7 @@ class PlainModel:
 
     def __init__(self, config: Config, device: jax.Device | None = None):
         self.config, self.form = config, batch_form(config)
-        self._mesh: Mesh = make_mesh(1, 1, 1, [device or jax.devices()[0]])
+        self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
         self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE
@@ -87,7 +87,7 @@ class PlainModel:
 
         def layer(x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
             number, own = numbered
-            return self._cut.block(own)(x_BTD, context, number), None
+            return self._cut.block(own)(x_BTD, context, number)[0], None
 
         numbers_L = np.arange(self.config.model.num_layers, dtype=np.int32)
         x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))

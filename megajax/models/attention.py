@@ -7,26 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
-from megajax.models.attention_mask import AttentionMask
-from megajax.models.blocked_attention import blocked_attention
+from megajax.models.attend import attend
 from megajax.models.config import ModelConfig
+from megajax.models.context import Context
 from megajax.models.norms import RMSNorm
 from megajax.models.rotary import Rotary, rotated
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.collectives import TENSOR, axis_index
-from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
-from megajax.parallel.random import Dropout, NamedKey
-from megajax.parallel.sites import site
+from megajax.parallel.random import NamedKey
+from megajax.parallel.sites import named, recorded
 
-# q_BTHK, k_BSHK, v_BSHK of this device's heads -> heads_BTHK, and what it remembers
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+Beside = dict[str, Any]  # what is returned beside an activation, by name: figures, or in generation a cache
+# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, and what is returned beside them
+Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Beside]]
+ATTENTION_WEIGHTS = 0  # a site of dropout in a layer, beside those of `layer.py`
 
 
 class Attention(nnx.Module):
@@ -61,6 +59,7 @@ class Attention(nnx.Module):
             RMSNorm(size, config.norm_epsilon, "head_size") if config.query_key_norm else None for _ in range(2)
         )
         self.rotary = Rotary.of(config) if config.rotary else None
+        self.boundary, self.backend = boundary, backend
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -68,58 +67,30 @@ class Attention(nnx.Module):
         return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
 
     @jax.named_scope("attention")
-    def __call__(
-        self, x_BTD: Array, position_BT: Array | None, attend: Attend, dummies: Dummies = NO_DUMMIES
-    ) -> tuple[Array, Any]:
-        """`attend` between the projections; also returns what it remembers (`models/cache.py`)."""
-        projected = column_parallel(x_BTD, self.query, self.key, self.value, name="attention_input", dummies=dummies)
-        query_BTHK, key_BSHK, value_BSHK = (checkpoint_name(x_BTHK, "attention_qkv") for x_BTHK in projected)
-        query_BTHK, key_BSHK = self._placed(query_BTHK, key_BSHK, position_BT)
-        query_BTHK = site(query_BTHK, "query", split=2)
-        key_BSHK = site(key_BSHK, "key", split=2, first=self.key.first_part)
-        value_BSHK = site(value_BSHK, "value", split=2, first=self.value.first_part)
-        heads_BTHK, memory = attend(query_BTHK, key_BSHK, value_BSHK)
-        heads_BTHK = site(heads_BTHK, "attention_heads", split=2)
-        return self.output(heads_BTHK, "attention_output", dummies), memory
-
-    def _placed(self, q_BTHK: Array, k_BSHK: Array, position_BT: Array | None) -> tuple[Array, Array]:
-        """Queries and keys, normalized and turned by their tokens' positions, if they are."""
+    def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Beside]:
+        """`attend` between the projections; also returns what it returns beside the heads."""
+        linears = self.products["attention_input"]
+        q_BTHK, k_BSHK, v_BSHK = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
+        q_BTHK = named(q_BTHK, "query", split=2)
+        k_BSHK = named(k_BSHK, "key", split=2, first=self.key.first_part)
+        v_BSHK = named(v_BSHK, "value", split=2, first=self.value.first_part)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTHK, k_BSHK = self.query_norm(q_BTHK), self.key_norm(k_BSHK)
-        if self.rotary is None:
-            return q_BTHK, k_BSHK
-        assert position_BT is not None
-        return rotated(q_BTHK, position_BT, self.rotary), rotated(k_BSHK, position_BT, self.rotary)
+            q_BTHK = named(self.query_norm(q_BTHK), "query_norm", split=2)
+            k_BSHK = named(self.key_norm(k_BSHK), "key_norm", split=2, first=self.key.first_part)
+        if self.rotary is not None:
+            assert context.position_BT is not None
+            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.rotary), "rotated_query", split=2)
+            k_BSHK = rotated(k_BSHK, context.position_BT, self.rotary)
+            k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
+        heads_BTHK, beside = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
+        heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # whoever computed them has named them
+        y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
+        return named(y_BTD, "attention_output", self.boundary.split), beside
 
 
-@jax.named_scope("attend")
-def attend(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, dropout: Dropout, backend: Backend
-) -> Array:
-    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
-
-    On GPUs by cuDNN where it can: its dropout would depend on the mesh, it knows half precision only, and of what a
-    query sees causality and padding here.
-    """
-    fits = fits_fused(q_BTHK.shape[-1], q_BTHK.dtype.itemsize)
-    if dropout.rate == 0 and visible.only_causal_or_padded and backend.fused_attention and fits:
-        heads_BTHK = jax.nn.dot_product_attention(
-            q_BTHK,
-            k_BSHK,
-            v_BSHK,
-            is_causal=visible.causal,
-            key_value_seq_lengths=visible.num_keys_B,
-            implementation="cudnn",
-        )
-        return checkpoint_name(heads_BTHK, "attention_heads")
-    bits_BH = None
-    if dropout.rate > 0:
-        num_heads = q_BTHK.shape[2]
-        head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-        bits_BH = dropout.bits_B[:, None].fold(head_H[None, :])
-    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, visible, bits_BH, dropout.rate, backend)
-
-
-def fits_fused(head_size: int, item_size: int) -> bool:
-    """Whether cuDNN's attention takes such heads: half precision, a size of at most 256 that 8 divides."""
-    return item_size == 2 and head_size % 8 == 0 and head_size <= 256
+def attend_in_context(
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
+) -> tuple[Array, Beside]:
+    """Attention of a microbatch's tokens to those that they see, with its dropout."""
+    dropout = context.dropout.fold(ATTENTION_WEIGHTS)
+    return attend(q_BTHK, k_BSHK, v_BSHK, context.visible, dropout, backend), {}

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.backend import Backend
-from megajax.models.attention import Attend, attend
-from megajax.models.attention_mask import AttentionMask
-from megajax.parallel.random import Dropout
+from megajax.models.attention import Attend, Beside, attend_in_context
+from megajax.models.context import Context
 from megajax.precision import at_least_fp32
 
 
@@ -52,20 +51,21 @@ def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Arra
     return visible_BS & (own_B1 - position_BS < window)
 
 
-def prefill(num_slots: int, visible: AttentionMask, backend: Backend) -> Attend:
-    """Attention of whole prompts, which end anywhere, that remembers them in a cache of `num_slots` slots."""
+def prefill(num_slots: int) -> Attend:
+    """Attention of whole prompts, which end anywhere; also returns a `cache` of `num_slots` slots that has them."""
 
-    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array) -> tuple[Array, Cache]:
-        heads_BTHK = attend(q_BTHK, k_BSHK, v_BSHK, visible, Dropout.off(), backend)
-        return heads_BTHK, Cache.of(k_BSHK, v_BSHK, num_slots)
+    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Beside]:
+        heads_BTHK, beside = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
+        return heads_BTHK, beside | {"cache": Cache.of(k_BSHK, v_BSHK, num_slots)}
 
     return read
 
 
 def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
-    """Attention of one token per row to what is visible of a cache, after the token is put into `slot`."""
+    """Attention of one token per row to what is visible of a cache, after the token is put into `slot`; also returns
+    the `cache` with it."""
 
-    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array) -> tuple[Array, Cache]:
+    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Beside]:
         filled = cache.put(k_B1HK, v_B1HK, slot)
         product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
         batch, _, num_heads, size = q_B1MK.shape
@@ -77,6 +77,6 @@ def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
         total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
         weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
         heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, filled.value_BHSK)
-        return heads_BHGK.reshape(batch, 1, num_heads, size).astype(q_B1MK.dtype), filled
+        return heads_BHGK.reshape(batch, 1, num_heads, size).astype(q_B1MK.dtype), {"cache": filled}
 
     return follow

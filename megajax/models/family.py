@@ -19,10 +19,11 @@ from jax import Array
 from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
 from megajax.models.config import ModelConfig
+from megajax.models.context import Context
 from megajax.models.flops import MatrixProduct
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.deferred import Dummies, FactorProbe, Factors
+from megajax.parallel.deferred import FactorProbe, Pair
 from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
@@ -39,21 +40,24 @@ class Block(Protocol):
         """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
         ...
 
-    def __call__(self, x_BTD: Array, context: Tree, layer: Array, dummies: Dummies) -> Array: ...
+    def __call__(self, x_BTD: Array, context: Context, layer: Array) -> tuple[Array, dict[str, Array]]:
+        """Its output, and figures by name, such as how many tokens it did something with: the metrics of a step have
+        their sums over layers, microbatches and whatever mesh axes the input differs over; never differentiated."""
+        ...
 
 
 class Model(Protocol):
     """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/stack.py`)."""
 
-    def context(self, batch: Batch, dropout: Dropout) -> Tree:
+    def context(self, batch: Batch, dropout: Dropout) -> Context:
         """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
         ...
 
-    def embed(self, batch: Batch, context: Tree) -> Array:
+    def embed(self, batch: Batch, context: Context) -> Array:
         """The first layer's input, x_BTD; any function of the weights."""
         ...
 
-    def losses(self, x_BTD: Array, batch: Batch, context: Tree) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
         """The sum of every loss and every measure of the batch's form over its targets, from the last layer's output;
         scalars."""
         ...
@@ -139,13 +143,13 @@ class CutModel:
         """Where in a layer's weights those are that its products multiply with."""
         return frozenset(path for paths in self._products.values() for path in paths)
 
-    def factors(self, weights: Tree, x_BTD: Array, context: Tree) -> dict[str, Factors]:
+    def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
         """What has the types of the factors of a layer's products, by name; to be used abstractly."""
         seen = FactorProbe()
-        self.block(weights)(x_BTD, context, jnp.zeros((), jnp.int32), seen)
+        self.block(weights)(x_BTD, context.deferring_to(seen), jnp.zeros((), jnp.int32))
         return dict(seen)
 
-    def weight_gradients(self, weights: Tree, factors: Mapping[str, Factors]) -> dict[Path, Array]:
+    def weight_gradients(self, weights: Tree, factors: Mapping[str, Pair]) -> dict[Path, Array]:
         """The gradients of the weights of a layer's products; of `weights` only the types matter."""
         products = self.block(weights).products
         gradients: dict[Path, Array] = {}
@@ -166,7 +170,7 @@ class CutModel:
         model.blocks = nnx.merge(self._blocks, weights["blocks"])
         return model
 
-    def context(self, batch: Batch, dropout: Dropout) -> Tree:
+    def context(self, batch: Batch, dropout: Dropout) -> Context:
         """See `Model.context`."""
         return self.ends(self.shapes["shared"]).context(batch, dropout)
 

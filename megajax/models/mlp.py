@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
 from megajax.models.config import ModelConfig
+from megajax.models.context import Context
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.deferred import NO_DUMMIES, Dummies
 from megajax.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,13 +23,15 @@ from megajax.parallel.layers import (
     normal,
 )
 from megajax.parallel.random import NamedKey
-from megajax.parallel.sites import site
+from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
 from megajax.private import FUSED_FORWARD
 
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.
-EXPENSIVE = ("attention_qkv", "attention_heads", "attention_statistics", "attention_output", "mlp_up")
+EXPENSIVE = (
+    *("query", "key", "value", "attention_heads", "attention_statistics", "attention_output", "mlp_gate", "mlp_up"),
+)
 
 
 def save_expensive(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
@@ -54,7 +55,7 @@ class MLP(nnx.Module):
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
         self.down = RowParallelLinear(residual, boundary, (width,), ("mlp",), hidden, backend, bias=bias)
-        self.activation = config.activation
+        self.boundary, self.activation = boundary, config.activation
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -62,13 +63,12 @@ class MLP(nnx.Module):
         return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: Array, dummies: Dummies = NO_DUMMIES) -> Array:
-        linears = self.products["mlp_input"]
-        outputs = column_parallel(x_BTD, *linears, name="mlp_input", dummies=dummies)
+    def __call__(self, x_BTD: Array, context: Context) -> Array:
         names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
-        inner = [site(checkpoint_name(y, "mlp_up"), name, split=2) for y, name in zip(outputs, names, strict=True)]
-        inner_BTF = site(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
-        return self.down(inner_BTF, "mlp_output", dummies)
+        inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
+        inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
+        inner_BTF = named(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
+        return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split)
 
 
 @jax.checkpoint

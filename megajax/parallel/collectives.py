@@ -1,9 +1,9 @@
 """Every byte that crosses devices: the only module that calls JAX's collectives or asks for a device's position.
 
-All functions are called inside a `shard_map` region, of which a step has one. Its mesh axes are `(data, pipe, tensor)`,
-and its types are checked (`check_vma=True`): a value that differs between the devices of an axis is *varying* over it,
-and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the conjugate pair of the
-paper.
+All functions are called inside a `shard_map` region, of which a step has one. Its mesh axes are those of
+`megajax/axes.py`, and its types are checked (`check_vma=True`): a value that differs between the devices of an axis is
+*varying* over it, and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the
+conjugate pair of the paper.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-DATA, PIPE, TENSOR = AXES = ("data", "pipe", "tensor")
+from megajax.axes import BATCH_AXES, PIPE, TENSOR
+
 Axes = str | tuple[str, ...]
 
 
@@ -58,27 +59,31 @@ def complete(tree: Any, specs: Any) -> Any:
 
 def spec_axes(spec: PartitionSpec) -> frozenset[str]:
     """The mesh axes that an array with this spec is sharded over."""
-    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry is not None]
-    return frozenset(axis for entry in entries for axis in entry)
+    return frozenset(axis for entry in spec for axis in entry_axes(entry))
 
 
-def own_shard(x: Array, dim: int, axis: str = DATA) -> Array:
-    """This device's part of `x` along `dim`, sharded over `axis`."""
-    size = x.shape[dim] // axis_size(axis)
-    return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dim)
+def entry_axes(entry: Axes | None) -> tuple[str, ...]:
+    """The mesh axes of a spec's entry for one dim."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def gather_shards(x: Array, dim: int, axis: str = DATA, *, invariant: bool = False) -> Array:
+def own_shard(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
+    """This device's part of `x` along `dim`, sharded over `axes`."""
+    size = x.shape[dim] // axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
+
+
+def gather_shards(x: Array, dim: int, axes: Axes = BATCH_AXES, *, invariant: bool = False) -> Array:
     """All-gather of the parts along `dim`; its transpose is `scatter_sum`.
 
-    The result counts as varying over the axis, or, `invariant`, as the same on all of its devices.
+    The result counts as varying over the axes, or, `invariant`, as the same on all of their devices.
     """
-    return lax.all_gather(x, axis, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
+    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
-def scatter_sum(x: Array, dim: int, axis: str = DATA) -> Array:
+def scatter_sum(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
     """Reduce-scatter: every device gets its part along `dim` of the sum; its transpose is `gather_shards`."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def exchange(x: Array, divided: int, joined: int, axis: str) -> Array:
@@ -115,9 +120,9 @@ def axis_index(axes: Axes) -> Array:
     return lax.axis_index(axes)
 
 
-def axis_size(axis: str) -> int:
-    """Number of devices along a mesh axis."""
-    return lax.axis_size(axis)
+def axis_size(axes: Axes) -> int:
+    """Number of devices along a mesh axis, or along several."""
+    return lax.axis_size(axes)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -15,12 +15,12 @@ from jax import Array
 
 from megajax.parallel.collectives import vary, varying_axes
 
-Factors = tuple[Array, list[Array]]  # the input of one or several products, and the gradient of each one's output
-Dummies = Mapping[str, Any]  # `Factors` by the name of the products
-NO_DUMMIES: Dummies = {}
+Pair = tuple[Array, list[Array]]  # the input of one or several products, and the gradient of each one's output
+Factors = Mapping[str, Any]  # a `Pair` by the name of the products
+NO_FACTORS: Factors = {}
 
 
-class FactorProbe(dict[str, Factors]):
+class FactorProbe(dict[str, Pair]):
     """In the place of dummies: takes down what each product gets and gives, which has the types of its factors."""
 
     def __bool__(self) -> bool:
@@ -28,7 +28,7 @@ class FactorProbe(dict[str, Factors]):
 
 
 def deferred(
-    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], dummies: Dummies
+    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], dummies: Factors
 ) -> list[Array]:
     """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
@@ -38,13 +38,13 @@ def deferred(
         return dummies[name][1]
 
     @jax.custom_vjp
-    def product(x: Array, weights: list[Array], dummy: Factors) -> list[Array]:
+    def product(x: Array, weights: list[Array], dummy: Pair) -> list[Array]:
         return multiply(x, weights)
 
-    def forward(x: Array, weights: list[Array], dummy: Factors) -> tuple[list[Array], Any]:
+    def forward(x: Array, weights: list[Array], dummy: Pair) -> tuple[list[Array], Any]:
         return multiply(x, weights), (x, weights)
 
-    def backward(kept: Any, grads: list[Array]) -> tuple[Array, list[Array], Factors]:
+    def backward(kept: Any, grads: list[Array]) -> tuple[Array, list[Array], Pair]:
         x, weights = kept
         (dx,) = jax.linear_transpose(lambda x: multiply(x, weights), x)(grads)
         return dx, jax.tree.map(jnp.zeros_like, weights), (x, grads)

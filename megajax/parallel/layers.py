@@ -19,7 +19,7 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.parallel.deferred import NO_DUMMIES, Dummies, Factors, deferred
+from megajax.parallel.deferred import NO_FACTORS, Factors, Pair, deferred
 from megajax.parallel.products import product, weight_gradient
 from megajax.parallel.random import NamedKey
 
@@ -109,7 +109,7 @@ class ColumnParallelLinear(nnx.Module):
         return axis_index(TENSOR) * self.parts // axis_size(TENSOR)
 
     @staticmethod
-    def weight_gradients(factors: Factors, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
+    def weight_gradients(factors: Pair, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
         """The weights' gradients from the factors of `column_parallel`."""
         (x_BTD, grads), boundary, backend = factors, linears[0].boundary, linears[0].backend
         entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
@@ -118,10 +118,10 @@ class ColumnParallelLinear(nnx.Module):
 
 
 def column_parallel(
-    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", dummies: Dummies = NO_DUMMIES
+    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", factors: Factors = NO_FACTORS
 ) -> list[Array]:
-    """The outputs of several layers of one input, which enters their region once. With `dummies` their weight
-    gradients are left for later, under their `name`."""
+    """The outputs of several layers of one input, which enters their region once. With `factors` the backward pass
+    leaves those of their weight gradients there, under their `name`."""
     boundary, backend = linears[0].boundary, linears[0].backend
     weights = [linear.weight[...] for linear in linears]
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
@@ -131,8 +131,8 @@ def column_parallel(
         own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
         return [times(entered_BTD, weight, 1) for weight in own]
 
-    if dummies:
-        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, dummies)
+    if factors:
+        outputs = deferred(name, partial(multiply, jnp.tensordot), input_BTD, weights, factors)
     else:
         together: Callable[[Array, list[Array]], list[Array]] = partial(multiply, partial(product, backend=backend))
         if boundary.regathers or any(linear.replicated for linear in linears):  # nor is a part of a weight kept
@@ -160,14 +160,14 @@ class RowParallelLinear(nnx.Module):
         self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
         self.bias = zeros_param((out_size,), ("embed",)) if bias else None
 
-    def __call__(self, y: Array, name: str = "", dummies: Dummies = NO_DUMMIES) -> Array:
+    def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
         """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens. With
-        `dummies` the weight's gradient is left for later, under its `name`."""
+        `factors` the backward pass leaves those of the weight gradient there, under its `name`."""
         weight = self.weight[...]
         contracted = weight.ndim - 1
-        if dummies:
+        if factors:
             (product_BTD,) = deferred(
-                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], dummies
+                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], factors
             )
         else:
             product_BTD = product(y, weight, contracted, self.backend)
@@ -175,7 +175,7 @@ class RowParallelLinear(nnx.Module):
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 
     @staticmethod
-    def weight_gradients(factors: Factors, linears: "Sequence[RowParallelLinear]") -> list[Array]:
+    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]") -> list[Array]:
         """The weight's gradient from the factors of the product."""
         (y, (grad_BTD,)), (linear,) = factors, linears
         return [weight_gradient(y, grad_BTD, linear.weight.ndim - 1, linear.backend)]

@@ -1,7 +1,7 @@
-"""ZeRO: state sharded over the `data` axis (Rajbhandari et al., arXiv 1910.02054).
+"""ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
-A weight's shard is its part along one of its own dims (`mesh.shard_over_data`), so that its logical shape, and with it
-every checkpoint, stays what it is. Weights without a dim that `data` divides are not sharded.
+A weight's shard is its part along one of its own dims (`mesh.zero_spec`), so that its logical shape, and with it
+every checkpoint, stays what it is. Weights without a dim that these axes divide are not sharded.
 
 - ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
   once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
@@ -24,7 +24,7 @@ NOT_SHARDED = 0  # in place of a dim
 
 @dataclass(frozen=True)
 class Shards:
-    """Which dim of every weight is sharded over `data`.
+    """Which dim of every weight is sharded over the axes that divide a batch.
 
     Attributes:
         dims: tree of the weights' structure; dims are negative, counted from the last one, so that they hold with and
@@ -42,8 +42,8 @@ class Shards:
         return self._map(own_shard, weights)
 
     def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
-        """All of the weights. They count as varying over `data`, so that their gradients are local sums, or,
-        `invariant`, as the same on all of its devices."""
+        """All of the weights. They count as varying over these axes, so that their gradients are local sums, or,
+        `invariant`, as the same on all of their devices."""
         return self._map(lambda shard, dim: gather_shards(shard, dim, invariant=invariant), shards)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:

@@ -1,10 +1,12 @@
-"""Sites: the named activations of a step, which can be watched while it runs, forward and backward.
+"""Sites: the named activations of a step.
 
-A step that is traced while `recording` tells the host what every device has at each site: from inside the one region,
-its loops and conditionals, whatever is recomputed. Otherwise a site is nothing, and the program the very same.
+A name says which activation recomputation may save (a policy of `jax.checkpoint`), and which one is recorded: a step
+that is traced while `recording` sends the host what every device has at each site, forward and backward, from inside
+the one region, its loops and conditionals, whatever is recomputed. When not recording, a name costs nothing.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
-from megajax.parallel.collectives import AXES, TENSOR, Axes, axis_index
+from megajax.axes import AXES
+from megajax.parallel.collectives import TENSOR, Axes, axis_index
 
 HEAD = "head"
 
@@ -34,7 +38,8 @@ class SiteRecord:
         split: that dim; None where there is none.
         first: where this device's part begins there.
         shared: other devices have the same part, and its gradient here is one of several that add up to it.
-        device: its coordinates on the mesh axes (data, pipe, tensor).
+        device: its coordinates on the mesh axes, in the order of `AXES`.
+        turn: when it was traced; within a layer, or in the head, sites are traced in the order of computation.
     """
 
     site: str
@@ -46,10 +51,12 @@ class SiteRecord:
     first: int
     shared: bool
     device: tuple[int, ...]
+    turn: int = 0
 
 
 Record = Callable[[SiteRecord], None]
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+_TURNS = itertools.count()
 _PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
 
 
@@ -65,10 +72,10 @@ def recording(record: Record) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at(layer: Array | str, sample_B: Array) -> Iterator[None]:
+def at(layer: Array | str, sample_B: Array | None) -> Iterator[None]:
     """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, and to these rows of the global
     batch."""
-    if _RECORD.get() is None:
+    if _RECORD.get() is None or sample_B is None:
         yield
         return
     token = _PLACE.set((jnp.asarray(-1 if isinstance(layer, str) else layer, jnp.int32), sample_B))
@@ -78,8 +85,13 @@ def at(layer: Array | str, sample_B: Array) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-def site(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
-    """`x`, watched under a name.
+def named(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+    """`x` under a name, for policies of recomputation and for recording (`recorded`)."""
+    return recorded(checkpoint_name(x, name), name, split, axes, first)
+
+
+def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+    """`x`, recorded under a name, if anything is.
 
     Args:
         x: rows first.
@@ -94,10 +106,10 @@ def site(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, fir
     shared = first is not None
     if first is None:
         first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
-    devices = jnp.stack([axis_index(axis) for axis in AXES])
+    devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
     def tell(backward: bool, value: Array, *where: Array) -> None:
-        jax.debug.callback(partial(_tell, record, name, split, shared, backward), value, *where)
+        jax.debug.callback(partial(_tell, record, name, split, shared, turn, backward), value, *where)
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
@@ -120,6 +132,7 @@ def _tell(
     name: str,
     split: int | None,
     shared: bool,
+    turn: int,
     backward: bool,
     value: Any,
     layer: Any,
@@ -130,4 +143,4 @@ def _tell(
     arrays = (np.array(array) for array in (value, samples))
     coordinates = tuple(int(index) for index in np.asarray(device))
     own, rows = arrays
-    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates))
+    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates, turn))

@@ -19,6 +19,11 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
         if chunks != 1:
             valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
             raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
+        if num_layers is not None and pipe > num_layers:
+            raise UserError(
+                f"--mesh.pipe {pipe} with --model.num-layers {num_layers}, which leaves a stage without a layer; "
+                f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
+            )
         return
     if pipe == 1:
         raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")

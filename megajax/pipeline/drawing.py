@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from megajax.pipeline.excerpt import Part, excerpt
-from megajax.pipeline.table import IDLE, Pass, Schedule
+from megajax.pipeline.table import Schedule
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -46,29 +46,19 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
 
 def _cell_of(schedule: Schedule) -> Callable[[int, int], _Parts]:
     """A function from tick and stage to what runs there."""
-    num_chunks = schedule.num_chunks
-    waited = schedule.deferral.cells() if schedule.deferral else None
+    rows, num_chunks = schedule.cells(), schedule.num_chunks
 
-    def one(table: Pass, styles: tuple[str, ...], tick: int, stage: int) -> tuple[str, str]:
-        microbatch, chunk = int(table.microbatch[tick, stage]), int(table.chunk[tick, stage])
-        if microbatch == IDLE:
-            return _NOTHING
-        return cell_name(microbatch, chunk, num_chunks), styles[chunk % len(styles)]
-
-    def several(ran: list[tuple[int, int]]) -> tuple[str, str]:
+    def text(kind: int, ran: list[tuple[int, int]]) -> tuple[str, str]:
         if not ran:
             return _NOTHING
         names = [cell_name(microbatch, chunk, num_chunks) for microbatch, chunk in ran]
-        text = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
-        return f"w{text}", STYLES[2][ran[0][1] % len(STYLES[2])]
+        shown = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
+        return "w" * (kind == 2) + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
 
     def cell(tick: int, stage: int) -> _Parts:
-        forward = one(schedule.forward, STYLES[0], tick, stage)
-        backward = one(schedule.backward, STYLES[1], tick, stage)
-        if waited is None:
-            return [forward, backward]
-        early, late = waited[tick][stage]
-        return [several(early) if early else forward, backward, several(late)]
+        early, forward, backward, late = rows[tick][stage]
+        first = text(2, early) if early else text(0, forward)
+        return [first, text(1, backward), *([text(2, late)] if schedule.deferral else [])]
 
     return cell
 

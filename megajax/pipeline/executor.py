@@ -1,7 +1,7 @@
 """One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
 
 Every tick a stage runs at most one microbatch through a chunk forward and one backward, each under a conditional, and
-hands activations up and gradients down. Collectives over `tensor` and `data` may stand inside the conditionals (their
+hands activations up and gradients down. Collectives over the other axes may stand inside the conditionals (their
 groups share a stage, and so the branch); those over `pipe` stand only where all stages take part. Predicates known from
 the table are decided while tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this
 loop without conditionals and without a buffer.
@@ -24,7 +24,8 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.pipeline.ends import EmbeddingAndHead, Microbatch, StageFunctions
+from megajax.pipeline.ends import Batch, EmbeddingAndHead, StageFunctions
+from megajax.pipeline.pullback import Figures
 from megajax.pipeline.rows import Row, Turns, Work, rows_of
 from megajax.pipeline.stages import NO_FACTORS, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
@@ -40,6 +41,7 @@ class Pipeline:
         functions: the model.
         weights: `{"shared": …, "blocks": …}`, blocks [chunks · n, …] of this stage.
         batch: leaves [rows of this device, …], the same on every stage.
+        row_B: the rows' numbers in the global batch, int32.
         num_microbatches: how many microbatches the rows are cut in.
         vocabulary_split: all stages run embedding and head of a microbatch at once (`pipeline/ends.py`); the shared
             weights then do not vary over `pipe`, but for the vocabulary, which is sharded over it.
@@ -49,7 +51,8 @@ class Pipeline:
         self,
         functions: StageFunctions,
         weights: Tree,
-        batch: Microbatch,
+        batch: Batch,
+        row_B: Array,
         num_microbatches: int,
         vocabulary_split: bool,
     ):
@@ -57,23 +60,23 @@ class Pipeline:
         self.weights, self.blocks = weights, weights["blocks"]
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
         self.num_microbatches = num_microbatches
-        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B))
         self.ends = EmbeddingAndHead(functions, weights["shared"], microbatches, vocabulary_split)
-        self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), self.ends.take(0)), (PIPE,)))
+        self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), *self.ends.take(0)), (PIPE,)))
 
-    def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree]:
+    def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
         """Run the microbatches forward and backward as `schedule` says.
 
-        Returns the losses by name, and the gradients (accumulated in `grad_dtype`) as local sums: not yet reduced over
-        the axes that they vary over although their weights do not.
+        Returns the losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, as local sums:
+        not yet reduced over the axes that they vary over although losses, weights and figures do not.
         """
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
-        idle_x = idle(self.x_type)
+        idle_x, no_figures = idle(self.x_type), self.no_figures()
 
         def tick(carry, values):
             row = row_of(values)
-            x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums = carry
+            x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
             grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
@@ -82,10 +85,11 @@ class Pipeline:
             x = self.ends.input(row, x_in)
             if schedule.fused:
                 context = self._context(row.forward.microbatch)
-                y, residuals = self.layers.forward_with_residuals(self.blocks, row.forward.chunk, x, context)
+                (y, new), residuals = self.layers.forward_with_residuals(self.blocks, row.forward.chunk, x, context)
             else:
                 forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
-                y, buffer = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer), buffer)
+                y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
+            figures = jax.tree.map(jnp.add, figures, new)
             x_wire = self.send(send_up, y)  # on its way while the backward runs
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
@@ -97,24 +101,24 @@ class Pipeline:
                 grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
             ends = self.ends.embed_backward(row, grad, ends)
             sums = self.weight_gradients(schedule, row.late, sums)
-            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums), None
+            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
-        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots)
-        *_, ends, sums = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
-        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}
+        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
+        *_, ends, sums, figures = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
 
-    def forward(self, schedule: Schedule, finish: Callable[[Array, Microbatch], Tree]) -> Tree:
+    def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
         """Run the microbatches forward only.
 
-        Returns what `finish(y, microbatch)` makes of the last virtual stage's output, every leaf [microbatches, …];
+        Returns what `finish(y, batch)` makes of the last virtual stage's output, every leaf [microbatches, …];
         zeros on other stages, unless all run `finish` together.
         """
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
-        result = jax.eval_shape(lambda: finish(self.ends.broadcast(idle_x, True), self.ends.take(0)))
+        result = jax.eval_shape(lambda: finish(self.ends.broadcast(idle_x, True), self.ends.take(0).batch))
         outputs = jax.tree.map(lambda leaf: zeros_like_type(leaf, (self.num_microbatches,)), result)
 
         def tick(carry, values):
@@ -124,7 +128,7 @@ class Pipeline:
             x = self.ends.input(row, x_in)
 
             def forward():
-                return self.layers.run(self.blocks, row.forward.chunk, x, self._context(row.forward.microbatch))
+                return self.layers.run(self.blocks, row.forward.chunk, x, self._context(row.forward.microbatch))[0]
 
             y = when(row.forward.runs, forward, lambda: idle_x)
             outputs = self.ends.finish(row, y, finish, outputs)
@@ -132,12 +136,12 @@ class Pipeline:
 
         return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), changing, schedule.num_ticks)[0][-1]
 
-    def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree]:
-        """A chunk's output for the row's microbatch; its residuals go into the buffer."""
+    def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree, Figures]:
+        """A chunk's output and figures for the row's microbatch; its residuals go into the buffer."""
         context = self._context(row.forward.microbatch)
-        y, residuals = self.layers.forward(self.blocks, row.forward.chunk, x, context)
+        (y, figures), residuals = self.layers.forward(self.blocks, row.forward.chunk, x, context)
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
-        return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry)
+        return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry), figures
 
     def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums) -> tuple[Array, Sums]:
         """Pull the gradient of a chunk's output back to its input."""
@@ -171,6 +175,11 @@ class Pipeline:
         types = self.layers.factor_types(self.blocks, idle(self.x_type), self._context(0))
         return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
 
+    def no_figures(self) -> Figures:
+        """What the figures of layers are added to."""
+        types = self.layers.figure_types(self.blocks, idle(self.x_type), self._context(0))
+        return jax.tree.map(zeros_like_type, types)
+
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output`: also of chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
@@ -192,7 +201,7 @@ class Pipeline:
         assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
 
     def _context(self, microbatch: Array | int) -> Tree:
-        return vary(self.functions.context(self.ends.take(microbatch)), (PIPE,))
+        return vary(self.ends.take(microbatch).context, (PIPE,))
 
     def send(self, send: Callable[..., Array], x: Array) -> Array:
         """Hand over to a neighbour; in a pipe of one to nobody.

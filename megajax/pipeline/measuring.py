@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from megajax.parallel.collectives import DATA, PIPE, send_down, send_up, vary, zeros_like_type
+from megajax.axes import BATCH_AXES
+from megajax.parallel.collectives import PIPE, send_down, send_up, vary, zeros_like_type
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import when
@@ -61,7 +62,7 @@ def repeat_part(
         elif part == "embed_backward":
             total = ends.embed_backward(on_first, x, total)
         else:
-            y, buffer = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
+            y, buffer, _ = pipeline.forward_chunk(row, ends.input(row, x) if alone else x, buffer)
             grad = y
             if part != "forward":
                 grad, total = ends.head(row, lambda: y, y, total) if alone else (y, total)
@@ -91,9 +92,9 @@ def repeat_part(
             total = total if alone else {}  # the ends' sums are every stage's, which one stage alone cannot change
         carry = x, buffer, total, blocks
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
-        return sum(vary(jnp.sum(leaf).astype(jnp.float32), (DATA, PIPE)) for leaf in results)
+        return sum(vary(jnp.sum(leaf).astype(jnp.float32), (*BATCH_AXES, PIPE)) for leaf in results)
 
-    x = vary(pipeline.functions.embed(ends.weights(), ends.take(0)), (PIPE,))
+    x = vary(pipeline.functions.embed(ends.weights(), *ends.take(0)), (PIPE,))
     if not one_stage:
         return run(x)
     mine = (k >= 0) & (k % stages == pipeline.stage)

@@ -11,8 +11,9 @@ from jax import Array
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
 Factors = Tree  # of all products of a layer, or of several, stacked
-# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD
-LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], Array]
+Figures = dict[str, Array]  # summed, not differentiated
+# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD, figures
+LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]
 
 
 @jax.tree_util.register_static
@@ -42,8 +43,9 @@ def with_pullback(
     index: Array,
     x: Array,
     context: Tree,
-) -> tuple[Array, list[Array], Pullback]:
-    """A layer's output, its residuals, each once however often the backward pass uses it, and its pullback.
+) -> tuple[tuple[Array, Figures], list[Array], Pullback]:
+    """A layer's output with its figures, its residuals, each once however often the backward pass uses it, and its
+    pullback.
 
     The pullback gives the gradients by path of all weights but those that come `later`, the factors of these, and the
     gradient of `x`.
@@ -51,14 +53,14 @@ def with_pullback(
     flat = flatten_dict(weights)
     at_once = {path: weight for path, weight in flat.items() if path not in later}
 
-    def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> Array:
+    def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> tuple[Array, Figures]:
         return function(unflatten_dict(flat | at_once), dummies, index, x, context)
 
-    y, pullback = jax.vjp(layer, at_once, dummies, x)
+    y, pullback, figures = jax.vjp(layer, at_once, dummies, x, has_aux=True)
     leaves, structure = jax.tree.flatten(pullback)
     known = jax.tree.leaves((weights, dummies))
     num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
     for leaf in leaves:
         if places.setdefault(id(leaf), len(known)) == len(known):
             known.append(leaf)
-    return y, known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
+    return (y, figures), known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.pipeline.deferral import Deferring, place
-from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_deferral
+from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_deferral, most_kept
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,7 @@ def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
     microbatch, chunk = (
         table[tick, stage].reshape(schedule.num_stages, -1).T for table in (backward.microbatch, backward.chunk)
     )
-    kept = backward.active.cumsum(0) - (early + late).cumsum(0) + late  # before the tick's last weight gradients
-    deferral = Deferral(early, late, microbatch, chunk, num_slots=int(kept.max()))
+    deferral = Deferral(early, late, microbatch, chunk, num_slots=int(most_kept(backward.active, early, late).max()))
     deferred = dataclasses.replace(schedule, deferral=deferral)
     check_deferral(deferred, deferral)
     return deferred

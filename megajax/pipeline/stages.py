@@ -21,9 +21,10 @@ from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
 from megajax.parallel.shards import Shards
-from megajax.pipeline.pullback import Factors, LayerFunction, Path, with_pullback
+from megajax.pipeline.pullback import Factors, Figures, LayerFunction, Path, with_pullback
 
 Tree = Any
+Output = tuple[Array, Figures]
 NO_FACTORS: Factors = {}
 Slot = int | Array
 
@@ -118,8 +119,8 @@ class Layers:
     def layers_per_chunk(self) -> int:
         return self.layer_index.shape[1]
 
-    def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Array, list[Array]]:
-        """Output of a chunk, and its residuals: what is kept until its `backward`."""
+    def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Output, list[Array]]:
+        """Output of a chunk with its figures, and its residuals: what is kept until its `backward`."""
         if self.recompute_stage:
             return self.run(weights, chunk, x, context), [x]
         return self.forward_with_residuals(weights, chunk, x, context)
@@ -176,34 +177,46 @@ class Layers:
         """Types of the residuals of `forward`; nothing is computed."""
         return jax.eval_shape(lambda *args: self.forward(args[0], 0, *args[1:]), weights, x, context)[1]
 
-    def run(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> Array:
+    def figure_types(self, weights: Tree, x: Array, context: Tree) -> Figures:
+        """Types of the figures of a chunk; nothing is computed."""
+        return jax.eval_shape(lambda *args: self.run(args[0], 0, *args[1:]), weights, x, context)[1]
+
+    def run(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> Output:
         """Run a chunk forward and keep nothing."""
 
         def layer(x: Array, own: Tree, index: Array, _):
-            skip = index < 0 if self.padded else False
-            return when(
-                skip, lambda x: x, lambda x: self.function(self.storage.gather(own), NO_FACTORS, index, x, context), x
-            ), None
+            def run(x: Array) -> Output:
+                return self.function(self.storage.gather(own), NO_FACTORS, index, x, context)
 
-        return self._scan(layer, x, weights, chunk)[0]
+            skip = lambda x: (x, _zeros(jax.eval_shape(run, x)[1]))  # noqa: E731
+            return when(index < 0 if self.padded else False, skip, run, x)
+
+        x, figures = self._scan(layer, x, weights, chunk)
+        return x, _summed(figures)
 
     def forward_with_residuals(
         self, weights: Tree, chunk: int | Array, x: Array, context: Tree
-    ) -> tuple[Array, list[Array]]:
-        """Run a chunk forward; returns its output and all that `pull_back` needs, stacked over its layers."""
+    ) -> tuple[Output, list[Array]]:
+        """Run a chunk forward; returns its output with its figures, and all that `pull_back` needs, stacked over its
+        layers."""
 
         def layer(x: Array, own: Tree, index: Array, _):
-            def run(x: Array) -> tuple[Array, list[Array]]:
+            def run(x: Array) -> tuple[Array, tuple[Figures, list[Array]]]:
                 gathered = self.storage.gather(own)
                 dummies = self._dummies(gathered, x, context)
-                return with_pullback(self.function, self._later, gathered, dummies, index, x, context)[:2]
+                (y, figures), residuals, _ = with_pullback(
+                    self.function, self._later, gathered, dummies, index, x, context
+                )
+                return y, (figures, residuals)
 
             if not self.padded:
                 return run(x)
-            types = jax.eval_shape(run, x)[1]
-            return lax.cond(index >= 0, run, lambda x: (x, [idle(residual) for residual in types]), x)
+            types, residuals = jax.eval_shape(run, x)[1]
+            skip = lambda x: (x, (_zeros(types), [idle(residual) for residual in residuals]))  # noqa: E731
+            return lax.cond(index >= 0, run, skip, x)
 
-        return self._scan(layer, x, weights, chunk)
+        x, (figures, residuals) = self._scan(layer, x, weights, chunk)
+        return (x, _summed(figures)), residuals
 
     def pull_back(
         self,
@@ -278,6 +291,15 @@ class Layers:
             return layer(carry, *own, slot[1])
 
         return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
+
+
+def _zeros(types: Figures) -> Figures:
+    return jax.tree.map(zeros_like_type, types)
+
+
+def _summed(figures: Figures) -> Figures:
+    """The sums over a chunk's layers."""
+    return jax.tree.map(lambda stacked: jnp.sum(stacked, axis=0, dtype=stacked.dtype), figures)
 
 
 @jax.named_scope("gradient_sums")

@@ -4,12 +4,25 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 IDLE = -1
-Cells = list[tuple[int, int]]  # (microbatch, chunk)
+
+
+class Cell(NamedTuple):
+    """What a stage runs in a tick, in this order, as pairs of microbatch and chunk.
+
+    Attributes:
+        early, late: deferred weight gradients.
+        forward, backward: at most one pair.
+    """
+
+    early: list[tuple[int, int]]
+    forward: list[tuple[int, int]]
+    backward: list[tuple[int, int]]
+    late: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -67,20 +80,20 @@ class Deferral:
         before = through - self.early - self.late
         return before, before + self.early
 
-    def cells(self) -> list[list[tuple[Cells, Cells]]]:
-        """The (microbatch, chunk) of every tick and stage, in the order run: the early ones, and the late ones."""
+    def weight_gradients(self) -> tuple[list[list], list[list]]:
+        """The pairs of microbatch and chunk whose weight gradients run early, and late, by stage and tick."""
         orders = [
             list(zip(*pair, strict=True))
             for pair in zip(self.microbatch.T.tolist(), self.chunk.T.tolist(), strict=True)
         ]
-        rows = zip(*(counts.tolist() for counts in (*self.ended(), self.late)), strict=True)
-        return [
+        early, late = (
             [
-                (order[first:second], order[second : second + late])
-                for order, first, second, late in zip(orders, *row, strict=True)
+                [order[first : first + count] for first, count in zip(*columns, strict=True)]
+                for order, *columns in zip(orders, before.T.tolist(), counts.T.tolist(), strict=True)
             ]
-            for row in rows
-        ]
+            for before, counts in zip(self.ended(), (self.early, self.late), strict=True)
+        )
+        return early, late
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,27 @@ class Schedule:
         return self.num_chunks * self.num_stages
 
     @property
+    def size(self) -> str:
+        """In words."""
+        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        return f"{self.num_stages} stages{chunks}, {self.num_microbatches} microbatches"
+
+    def cells(self) -> list[list[Cell]]:
+        """All of the table, by tick and stage."""
+        passes = [
+            [[] if pair[0] == IDLE else [pair] for pair in zip(microbatch, chunk, strict=True)]
+            for table in (self.forward, self.backward)
+            for microbatch, chunk in zip(table.microbatch.T.tolist(), table.chunk.T.tolist(), strict=True)
+        ]
+        forward, backward = passes[: self.num_stages], passes[self.num_stages :]
+        none: list[list] = [[]] * self.num_ticks
+        early, late = [none] * self.num_stages, [none] * self.num_stages
+        if self.deferral is not None:
+            early, late = self.deferral.weight_gradients()
+        stages = (map(Cell, *columns) for columns in zip(early, forward, backward, late, strict=True))
+        return [list(row) for row in zip(*stages, strict=True)]
+
+    @property
     def turns_at_once(self) -> bool:
         """Every microbatch leaves the last virtual stage in the tick in which it came there."""
         last = self.num_virtual - 1
@@ -132,6 +166,17 @@ class Schedule:
         """Where `table` runs virtual stage `k`, bool [ticks, stages]."""
         chunk, stage = divmod(k, self.num_stages)
         return np.logical_and(table.chunk == chunk, np.arange(self.num_stages) == stage)
+
+
+def most_kept(begun: np.ndarray, ended: np.ndarray | int, last: np.ndarray | int) -> np.ndarray:
+    """The most that each stage keeps at once, [stages].
+
+    Args:
+        begun: how many begin to be kept in a tick, [ticks, stages].
+        ended: how many end in a tick before it counts.
+        last: how many end when the tick does.
+    """
+    return (begun.cumsum(0) - np.cumsum(np.broadcast_to(ended + last, begun.shape), 0) + last).max(0)
 
 
 def check(schedule: Schedule) -> None:

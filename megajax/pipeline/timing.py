@@ -4,12 +4,13 @@ Time is simulated with every stage on a machine of its own: after the forward of
 upstream neighbour sends, after the backward for what its downstream neighbour sends. Times are in the caller's unit.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from megajax.pipeline.deferral import Deferring, PassTimes
-from megajax.pipeline.table import IDLE, Pass, Schedule
+from megajax.pipeline.table import Pass, Schedule, most_kept
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,33 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step takes.
+
+    Attributes:
+        wall: from the first forward to the end of the last work on any stage.
+        busy: what the busiest stage works.
+    """
+
+    wall: float
+    busy: float
+
+    @property
+    def idle(self) -> float:
+        return self.wall - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over the ideal time, which is the busiest stage's work without a pause."""
+        return self.idle / self.busy
+
+
+def step_time(schedule: Schedule, times: StageTimes) -> StepTime:
+    """The time that follows from the table."""
+    return StepTime(wall_time(schedule, times), float(times.busy(schedule).max()))
+
+
 def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
     """Everything that runs, with when it runs."""
     return _run(schedule, times)[1]
@@ -74,25 +102,22 @@ def wall_time(schedule: Schedule, times: StageTimes) -> float:
 
 
 def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> float:
-    """(wall - ideal) / ideal, the ideal being the busiest stage's work without a pause; by default the forward and the
-    two halves of the backward take 1 each."""
-    times = times or StageTimes.equal(schedule)
-    ideal = float(times.busy(schedule).max())
-    return (wall_time(schedule, times) - ideal) / ideal
+    """The bubble; by default the forward and the two halves of the backward take 1 each."""
+    return step_time(schedule, times or StageTimes.equal(schedule)).bubble
 
 
 def in_flight(schedule: Schedule) -> list[int]:
     """The most chunks that each stage has run forward and not yet backward; both in one tick counts."""
-    entered, left = schedule.forward.active.cumsum(0), schedule.backward.active.cumsum(0)
-    return (entered - left + schedule.backward.active).max(0).tolist()
+    backward = schedule.backward.active
+    return most_kept(schedule.forward.active, 0, backward).tolist()
 
 
 def pending_weights(schedule: Schedule) -> list[int]:
     """The most chunks of each stage whose weight gradients wait when a tick ends."""
     if schedule.deferral is None:
         return [0] * schedule.num_stages
-    ran = (schedule.deferral.early + schedule.deferral.late).cumsum(0)
-    return (schedule.backward.active.cumsum(0) - ran).max(0).tolist()
+    ran = schedule.deferral.early + schedule.deferral.late
+    return most_kept(schedule.backward.active, ran, 0).tolist()
 
 
 def kept_entries(schedule: Schedule) -> list[int]:
@@ -100,8 +125,7 @@ def kept_entries(schedule: Schedule) -> list[int]:
     gradients; `in_flight` where these do not wait."""
     if schedule.deferral is None:
         return in_flight(schedule)
-    ran = (schedule.deferral.early + schedule.deferral.late).cumsum(0)
-    return (schedule.forward.active.cumsum(0) - (ran - schedule.deferral.late)).max(0).tolist()
+    return most_kept(schedule.forward.active, schedule.deferral.early, schedule.deferral.late).tolist()
 
 
 def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> float | None:
@@ -157,22 +181,14 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
     p, ring = schedule.num_stages, schedule.num_chunks > 1
     now = np.zeros(p)
     spans: list[Span] = []
-    deferral, weight_cost = schedule.deferral, np.broadcast_to(times.weight_gradient, times.backward.shape)
-    waited = None if deferral is None else deferral.cells()
+    costs = times.forward, times.backward, np.broadcast_to(times.weight_gradient, times.backward.shape)
 
-    def span(tick: int, s: int, microbatch: int, chunk: int, cost: float, part: int) -> None:
-        spans.append(Span(tick, s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
-        now[s] += cost
-
-    def work(table: Pass, tick: int, cost: np.ndarray, part: int) -> None:
-        for s in np.flatnonzero(table.microbatch[tick] != IDLE).tolist():
-            microbatch, chunk = int(table.microbatch[tick, s]), int(table.chunk[tick, s])
-            span(tick, s, microbatch, chunk, cost[chunk, s], part)
-
-    def weight_gradients(tick: int, half: int) -> None:
-        for s, cell in enumerate(waited[tick] if waited else ()):
-            for microbatch, chunk in cell[half]:
-                span(tick, s, microbatch, chunk, weight_cost[chunk, s], 2)
+    def work(tick: int, part: int, ran: Iterable[list[tuple[int, int]]]) -> None:
+        for s, pairs in enumerate(ran):
+            for microbatch, chunk in pairs:
+                cost = costs[part][chunk, s]
+                spans.append(Span(tick, s, microbatch, chunk, part, float(now[s]), float(now[s] + cost)))
+                now[s] += cost
 
     def together(cost: float) -> None:
         if cost:
@@ -190,14 +206,15 @@ def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
 
     embeds, embeds_backward = on_any_stage(schedule.forward, 0), on_any_stage(schedule.backward, 0)
     heads = on_any_stage(schedule.backward, schedule.num_virtual - 1)
-    for tick in range(schedule.num_ticks):
-        weight_gradients(tick, 0)
+    for tick, row in enumerate(schedule.cells()):
+        early, forward, backward, late = zip(*row, strict=True)
+        work(tick, 2, early)
         together(times.embed * embeds[tick])
-        work(schedule.forward, tick, times.forward, part=0)
+        work(tick, 0, forward)
         receive(+1)
         together(times.head * heads[tick])
-        work(schedule.backward, tick, times.backward, part=1)
+        work(tick, 1, backward)
         together(times.embed_backward * embeds_backward[tick])
-        weight_gradients(tick, 1)
+        work(tick, 2, late)
         receive(-1)
     return float(now.max()), spans

@@ -5,13 +5,18 @@ Nothing is traced: every line below is an array of `models/layer.py`. Letters: B
 row, D hidden size; of a device H heads, N heads of keys, K head size, F columns of the MLP.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
 
 from megajax.backend import Backend
 from megajax.config import Config
-from megajax.models.attention import fits_fused
+from megajax.models.attend import CuDNN, implementation
+from megajax.models.attention_mask import AttentionMask
 from megajax.models.family import family_of
-from megajax.plan.sizes import ITEM_SIZE, Sizes
+from megajax.plan.sizes import Sizes
+from megajax.precision import COMPUTE_DTYPE
 
 _WORD = 4  # bytes of an int32 or uint32
 
@@ -89,11 +94,13 @@ class LayerSizes:
 
 
 def fused(config: Config, backend: Backend) -> bool:
-    """Whether attention is cuDNN's (`models/attention.py`)."""
+    """Whether attention is cuDNN's (`models/attend.py`)."""
     model = config.model
-    limited = model.window_in(model.sequence_length) is not None or config.data.reset_attention
-    fits = fits_fused(model.head_size, ITEM_SIZE[config.precision])
-    return backend.fused_attention and model.dropout == 0 and not limited and fits
+    visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(model.sequence_length))
+    if config.data.reset_attention:
+        visible = replace(visible, first_key_BT=np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
+    query = jax.ShapeDtypeStruct((1, 1, 1, model.head_size), COMPUTE_DTYPE[config.precision])
+    return implementation(query, visible, model.dropout, backend) is CuDNN
 
 
 def layer_bytes(config: Config, sizes: LayerSizes, backend: Backend, remat: str) -> int:

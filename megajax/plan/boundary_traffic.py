@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megajax.axes import BATCH_AXES
 from megajax.config import Config
-from megajax.parallel.collectives import DATA, PIPE, TENSOR
+from megajax.parallel.collectives import PIPE, TENSOR
 from megajax.plan.shapes import Placed
 from megajax.plan.sizes import Shape, Sizes, Times
 from megajax.program.communication import Collective
@@ -84,13 +85,13 @@ class BoundaryTraffic(Sizes):
 
     def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
         for placed in self._sharded(room) if self.zero == 3 else ():
-            yield one(purpose, GATHER, (DATA,), placed.shard, self.item, times)
+            yield one(purpose, GATHER, BATCH_AXES, placed.shard, self.item, times)
 
     def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
         """Of all weights of a room; of a layer's those whose gradients come `later`, where some do, or the others."""
         for placed in self._sharded(room) if self.zero == 3 else ():
             if later is None or later == (self.defers and is_of_product(placed)):
-                yield one(purpose, SCATTER, (DATA,), placed.whole, self.summed, times)
+                yield one(purpose, SCATTER, BATCH_AXES, placed.whole, self.summed, times)
 
     def _sharded(self, room: str) -> Iterator[Placed]:
         return (placed for placed in self.weights if placed.weight.path[0] == room and placed.data_dim is not None)

@@ -50,9 +50,9 @@ def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
         program.layout.shapes,
         shardings(program.mesh, program.layout.specs),
     )
-    place = program.batch_sharding
     batch = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in program.batch_types.items()
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=program.batch_shardings[name])
+        for name, leaf in program.batch_types.items()
     }
     return train_step(program).trace(state, batch)
 

@@ -1,15 +1,15 @@
 """How long a collective takes on a machine, from where the devices of its group stand.
 
-Devices are numbered as `mesh.make_mesh` places them: `tensor` innermost, then `data`, `pipe` outermost; servers hold
-neighbouring numbers. A ring passes through all members of a server before it goes to the next one, and all of them lend
-it their network adapters; all groups of an axis run at the same time, each on the adapters of its own members.
+Devices are numbered as `mesh.make_mesh` places them; servers hold neighbouring numbers. A ring passes through all
+members of a server before it goes to the next one, and all of them lend it their network adapters; all groups of an
+axis run at the same time, each on the adapters of its own members.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megajax.axes import DEVICE_ORDER
 from megajax.config import MeshConfig
-from megajax.parallel.collectives import DATA, PIPE, TENSOR
 from megajax.plan.machines import Machine
 from megajax.program.communication import Collective
 
@@ -34,9 +34,9 @@ class Group:
 @lru_cache(maxsize=65536)
 def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
     """The groups that a collective over these axes runs in."""
-    sizes = {TENSOR: mesh.tensor, DATA: mesh.data, PIPE: mesh.pipe}
     size, stride, neighbours = 1, 1, 1
-    for axis, devices in sizes.items():  # from the innermost axis outwards
+    for axis in reversed(DEVICE_ORDER):
+        devices = getattr(mesh, axis)
         if axis in axes:
             size *= devices
             neighbours *= max(1, min(devices, server // stride))

@@ -85,7 +85,7 @@ def memory(config: Config, backend: Backend = GPU) -> Memory:
         weights=weights.computed * step.item,
         main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
         moments=2 * weights.trained * step.wide + _COUNTERS,
-        batch=batch * _WORD // config.mesh.data,
+        batch=batch * _WORD // config.mesh.row_shards,
         gradients=weights.computed * step.summed + losses + others,
         kept=kept,
         factors=factors,

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from functools import cached_property
 
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, spec_axes
+from megajax.axes import BATCH_AXES
+from megajax.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.plan.boundary_traffic import GATHER, REDUCE, SCATTER, Communication, one
 from megajax.plan.shapes import Placed, held
 from megajax.plan.sizes import ONCE, Shape, Sizes
@@ -16,21 +17,21 @@ class Once(Sizes):
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield one("losses: numbers of targets", REDUCE, (DATA,), (), self.counted, ONCE)
+            yield one("losses: numbers of targets", REDUCE, BATCH_AXES, (), self.counted, ONCE)
 
     def reduction(self) -> Iterator[Communication]:
         """Gradients and losses to global sums; with LoRA those of the adapters."""
         yield from self._gathered_adapters("gradients: adapters")
         item = self.wide if self.adapters else self.summed
         for placed in self._divided if self.zero == 1 or self.adapters else ():
-            yield one("gradients: over data", SCATTER, (DATA,), _pipelined(placed, placed.whole, self), item, ONCE)
+            yield one("gradients: over data", SCATTER, BATCH_AXES, _pipelined(placed, placed.whole, self), item, ONCE)
         for placed in self.trained:
             missing = tuple(sorted(self._varying(self._product_of(placed)) - self._axes_of(placed)))
             if missing:
                 shape = placed.shard if self._is_divided(placed) else placed.whole
                 purpose = f"gradients: over {' and '.join(missing)}"
                 yield one(purpose, REDUCE, missing, _pipelined(placed, shape, self), item, ONCE)
-        axes = (DATA,) if self.splits_vocabulary else (DATA, PIPE)
+        axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
 
@@ -45,7 +46,7 @@ class Once(Sizes):
         yield from self._gathered_adapters("weights: adapters")
         updated = [placed for placed in self.weights if not self.adapters or self._has_adapter(placed)]
         for placed in filter(self._is_divided, updated) if self.zero == 1 else ():
-            yield one("weights: over data", GATHER, (DATA,), _pipelined(placed, placed.shard, self), self.item, ONCE)
+            yield one("weights: over data", GATHER, BATCH_AXES, _pipelined(placed, placed.shard, self), self.item, ONCE)
 
     # LoRA (`program/adapters.py`).
 
@@ -59,7 +60,7 @@ class Once(Sizes):
 
     def _gathered_adapters(self, purpose: str) -> Iterator[Communication]:
         for placed in filter(self._is_divided, self.adapters):
-            yield one(purpose, GATHER, (DATA,), _pipelined(placed, placed.shard, self), self.wide, ONCE)
+            yield one(purpose, GATHER, BATCH_AXES, _pipelined(placed, placed.shard, self), self.wide, ONCE)
 
     def _product_of(self, placed: Placed) -> Placed:
         """The weight whose gradient that of an adapter is of; of all else itself."""
@@ -84,11 +85,12 @@ class Once(Sizes):
     def _axes_of(self, placed: Placed) -> set[str]:
         """Mesh axes that a reduced gradient is divided over."""
         axes = set(spec_axes(placed.spec))
-        return axes | ({PIPE} if placed.weight.stacked else set()) | ({DATA} if self._is_divided(placed) else set())
+        axes |= {*BATCH_AXES} if self._is_divided(placed) else set()
+        return axes | ({PIPE} if placed.weight.stacked else set())
 
     def _varying(self, placed: Placed) -> set[str]:
         """Mesh axes over which a gradient differs when the loop has ended (`program/bind.py`)."""
-        axes = {DATA} | self._axes_of(placed)
+        axes = {*BATCH_AXES} | self._axes_of(placed)
         if self.splits_sequence or (placed.weight.stacked and placed.needs_tensor_sum):
             axes.add(TENSOR)
         if not placed.weight.stacked and not self.splits_vocabulary:

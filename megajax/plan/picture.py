@@ -70,7 +70,7 @@ def _named(frontier: list[Candidate]) -> list[Candidate]:
 def _words(each: Candidate) -> str:
     """A configuration, shortly."""
     mesh, pipeline, base = each.base.mesh, each.pipeline, each.base
-    words = [f"data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor}"]
+    words = [str(mesh)]
     if mesh.pipe > 1:
         chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
         words.append(f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}")

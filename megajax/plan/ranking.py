@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megajax.axes import AXES
 from megajax.backend import CPU, GPU
 from megajax.config import Config
 from megajax.plan.compiled import CompiledStep
@@ -13,9 +14,7 @@ from megajax.plan.search import VARIED, Candidate, Found, Planned, command, valu
 
 _COLUMNS = (
     "",
-    "data",
-    "pipe",
-    "tensor",
+    *AXES,
     "schedule",
     "rows",
     "remat",
@@ -107,9 +106,7 @@ def _row(number: int, each: Planned) -> tuple[str, ...]:
     later = ", deferred" if pipeline.weight_gradients == "deferred" and config.mesh.pipe > 1 else ""
     return (
         str(number),
-        str(config.mesh.data),
-        str(config.mesh.pipe),
-        str(config.mesh.tensor),
+        *map(str, config.mesh.sizes.values()),
         "-" if config.mesh.pipe == 1 else f"{pipeline.schedule}{chunks}{later}",
         str(config.train.microbatch),
         config.train.remat,

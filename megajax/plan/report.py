@@ -132,8 +132,8 @@ def _head(plan: Plan) -> list[str]:
     chunks = f" x {config.pipeline.chunks} chunks" if config.pipeline.chunks > 1 else ""
     split = ", sequence split" if config.sequence_parallel else ""
     return [
-        f"{plan.preset}: {count_parameters(config.model):,} parameters on {mesh.num_devices} {plan.machine.name}, data "
-        f"{mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor}; {config.precision}{pipe}{chunks}{split}, "
+        f"{plan.preset}: {count_parameters(config.model):,} parameters on {mesh.num_devices} {plan.machine.name}, "
+        f"{mesh}; {config.precision}{pipe}{chunks}{split}, "
         f"--optimizer.zero {config.optimizer.zero}, --train.remat {config.train.remat}"
     ]
 

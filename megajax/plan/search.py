@@ -3,12 +3,14 @@ time (`plan/time.py`) and of its memory (`plan/memory.py`). Nothing is traced.
 """
 
 import itertools
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from megajax.axes import AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
@@ -22,8 +24,9 @@ from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.validation import validate, validate_mesh
 
+_MESH = tuple(f"mesh.{axis}" for axis in AXES)
 VARIED = (
-    "mesh.data", "mesh.pipe", "mesh.tensor", "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
+    *_MESH, "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel",
 )  # fmt: skip
 _OF_TABLE = ("schedule", "chunks")
@@ -142,7 +145,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     chosen: list[Planned] = []
     taken: set[tuple[int, ...]] = set()
     for each in fitting:
-        like = round(1e9 * each.seconds), each.base.mesh.pipe, each.base.mesh.data, each.pipeline.chunks
+        like = round(1e9 * each.seconds), each.base.mesh.pipe, each.base.mesh.row_shards, each.pipeline.chunks
         if like in taken:
             continue
         taken.add(like)
@@ -159,9 +162,9 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
 def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[Config]:
     """The configuration on every mesh that the model can have."""
     for mesh in _meshes(devices):
-        if any(key in kept and value(config, key) != getattr(mesh, key.removeprefix("mesh.")) for key in VARIED[:3]):
+        if any(key in kept and value(config, key) != getattr(mesh, key.removeprefix("mesh.")) for key in _MESH):
             continue
-        if config.train.batch_sizes.divisor % mesh.data or mesh.pipe > config.model.num_layers:
+        if config.train.batch_sizes.divisor % mesh.row_shards:
             continue
         plain = replace(config.pipeline, schedule="1f1b", chunks=1)
         base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False)
@@ -173,9 +176,11 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[C
 
 
 def _meshes(devices: int) -> Iterator[MeshConfig]:
-    for tensor in _divisors(devices):
-        for pipe in _divisors(devices // tensor):
-            yield MeshConfig(data=devices // tensor // pipe, pipe=pipe, tensor=tensor)
+    others = AXES[1:]  # the first one takes the devices that are left
+    for sizes in itertools.product(_divisors(devices), repeat=len(others)):
+        first, rest = divmod(devices, math.prod(sizes))
+        if not rest:
+            yield MeshConfig(**dict(zip(AXES, (first, *sizes), strict=True)))
 
 
 @lru_cache(maxsize=1024)
@@ -190,10 +195,10 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
         return [value(base, key)] if key in kept else possible
 
     mesh, length = base.mesh, base.model.sequence_length
-    rows = base.train.batch_sizes.divisor // mesh.data
+    rows = base.train.batch_sizes.divisor // mesh.row_shards
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *(["stage"] if mesh.pipe > 1 else [])])
-    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.data > 1 else [1])
+    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.zero_shards > 1 else [1])
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % mesh.tensor == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
     for microbatch, remat, zero, split, later in itertools.product(microbatches, remats, zeros, splits, when):
@@ -222,9 +227,9 @@ def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[t
     mesh, train, m = (
         config.mesh,
         config.train,
-        config.train.global_batch // (config.mesh.data * config.train.microbatch),
+        config.train.global_batch // (config.mesh.row_shards * config.train.microbatch),
     )
-    rows, layers = mesh.data * train.microbatch, config.model.num_layers
+    rows, layers = mesh.row_shards * train.microbatch, config.model.num_layers
     for pipeline in _pipelines(config.pipeline, mesh.pipe, layers):
         if any(
             f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
@@ -284,7 +289,7 @@ def _nothing(
 
 def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
     """Numbers of devices near this one of which there are meshes."""
-    free = kept - {"mesh.data", "mesh.pipe", "mesh.tensor"}
+    free = kept - {*_MESH}
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
     found = (each for each in near if each > 0 and next(_on_meshes(config, each, frozenset(free)), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -11,14 +11,14 @@ from functools import cached_property, lru_cache
 import jax
 from jax.sharding import PartitionSpec
 
+from megajax.axes import BATCH_AXES
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig
-from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, shard_over_data
+from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, zero_spec
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import Adapters
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.collectives import DATA, PIPE, TENSOR
 from megajax.pipeline.placement import Placement
 
 Shape = tuple[int, ...]
@@ -157,7 +157,7 @@ def _held(
     model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, splits_vocabulary: bool, zero: int
 ) -> Held:
     where = (
-        (mesh.data, mesh.pipe, mesh.tensor),
+        mesh,
         Placement(model.num_layers, mesh.pipe, chunks),
         splits_vocabulary,
         model.num_kv_heads % mesh.tensor == 0,
@@ -168,24 +168,24 @@ def _held(
 @lru_cache(maxsize=1024)
 def _placed(
     weights: tuple[Weight, ...],
-    mesh: tuple[int, int, int],
+    mesh: MeshConfig,
     placement: Placement,
     split_vocabulary: bool,
     split_kv_heads: bool,
 ) -> tuple[Placed, ...]:
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=split_kv_heads)
-    sizes = dict(zip((DATA, PIPE, TENSOR), mesh, strict=True))
+    sizes = mesh.sizes
     found = []
     for weight in weights:
         logical = PartitionSpec(*weight.dims)
         spec = mesh_spec(logical, rules)
-        sharded = shard_over_data(spec, weight.shape, sizes)
+        sharded = zero_spec(spec, weight.shape, sizes)
         found.append(
             Placed(
                 weight,
                 spec,
                 local_shape(spec, weight.shape, sizes),
-                dim_over(DATA, sharded),
+                dim_over(BATCH_AXES, sharded),
                 local_shape(sharded, weight.shape, sizes),
                 placement.num_chunks * placement.layers_per_chunk if weight.stacked else 1,
                 needs_tensor_sum(logical, rules),

@@ -70,8 +70,8 @@ class Sizes:
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
         self.counted = 8 if config.precision == "fp64" else 4  # JAX counts in 64 bits where it computes in them
-        self.microbatches = max(1, config.train.global_batch // (mesh.data * config.train.microbatch))
-        rows = config.train.global_batch // (mesh.data * self.microbatches)
+        self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
+        rows = config.train.global_batch // (mesh.row_shards * self.microbatches)
         self.rows = rows * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
         self.bidirectional = family_of(model).bidirectional

@@ -81,7 +81,7 @@ class Temporaries:
     @property
     def _gathers(self) -> bool:
         """Whether weights are gathered for every use."""
-        return self.step.zero == 3 and self.step.config.mesh.data > 1
+        return self.step.zero == 3 and self.step.config.mesh.zero_shards > 1
 
     @property
     def _layer_weights(self) -> int:
@@ -124,7 +124,7 @@ class Temporaries:
 
     def _optimizer(self) -> int:
         """The reduced gradients beside their sums, where activations were."""
-        if self.step.config.mesh.data == 1 or self.step.zero == 3:
+        if self.step.config.mesh.zero_shards == 1 or self.step.zero == 3:
             return 0
         return max(0, self.held.trained * self.step.wide - self.kept - self.factors)
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from megajax.axes import BATCH_AXES
 from megajax.config import Config
 from megajax.models.family import step_flops
-from megajax.parallel.collectives import DATA
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.placement import Placement
@@ -193,7 +193,7 @@ class StepModel:
         overlap = self.machine.overlap
         if part not in ("layers forward", "layers backward", "weight gradients"):
             return 0.0
-        if DATA in each.axes:
+        if not {*BATCH_AXES}.isdisjoint(each.axes):
             return overlap.shards
         if each.kind != "all-reduce":
             return overlap.gathers if each.kind == "all-gather" else overlap.scatters

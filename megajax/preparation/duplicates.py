@@ -166,7 +166,7 @@ def _write_candidates(corpus: Shards, num_bands: int) -> None:
             pairs = _pairs(keys[:, 0], documents, total)
             for part in np.unique(pairs // total // _PART).tolist():
                 inside = pairs[pairs // total // _PART == part]
-                with work.open(_candidates_file(work, part), "ab") as file:
+                with work.writable(place := _candidates_file(work, part)), place.open("ab") as file:
                     file.write(inside.tobytes())
                     full = file.tell() > limits.get(part, _PAIRS_BYTES)
                 if full:  # of pairs that share several bands

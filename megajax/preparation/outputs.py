@@ -161,15 +161,13 @@ def _report(output: str) -> dict[str, Any] | None:
 
 
 def _check_work_folder(work: WorkFolder) -> None:
-    """Raises `UserError` where the work folder is something else."""
+    """Check that the work folder is no link, and has a mark or nothing but a lock, which is made before the mark."""
     folder, lock = work.folder, work / "lock"
     problem = "is a link" if folder.is_symlink() else ""
     if not problem and not temporary.is_marked(folder) and folder.is_dir():
-        plan = read_json(work / "plan.json")  # without a mark: of an earlier version
-        of_plan = isinstance(plan, dict) and {"format", "inputs", "test_sets", "options"} <= plan.keys()
         is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0
         others = sorted(entry.name for entry in folder.iterdir() if entry != lock or not is_lock)
-        problem = f"holds {others[0]} and no interrupted preparation" if others and not of_plan else ""
+        problem = f"holds {others[0]} and no interrupted preparation" if others else ""
     if problem:
         raise UserError(f"--output {work.output}: {folder} {problem}; valid: another PREFIX")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
-from megajax.data.inputs import Input, identity, read_folders
+from megajax.data.inputs import identity, read_folders
 from megajax.data.library import DOCSTRINGS
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
@@ -24,7 +24,7 @@ from megajax.preparation.shards import WorkFolder
 SHARD_BYTES = 1 << 20, 4 << 20
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
 
-_FORMAT = 1  # of the work folder; a later version of this code may write another
+_FORMAT = 1  # of the work folder; another version of this code may write another
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ class Task:
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan."""
-
-    def described(files: Sequence[Input]) -> list[list[Any]]:
-        return [identity(file) for file in files]
-
     given = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
     tokenizer = given
@@ -58,12 +54,10 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     folders += [folder for path in task.test_sets for folder in read_folders(path, "--decontaminate")]
     check_apart(task.output, inputs, folders)
     options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # which changes no document
-    if not task.options.split_sentences:
-        del options["split_sentences"]  # as in plans of before
     plan = {
         "format": [_FORMAT, *SHARD_BYTES],
-        "inputs": described(files.files),
-        "test_sets": described(tests),
+        "inputs": [identity(file) for file in files.files],
+        "test_sets": [identity(file) for file in tests],
         "options": options,
     }
     return plan | ({DOCSTRINGS: True} if DOCSTRINGS in map(str, task.inputs) else {})  # of the files of python-stdlib
@@ -89,23 +83,16 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)
-    try:
+    with work.writable(work.folder):
         work.folder.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("a")
-    except OSError as error:
-        raise UserError(
-            f"{output}: {work.folder} cannot be written: {error.strerror}; valid: a writable place with room"
-        ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{output}: another process is preparing it; valid: wait, or another PREFIX") from None
-        try:
+        with work.writable(work.folder):
             temporary.mark(work.folder)
-        except OSError as error:
-            problem = f"{work.folder} cannot be written: {error.strerror}"
-            raise UserError(f"{output}: {problem}; valid: more room; the same command goes on") from None
         if overwrite:
             (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
             allow_writing(work)

@@ -135,24 +135,20 @@ def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list
 
     Input that cannot be read ends the preparation and its work folder: once mended, it is another input.
     """
-    try:
-        yield from _cut(files, key)
-    except UserError:
-        remove(work.folder)
-        raise
-
-
-def _cut(files: TextFiles, key: str) -> Iterator[tuple[list[Record], int]]:
     least, most = SHARD_BYTES
     wanted = min(max(sum(files.sizes) // 64, least), most)
     records: list[Record] = []
     size, num_read = 0, 0
-    for record, num_read in files.records(key=key):
-        records.append(record)
-        size += len(record.content)
-        if size >= wanted or len(records) == _SHARD_RECORDS:
-            yield records, num_read
-            records, size = [], 0
+    try:
+        for record, num_read in files.records(key=key):
+            records.append(record)
+            size += len(record.content)
+            if size >= wanted or len(records) == _SHARD_RECORDS:
+                yield records, num_read
+                records, size = [], 0
+    except UserError:
+        remove(work.folder)
+        raise
     if records:
         yield records, num_read
 

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,7 @@ RULES = {  # why a document was dropped, in words
     EXACT: "exact duplicate",
     NEAR: "near duplicate",
 }
-_OF_ARCHIVES = (
-    EOFError,
-    zlib.error,
-    zipfile.BadZipFile,
-    RuntimeError,
-    MemoryError,
-)  # what else they raise
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -45,7 +39,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
             yield content
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, *_OF_ARCHIVES) as error:
+    except (OSError, *_DAMAGED, zlib.error, zipfile.BadZipFile) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged"
         raise UserError(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
 
@@ -114,22 +108,21 @@ class WorkFolder:
         """A file to write atomically, in a `with` block."""
         partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
         try:
-            with self.open(partial, "wb") as handle:
+            with self.writable(file), partial.open("wb") as handle:
                 yield handle
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def open(self, file: Path, mode: Literal["wb", "ab"]) -> Iterator[IO[bytes]]:
-        """A file to write, or to append to, in a `with` block."""
+    def writable(self, path: Path) -> Iterator[None]:
+        """Turn an `OSError` in the `with` block, in which `path` is written, into a `UserError`."""
         try:
-            with file.open(mode) as handle:
-                yield handle
+            yield
         except OSError as error:
-            name = file.name.removesuffix(".partial").removesuffix(f".{os.getpid()}")
-            problem = f"{file.with_name(name)} cannot be written: {error.strerror}"
-            raise UserError(f"--output {self.output}: {problem}; valid: more room; the same command goes on") from None
+            problem = f"{path} cannot be written: {error.strerror}"
+            valid = "valid: a writable place with room; the same command goes on"
+            raise UserError(f"--output {self.output}: {problem}; {valid}") from None
 
     def _file(self, stage: str, shard: int, suffix: str) -> Path:
         return self.folder / f"{stage}-{shard:06}.{suffix}"

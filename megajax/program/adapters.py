@@ -27,7 +27,7 @@ class PlacedAdapters:
 
     Attributes:
         adapters: whatever the mesh.
-        shards: which of their dims ZeRO shards over `data`.
+        shards: which of their dims ZeRO shards.
         per_step, per_use: the weights' (`StateLayout`).
         specs: where the adapters lie, pipelined.
     """

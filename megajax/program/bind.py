@@ -1,30 +1,34 @@
 """A model, its weights and a batch bound to the pipeline's loop. Inside the region: arrays are this device's shards."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from megajax.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
+from megajax.models.context import Context
 from megajax.models.family import CutModel
 from megajax.models.mlp import save_expensive
 from megajax.parallel import sites
-from megajax.parallel.collectives import DATA, PIPE, TENSOR, axis_index, sum_over, vary
+from megajax.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.parallel.random import Dropout
-from megajax.pipeline.ends import Microbatch, StageFunctions
+from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.stages import Layers, Products, rematerialized
 from megajax.program.program import Batch, Program, scans_layers
 
 Tree = Any
 UNSCALED = np.float32(1.0)
-_ROW = "row"  # of the global batch, an entry for each of a device's rows, beside the arrays of the batch
 
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
     """How many targets every loss and every measure has in the global batch."""
-    return sum_over(program.form.counts(batch), (DATA,))
+    counts = program.form.counts(batch)
+    return complete(counts, dict.fromkeys(counts, PartitionSpec()))
 
 
 def training_pipeline(
@@ -62,41 +66,38 @@ def _bind(
 ) -> Pipeline:
     config, layout = program.config, program.layout
     num_rows = next(iter(batch.values())).shape[0]
-    row_B = axis_index(DATA) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     # Declared varying once, here, gradients stay local sums until they are reduced once per step.
-    axes = (DATA, TENSOR) if model.boundary.sequence_parallel else (DATA,)
+    axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES
     shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
 
     def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
-        weight = vary(weight, (DATA, TENSOR) if needs_tensor_sum else axes)
+        weight = vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
         return weight.reshape(-1, *weight.shape[3:])
 
     blocks = jax.tree.map(of_chunks, params["blocks"], layout.needs_tensor_sum["blocks"])
 
-    def context(microbatch: Microbatch) -> Tree:
-        return model.context(microbatch, Dropout.at(dropout, config.seed, step, microbatch[_ROW]))
-
-    def context_and_rows(microbatch: Microbatch) -> tuple[Tree, Array]:
-        return context(microbatch), microbatch[_ROW]
+    def context(batch: Batch, row_B: Array) -> Context:
+        found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
+        return dataclasses.replace(found, row_B=row_B)
 
     @jax.named_scope("embedding")
-    def embed(shared: Tree, microbatch: Microbatch) -> Array:
-        return model.ends(shared).embed(microbatch, context(microbatch))
+    def embed(shared: Tree, batch: Batch, context: Context) -> Array:
+        return model.ends(shared).embed(batch, context)
 
-    def block(weights: Tree, dummies: Tree, layer: Array, x_BTD: Array, given: tuple[Tree, Array]) -> Array:
-        context, row_B = given
-        with sites.at(layer, row_B):
-            return model.block(weights)(x_BTD, context, layer, dummies)
+    def block(
+        weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
+    ) -> tuple[Array, dict[str, Array]]:
+        with sites.at(layer, context.row_B):
+            y_BTD, figures = model.block(weights)(x_BTD, context.deferring_to(factors), layer)
+        return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
 
     @jax.named_scope("head")
-    def losses(shared: Tree, x_BTD: Array, microbatch: Microbatch) -> dict[str, Array]:
-        with sites.at(sites.HEAD, microbatch[_ROW]):
-            x_BTD = sites.site(x_BTD, "last_output", model.boundary.split)
-            totals = model.ends(shared).losses(x_BTD, microbatch, context(microbatch))
+    def losses(shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
+        with sites.at(sites.HEAD, context.row_B):
+            x_BTD = sites.named(x_BTD, "last_output", model.boundary.split)
+            totals = model.ends(shared).losses(x_BTD, batch, context)
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
-
-    def factors(weights: Tree, x_BTD: Array, given: tuple[Tree, Array]) -> Tree:
-        return model.factors(weights, x_BTD, given[0])
 
     unroll = not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
@@ -111,14 +112,13 @@ def _bind(
             layout.placement.padded,
             layout.per_use["blocks"],
             recompute_stage=config.train.remat == "stage",
-            products=Products(model.products, factors, model.weight_gradients) if deferred else None,
+            products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
         ),
-        context=context_and_rows,
+        context=context,
         losses=losses,
         trained={name: name in program.form.targets for name in counts},
         storage=layout.per_use["shared"],
         loss_scale=loss_scale,
     )
     weights = {"shared": shared, "blocks": blocks}
-    arrays = batch | {_ROW: row_B}
-    return Pipeline(functions, weights, arrays, program.num_microbatches, config.splits_vocabulary)
+    return Pipeline(functions, weights, batch, row_B, program.num_microbatches, config.splits_vocabulary)

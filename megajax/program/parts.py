@@ -9,19 +9,18 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.mesh import BATCH_SPEC
 from megajax.parallel.collectives import complete
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import training_pipeline
-from megajax.program.program import Batch, Program
+from megajax.program.program import BATCH, Batch, Program
 
 Tree = Any
 
 
 def one_part(program: Program, part: Part) -> Wrapped:
     """(params, batch, virtual stage, repeats) -> a number: see `pipeline/measuring.py`."""
-    specs = (program.layout.specs.params, BATCH_SPEC, PartitionSpec(), PartitionSpec())
+    specs = (program.layout.specs.params, BATCH, PartitionSpec(), PartitionSpec())
     return program.compiled(_one_part, specs, PartitionSpec(), part)
 
 
@@ -55,6 +54,6 @@ def _bytes(program: Program, part: Callable[[Pipeline], Tree]) -> int:
         found.extend(jax.tree.leaves(part(training_pipeline(program, params, batch, zero))))
         return zero
 
-    specs = (program.layout.specs.params, BATCH_SPEC)
+    specs = (program.layout.specs.params, BATCH)
     jax.eval_shape(program.region(look, specs, PartitionSpec()), program.layout.shapes.params, program.batch_types)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in found)

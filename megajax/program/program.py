@@ -17,7 +17,7 @@ from jax.stages import Wrapped
 from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
 from megajax.config import Config
-from megajax.mesh import BATCH_SPEC, make_mesh
+from megajax.mesh import ROWS, batch_specs, make_mesh, shardings
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.boundary import RegionBoundary
@@ -28,6 +28,8 @@ from megajax.precision import COMPUTE_DTYPE
 from megajax.program.state import StateLayout
 
 Batch = dict[str, Array]  # the arrays of the program's form, int32 [rows of the global batch, …]
+BATCH = "batch"
+"""In the place of a spec: those of a batch's arrays."""
 
 
 class Program:
@@ -49,7 +51,7 @@ class Program:
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
         self.optimizer = make_optimizer(config.optimizer)
-        self.batch_sharding = NamedSharding(mesh, BATCH_SPEC)
+        self.batch_shardings = shardings(mesh, batch_specs(self.form))
         summed_in = config.optimizer.gradient_dtype
         self.gradient_dtype = self.layout.main_dtype if summed_in == "fp32" else COMPUTE_DTYPE[summed_in]
         self._compiled: dict[Any, Wrapped] = {}
@@ -57,19 +59,28 @@ class Program:
     @classmethod
     def on(cls, config: Config, devices: list[jax.Device] | None = None) -> "Program":
         """On the mesh that the configuration asks for, of `devices`, or of all there are."""
-        mesh = config.mesh
-        return cls(config, make_mesh(mesh.data, mesh.pipe, mesh.tensor, devices))
+        return cls(config, make_mesh(devices, **config.mesh.sizes))
 
     @cached_property
     def unsharded_model(self) -> CutModel:
         return CutModel(self.config.model, RegionBoundary(vocabulary_axes(self.config)), self.backend)
 
-    def region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`function` of this device's shards as a function of global arrays: one `shard_map`, all mesh axes manual and
-        their types checked."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+        their types checked. A batch, whose spec is `BATCH`, need not have all arrays of the form."""
 
-    def compiled(self, function: Callable, in_specs: Any, out_specs: Any, *static: Any, **options: Any) -> Wrapped:
+        def call(*args: Any) -> Any:
+            places = {name: place.spec for name, place in self.batch_shardings.items()}
+            specs = tuple(
+                {name: places[name] for name in arg} if spec is BATCH else spec
+                for spec, arg in zip(in_specs, args, strict=True)
+            )
+            region = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
+            return region(*args)
+
+        return call
+
+    def compiled(self, function: Callable, in_specs: tuple, out_specs: Any, *static: Any, **options: Any) -> Wrapped:
         """`function(program, *static, …)` as one `jit` of one region, with `options` of `jax.jit`; made once."""
         if (function, static) not in self._compiled:
             region = self.region(partial(function, self, *static), in_specs, out_specs)
@@ -80,15 +91,15 @@ class Program:
         """The global batch as arrays over the mesh, from the rows that this process holds, in the order of `rows`."""
         place = {row: index for index, row in enumerate(rows)}
 
-        def put(local: np.ndarray) -> Array:
+        def put(local: np.ndarray, sharding: NamedSharding) -> Array:
             shape = (self.config.train.global_batch, *local.shape[1:])
 
             def shard(index: Any) -> np.ndarray:
-                return local[[place[row] for row in range(*index[0].indices(shape[0]))]]
+                return local[[place[row] for row in range(*index[0].indices(shape[0]))]][:, *index[1:]]
 
-            return jax.make_array_from_callback(shape, self.batch_sharding, shard)
+            return jax.make_array_from_callback(shape, sharding, shard)
 
-        return {name: put(array) for name, array in batch.items()}
+        return {name: put(array, self.batch_shardings[name]) for name, array in batch.items()}
 
     def with_batch(self, size: int) -> "Program":
         """The program for steps of another global batch; a state of the one is a state of the other."""
@@ -106,7 +117,7 @@ class Program:
 
     def rows_of(self, size: int) -> list[int]:
         """`local_rows` of a global batch of another size."""
-        index = self.batch_sharding.addressable_devices_indices_map((size,))
+        index = NamedSharding(self.mesh, ROWS).addressable_devices_indices_map((size,))
         slices = [index[0] for index in index.values() if index is not None]
         return sorted({row for rows in slices for row in range(*rows.indices(size))})
 
@@ -120,7 +131,7 @@ class Program:
     def num_microbatches(self) -> int:
         """How many microbatches a device's rows are cut in; fewer rows than one are one."""
         train = self.config.train
-        return max(1, train.global_batch // (self.config.mesh.data * train.microbatch))
+        return max(1, train.global_batch // (self.config.mesh.row_shards * train.microbatch))
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -5,8 +5,8 @@ With LoRA the main weights are the frozen ones, with the adapters beside them, w
 (`program/adapters.py`).
 
 On devices the stacked layers are pipelined, `[chunks, stages, n, …]`, and weights and moments may be sharded over
-`data` (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends on neither mesh nor
-precision: layers `[L, …]`, and main weights only.
+the axes that divide a batch (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends
+on neither mesh nor precision: layers `[L, …]`, and main weights only.
 """
 
 import dataclasses
@@ -21,15 +21,16 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.axes import BATCH_AXES
 from megajax.config import Config
-from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shard_over_data, shardings
+from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shardings, zero_spec
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters, without_adapters
 from megajax.optim.adam import make_optimizer
 from megajax.optim.guard import initial_norms
 from megajax.optim.loss_scale import LossScale
-from megajax.parallel.collectives import DATA, PIPE, Axes
+from megajax.parallel.collectives import PIPE, Axes
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
@@ -67,13 +68,13 @@ class StateLayout:
     Attributes:
         specs: where the state lies.
         layer_specs: where the parts of every layer lie in canonical form, were all layers everywhere.
-        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them over `data`.
+        owned_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
         adapters: LoRA's, and where they lie; None where all weights are trained.
         trained_specs: `owned_specs` of what is trained.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         needs_tensor_sum: of every weight, whether each device of a tensor group holds it whole and uses a part
             (`mesh.needs_tensor_sum`).
-        per_use: the sharding of `params` themselves over `data`, gathered before every use (ZeRO-3).
+        per_use: the sharding of `params` themselves, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
     """
 
@@ -140,8 +141,8 @@ class StateLayout:
         logical = one_layer(lambda spec: PartitionSpec(*spec[1:]), model.logical_specs)
         shapes = one_layer(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), model.shapes)
         unsharded = _map_specs(lambda spec: mesh_spec(spec, rules), logical)
-        sharded = _map_specs(lambda spec, leaf: shard_over_data(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        return unsharded, sharded, _map_specs(_data_dim, sharded, shapes)
+        sharded = _map_specs(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
+        return unsharded, sharded, _map_specs(_sharded_dim, sharded, shapes)
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         optimizer = optax.tree_utils.tree_map_params(
@@ -244,9 +245,9 @@ def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:
     return jax.tree.map(function, specs, *rest, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
-def _data_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
-    """The dim of a weight that is sharded over `data`, counted from the last."""
-    dim = dim_over(DATA, spec)
+def _sharded_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
+    """The dim of a weight that ZeRO shards, counted from the last."""
+    dim = dim_over(BATCH_AXES, spec)
     return NOT_SHARDED if dim is None else dim - len(leaf.shape)
 
 

@@ -6,7 +6,8 @@ import numpy.typing as npt
 from megajax.batch import IGNORED
 from megajax.config import Config
 from megajax.data.gpt import document_positions
-from megajax.program.program import batch_form
+from megajax.program.program import Batch as PlacedBatch
+from megajax.program.program import Program, batch_form
 
 Batch = dict[str, npt.NDArray[np.int32]]
 
@@ -19,6 +20,12 @@ def random_batch(config: Config, step: int) -> Batch:
     batch = next((make for name, make in makers.items() if name in entries), _text)(config, rng)
     assert batch.keys() == entries.keys(), "not a form that is known here"
     return batch
+
+
+def placed_batch(program: Program, step: int) -> PlacedBatch:
+    """The random batch of a step on the devices."""
+    rows = program.local_rows
+    return program.put_batch({name: array[rows] for name, array in random_batch(program.config, step).items()}, rows)
 
 
 def _text(config: Config, rng: np.random.Generator) -> Batch:

@@ -9,14 +9,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.mesh import BATCH_SPEC
 from megajax.models.lora import LORA
 from megajax.optim.adam import clip_by_norm, global_norm, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import complete
 from megajax.program.bind import UNSCALED, training_pipeline
-from megajax.program.program import Batch, Program
+from megajax.program.program import BATCH, Batch, Program
 from megajax.program.state import TrainState
 
 Tree = Any
@@ -26,21 +25,21 @@ SCALAR = PartitionSpec()
 def train_step(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
     specs = program.layout.specs
-    return program.compiled(_train_step, (specs, BATCH_SPEC), (specs, SCALAR), donate_argnums=0)
+    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), donate_argnums=0)
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping: of the
     weights, or of LoRA's adapters."""
     specs, trained = program.layout.specs, program.layout.trained_specs
-    return program.compiled(_train_step_with_gradients, (specs, BATCH_SPEC), (specs, SCALAR, trained), donate_argnums=0)
+    return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
     """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced, of the weights
     that layers compute with."""
     layout = program.layout
-    in_specs = (layout.specs.params, BATCH_SPEC, SCALAR)
+    in_specs = (layout.specs.params, BATCH, SCALAR)
     return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.owned_specs))
 
 
@@ -54,7 +53,7 @@ def _train_step_with_gradients(
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
     adapters = None if layout.adapters is None or state.main is None else state.main[LORA]
-    losses, grads = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
+    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale, adapters)
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -80,11 +79,12 @@ def _train_step_with_gradients(
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
+    parts |= {f"layers/{name}": value for name, value in figures.items()}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
+    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
     return _total(program, losses), grads
 
 
@@ -95,12 +95,12 @@ def _losses_and_gradients(
     step: Array,
     loss_scale: Array | np.float32,
     adapters: Tree | None,
-) -> tuple[dict[str, Array], Tree]:
-    """The losses by name, and the gradients of their sum, in the main dtype and without the scale: of all weights where
-    `layout.owned_specs` have them, or of `adapters` where they lie."""
+) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
+    """The losses by name; the gradients of their sum, in the main dtype and without the scale: of all weights where
+    `layout.owned_specs` have them, or of `adapters` where they lie; and the sums of the layers' figures."""
     layout = program.layout
     pipeline = training_pipeline(program, params, batch, step, loss_scale)
-    losses, grads = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
+    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], params["blocks"])
     dtype = layout.main_dtype
     if adapters is None or layout.adapters is None:
@@ -108,7 +108,7 @@ def _losses_and_gradients(
     else:
         grads = layout.adapters.gradients(grads, adapters, dtype)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
-    return complete(losses, dict.fromkeys(losses, SCALAR)), grads
+    return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
 
 
 def _total(program: Program, losses: dict[str, Array]) -> Array:

@@ -22,6 +22,7 @@ from megajax.parallel.collectives import (
     PIPE,
     axis_index,
     broadcast_stage,
+    entry_axes,
     exchange,
     gather_shards,
     own_shard,
@@ -129,7 +130,7 @@ class Transfer:
         """The compiled conversion of a leaf on the stages to its canonical form; for one that goes by stages, of it and
         a stage's number to that stage's slots."""
         steps, by_stages = _steps(source, target, stacked), self._goes_by_stages(stacked, target)
-        layers_divided = stacked and _axes(target[0]) == (PIPE,)
+        layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
         def local(x: Array, *stage: Array) -> Array:
             for dim, axis in steps:
@@ -149,7 +150,7 @@ class Transfer:
         """The compiled conversion of a canonical leaf to one on the stages, in another `dtype` if one is given; one
         that goes by stages is on them already."""
         steps, by_stages = _steps(target, source, stacked), self._goes_by_stages(stacked, source)
-        layers_divided = stacked and _axes(source[0]) == (PIPE,)
+        layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
         def local(x: Array) -> Array:
             x = x if dtype is None else x.astype(dtype)
@@ -245,17 +246,13 @@ def _steps(pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) ->
     return [
         (dim, axis)
         for dim, entry in enumerate(entries)
-        for axis in _axes(entry)[len(_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
+        for axis in entry_axes(entry)[len(entry_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
     ]
 
 
 def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """`spec` without the axes of one device, over which nothing varies."""
-    return PartitionSpec(*(tuple(axis for axis in _axes(entry) if mesh.shape[axis] > 1) or None for entry in spec))
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return PartitionSpec(*(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) or None for entry in spec))
 
 
 def moved(leaf: Array, memory: str | None = None) -> Array:

@@ -20,12 +20,11 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, canonical_bytes
 from megajax.runs import step_folders
 from megajax.runs.failures import in_one_line
-from megajax.runs.formats import FORMAT
 from megajax.runs.lazy_array import new_state
 from megajax.runs.metrics import validation_losses
 from megajax.runs.mismatch import check_fits
 from megajax.runs.retention import Retention
-from megajax.runs.stored import FORMAT_NAME, DamagedCheckpoint, Reader, weights_of
+from megajax.runs.stored import DamagedCheckpoint, Reader, weights_of
 from megajax.runs.writing import Write
 
 _OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
@@ -111,7 +110,7 @@ class Checkpoints:
         self._begin(0, new_state(self._layout, weight))
 
     def _begin(self, step: int, canonical: TrainState) -> None:
-        self._write = Write(self.folder, step, canonical, {FORMAT_NAME: FORMAT}, then=self._retire)
+        self._write = Write(self.folder, step, canonical, then=self._retire)
 
     def wait(self) -> None:
         """Wait until what was saved is complete.
@@ -221,18 +220,16 @@ class Checkpoints:
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
         """Canonical main weights and adapters after `step` steps by their paths in the tree of weights, those of
-        `paths` alone, as they are stored; otherwise as `restore_params`. Of a checkpoint in an older format all are
-        read."""
+        `paths` alone, as they are stored; otherwise as `restore_params`."""
         targets = weights_of(self._transfer.targets)
-        if self._reader.format(step) == FORMAT:
-            wanted: dict[Any, Any] = {}
-            for path, target in jax.tree_util.tree_leaves_with_path(targets.params):
-                if path in paths:
-                    node = wanted
-                    for key in path[:-1]:
-                        node = node.setdefault(key.key, {})
-                    node[path[-1].key] = target
-            targets = dataclasses.replace(targets, params=wanted)
+        wanted: dict[Any, Any] = {}
+        for path, target in jax.tree_util.tree_leaves_with_path(targets.params):
+            if path in paths:
+                node = wanted
+                for key in path[:-1]:
+                    node = node.setdefault(key.key, {})
+                node[path[-1].key] = target
+        targets = dataclasses.replace(targets, params=wanted)
         found = dict(jax.tree_util.tree_leaves_with_path(self._reader.read(step, targets).params))
         return {path: np.asarray(found[path]) for path in paths}
 

@@ -1,26 +1,114 @@
-"""Sizes and digests of a checkpoint's files, in a file beside them, so that damage is found before anything is read."""
+"""What tells a damaged checkpoint from a good one: `checkpoint.json`, with the format, a checksum of every array, and
+size and digest of every file.
 
-import hashlib
+An array's checksum does not depend on how the mesh divides it. It is the sum over its elements, modulo 2^32, of their
+bits times a weight that is odd and differs between neighbours in every dim; so shards add up to the array's.
+"""
+
 import json
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
+import jax
+import numpy as np
+from jax import Array
 
-FILES = "files.json"
+from megajax import reading
+from megajax.data.digests import file_digest
+from megajax.runs.ownership import FORMAT
+
+MANIFEST = "checkpoint.json"
+_OWN = "checksum"  # of the manifest itself
 _LARGEST = 64 * 2**20  # bytes of such a file; 150 a line: far more files than any checkpoint has
 
 
-def write_digests(folder: Path) -> None:
-    """Write size and SHA-256 of every file below `folder`.
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `checkpoint.json`.
+
+    Attributes:
+        format: of the checkpoint; with one of the future, nothing else is read.
+        arrays: the checksum of every array, by its name.
+        files: size and digest of every file, by its path in the folder.
+    """
+
+    format: int
+    arrays: dict[str, int]
+    files: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
+        """The manifest of a folder that holds all files of a checkpoint, whose arrays have these checksums.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+        return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
+
+    def write(self, folder: Path) -> None:
+        """Write it to the checkpoint's folder.
+
+        Raises:
+            OSError: that cannot be done.
+        """
+        write_json(folder / MANIFEST, asdict(self) | {_OWN: self._checksum})
+
+    @property
+    def _checksum(self) -> int:
+        return zlib.crc32(json.dumps(asdict(self)).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
 
     Raises:
-        OSError: a file cannot be read, or this one not be written.
+        OSError, ValueError: it cannot be read, or is damaged.
     """
-    found = {name: _digested(folder / name) for name in _names(folder)}
-    write_json(folder / FILES, {"sha256": found})
+    content = read_json(folder / MANIFEST)
+    try:
+        if type(content["format"]) is int and content["format"] > FORMAT:
+            return Manifest(content["format"], {}, {})
+        checksum = content.pop(_OWN)
+        found = Manifest(**content)
+        valid = found._checksum == checksum and found.format == FORMAT
+        valid = valid and all(type(value) is int for value in found.arrays.values())
+        for name, (size, digest) in found.files.items():
+            outside = Path(name).is_absolute() or ".." in Path(name).parts
+            valid = valid and not outside and type(size) is int and type(digest) is str
+    except (KeyError, TypeError, ValueError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{MANIFEST} is damaged")
+    return found
+
+
+def problem_of(folder: Path, manifest: Manifest) -> str:
+    """The first difference between the files of a checkpoint and its manifest; empty without one."""
+    for name, (size, _) in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, not {size} as it was written"
+
+    def is_same(name: str) -> bool:
+        try:
+            return _size_and_digest(folder / name) == manifest.files[name]
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        same = zip(manifest.files, threads.map(is_same, manifest.files), strict=True)
+        return next((f"{name} has other bytes than were written" for name, found in same if not found), "")
+
+
+def _size_and_digest(file: Path) -> list[Any]:
+    return [file.stat().st_size, file_digest(file)]
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -39,50 +127,35 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is none.
+        OSError, ValueError: it cannot be read, or is not JSON.
     """
     return reading.parse_json(reading.read_bytes(path, _LARGEST).decode())
 
 
-def problem_of(folder: Path) -> str:
-    """The first difference between the files below `folder` and what was written there; empty if there is none, or if
-    that is not known."""
-    if not os.path.lexists(folder / FILES):
-        return ""
-    try:
-        content = read_json(folder / FILES)
-        expected = {Path(name): [int(size), str(sum)] for name, (size, sum) in content["sha256"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return f"{FILES} cannot be read"
-    if any(name.is_absolute() or ".." in name.parts for name in expected):
-        return f"{FILES} cannot be read"
-    for name, (size, _) in expected.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, not {size} as it was written"
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        for (name, wanted), found in zip(
-            expected.items(), threads.map(lambda name: _readable(folder / name), expected), strict=True
-        ):
-            if found != wanted:
-                return f"{name} has other bytes than were written"
-    return ""
+def local_checksums(tree: Any) -> dict[str, int]:
+    """By the name of every array, what this process's devices add to its checksum; replicated shards count once."""
+    return {jax.tree_util.keystr(path): _local_sum(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _names(folder: Path) -> list[str]:
-    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
-    return sorted(str(file) for file in files if file != Path(FILES))
+def _local_sum(leaf: Any) -> int:
+    if not isinstance(leaf, Array):  # a `LazyArray`, written by now
+        return leaf.sum
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return sum(checksum(np.asarray(each.data), [dim.start or 0 for dim in each.index]) for each in shards) % 2**32
 
 
-def _digested(file: Path) -> list[Any]:
-    with file.open("rb") as content:
-        return [os.fstat(content.fileno()).st_size, hashlib.file_digest(content, "sha256").hexdigest()]
-
-
-def _readable(file: Path) -> list[Any]:
-    try:
-        return _digested(file)
-    except OSError:
-        return []
+def checksum(shard: np.ndarray, starts: list[int] | None = None) -> int:
+    """The checksum of a shard of an array; `starts` are the indices of its first element."""
+    starts = [0] * shard.ndim if starts is None else starts
+    if shard.dtype.itemsize == 8:  # two words an element, in a dim of their own
+        shard, starts = np.frombuffer(shard.tobytes(), "<u4").reshape(*shard.shape, 2), [*starts, 0]
+    bits = np.atleast_1d(shard if shard.dtype.kind in "iu" else shard.view(np.uint32)).astype(np.uint32, copy=False)
+    starts = starts or [0]
+    total = 0
+    for dim in reversed(range(bits.ndim)):  # the last dim is gone after its turn, so that only its own reads all bits
+        line = bits.sum(axis=tuple(range(dim)), dtype=np.uint32)
+        factor = 2 * 31**dim % 2**32
+        weights = (np.arange(starts[dim], starts[dim] + len(line), dtype=np.uint64) * factor).astype(np.uint32)
+        total += int((line * weights).sum(dtype=np.uint32))
+        bits = bits.sum(axis=dim, dtype=np.uint32)
+    return (total + int(bits)) % 2**32

@@ -14,10 +14,8 @@ from megajax.errors import UserError
 from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
 from megajax.presets import load_preset, resolve
-from megajax.runs.formats import FORMAT, check_known
 from megajax.runs.lock import RunLock
-from megajax.runs.ownership import entries, mark, run_format
-from megajax.runs.parts import MARK, check_outside_runs, check_parts
+from megajax.runs.ownership import MARK, check_entries, check_format, check_outside_runs, entries, mark, marked_format
 from megajax.runs.step_folders import named
 from megajax.traits import Changes
 
@@ -28,15 +26,13 @@ def claim(run_dir: Path, config: Config) -> None:
     Raises:
         UserError: it may not, and is as it was.
     """
-    if check_claim(run_dir, config) != FORMAT:
+    check_claim(run_dir, config)
+    if marked_format(run_dir) is None:
         mark(run_dir)
 
 
-def check_claim(run_dir: Path, config: Config) -> int | None:
+def check_claim(run_dir: Path, config: Config) -> None:
     """Check that the run directory may be used as `--resume` says.
-
-    Returns:
-        The format of the run in it, None where there is none.
 
     Raises:
         UserError: it may not.
@@ -45,7 +41,7 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
     there = entries(run_dir)
-    number = run_format(run_dir) if there else None
+    number = marked_format(run_dir)
     never = "--resume never, but " if config.resume == "never" else ""
     if there and number is None:
         raise UserError(
@@ -55,8 +51,8 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
     if there and never:
         raise UserError(f"{never}--run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
     if number is not None:
-        check_known(number, f"--run-dir {run_dir}")
-        check_parts(run_dir)
+        check_format(number, f"--run-dir {run_dir}")
+        check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
         raise UserError(
@@ -68,7 +64,6 @@ def check_claim(run_dir: Path, config: Config) -> int | None:
                 f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
             )
         _check_same_run(run_dir, config, trained=max(steps) > 0)
-    return number
 
 
 def has_checkpoints(run_dir: Path) -> bool:

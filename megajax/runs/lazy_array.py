@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from megajax.program.state import StateLayout, TrainState
-from megajax.runs.checksums import checksum
+from megajax.runs.digests import checksum
 
 
 @dataclass

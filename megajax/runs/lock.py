@@ -99,8 +99,8 @@ class RunLock:
         seen, since, told = None, 0.0, False
         while True:
             try:
-                if self._create(self._file):
-                    return self._hold()
+                if (created := _create(self._file)) is not None:
+                    return self._hold(created)
                 try:
                     stamp, holder = self._file.stat().st_mtime_ns, Holder.read(self._file)
                 except FileNotFoundError:  # it was released just now
@@ -112,8 +112,9 @@ class RunLock:
                         )
                     seen, since = (holder, stamp), time.monotonic()
                 dead = holder is not None and holder.is_here and not holder.is_alive
-                if (dead or time.monotonic() - since > ABANDONED_AFTER) and self._take_over():
-                    return self._hold()
+                abandoned = dead or time.monotonic() - since > ABANDONED_AFTER
+                if abandoned and (taken := self._take_over()) is not None:
+                    return self._hold(taken)
             except OSError as error:
                 raise UserError(
                     f"--run-dir {self._run_dir}: {error.strerror}; valid: a writable place with room"
@@ -133,7 +134,7 @@ class RunLock:
         Raises:
             RunError: it is not: another process has taken it, or the run directory was removed.
         """
-        if self._held is not None and not self._is_ours():
+        if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
 
     def release(self) -> None:
@@ -142,34 +143,26 @@ class RunLock:
             return
         self._ended.set()
         with contextlib.suppress(OSError):
-            if self._is_ours():
+            if self._is(self._held):
                 self._file.unlink()
         os.close(self._held)
         self._held = None
 
-    def _create(self, file: Path) -> bool:
-        """Whether the lock's file could be made: nobody has one of that name."""
-        try:
-            self._held = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-        except FileExistsError:
-            return False
-        with contextlib.suppress(OSError):  # a full disk; the lock holds without a name, too
-            os.write(self._held, json.dumps(asdict(Holder.me())).encode())
-        return True
-
-    def _take_over(self) -> bool:
-        """Replace a lock; whether it is ours after all who may do so at this moment have done it."""
+    def _take_over(self) -> int | None:
+        """Replace a lock; None if another process has replaced ours after all who may do so have done it."""
         mine = self._file.with_name(f"{NAME}.{os.getpid()}-{time.monotonic_ns()}")
-        if self._create(mine):
-            mine.replace(self._file)
-            time.sleep(1.0)
-            if self._is_ours():
-                return True
-            os.close(self._held or 0)
-            self._held = None
-        return False
+        created = _create(mine)
+        if created is None:
+            return None
+        mine.replace(self._file)
+        time.sleep(1.0)
+        if self._is(created):
+            return created
+        os.close(created)
+        return None
 
-    def _hold(self) -> None:
+    def _hold(self, created: int) -> None:
+        self._held = created
         threading.Thread(target=self._touch, daemon=True).start()
 
     def _touch(self) -> None:
@@ -177,11 +170,23 @@ class RunLock:
             with contextlib.suppress(OSError, TypeError):  # released meanwhile
                 os.utime(self._held)  # type: ignore[arg-type]
 
-    def _is_ours(self) -> bool:
+    def _is(self, created: int) -> bool:
+        """Whether the lock is this open file."""
         try:
-            return os.path.samestat(os.fstat(self._held), self._file.stat())  # type: ignore[arg-type]
+            return os.path.samestat(os.fstat(created), self._file.stat())
         except OSError:
             return False
+
+
+def _create(file: Path) -> int | None:
+    """Make a lock's file that names this process, open; None if there is one of that name."""
+    try:
+        created = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+    except FileExistsError:
+        return None
+    with contextlib.suppress(OSError):  # a full disk; the lock holds without a name, too
+        os.write(created, json.dumps(asdict(Holder.me())).encode())
+    return created
 
 
 def _machine() -> str:

@@ -57,14 +57,6 @@ def is_of_dev(record: dict[str, Any]) -> bool:
 _ADVICE = "valid: the metrics.jsonl of a run, or none"
 
 
-def is_metrics(file: Path) -> bool:
-    """Whether every whole line of a file is one of metrics.jsonl."""
-    try:
-        return all(record is not None for record in _records(file))
-    except (reading.TooLong, OSError):
-        return False
-
-
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
     """The figures in every whole line, None for a line that holds none."""
     with reading.open_file(file) as content:

@@ -1,24 +1,25 @@
-"""Whose a run directory is: training takes only one of this program, or an empty one."""
+"""Whose a run directory is: the names of what a run writes there, and the mark that makes it a run."""
 
 import json
-import os
-import re
 from pathlib import Path
-from typing import Any
 
 from megajax import reading
-from megajax.data.corpus import has_only_tokenizer
 from megajax.data.files import is_marked, write_atomically
-from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
-from megajax.preset_files import is_of_run, parse_toml, read_file
-from megajax.runs.formats import FORMAT
-from megajax.runs.metrics import is_metrics
-from megajax.runs.parts import MARK, marked_format
+
+FORMAT = 1  # of run directories and their checkpoints
+MARK = "run.json"  # written before anything else
+IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
+_ENTRIES = {
+    **dict.fromkeys(
+        ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json"), "a file"
+    ),
+    **dict.fromkeys(("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile"), "a folder"),
+}
 
 
 def mark(run_dir: Path) -> None:
-    """Say that a folder is the directory of a run in today's format.
+    """Mark a folder as a run directory.
 
     Raises:
         UserError: it cannot be written.
@@ -26,91 +27,68 @@ def mark(run_dir: Path) -> None:
     write_atomically(run_dir / MARK, json.dumps({"program": "megajax", "format": FORMAT}) + "\n")
 
 
-def entries(run_dir: Path) -> list[str]:
-    """Names of what is in a folder, sorted, without a mark that a killed process did not finish."""
-    half = f"{MARK}.partial"
-    return sorted(entry for entry in _names(run_dir) if entry != half or not is_marked(run_dir / half))
-
-
-def run_format(run_dir: Path) -> int | None:
-    """The format of the run in a folder, None where there is no run."""
-    if os.path.lexists(run_dir / MARK):
-        return marked_format(run_dir)
-    return 1 if _is_unmarked_run(run_dir) else None
-
-
-def _is_unmarked_run(folder: Path) -> bool:
-    """Whether a folder is of format 1, which had no mark: all that training would touch there must be a run's."""
-    parts = {"config.toml": _is_config, "metrics.jsonl": is_metrics, "checkpoints": _is_checkpoints, "data": _is_data}
-    names = _names(folder)
-    if not all(is_own(folder / name) for name, is_own in parts.items() if name in names):
-        return False
-    if "config.toml" in names:
-        return bool(names & {"metrics.jsonl", "checkpoints"})
-    # Killed before the configuration was written, which came late: then nothing else may be there.
-    if not names <= {*parts, "tensorboard", "data.partial", "config.toml.partial", "metrics.jsonl.partial"}:
-        return False
-    if "data.partial" in names and not _is_half_a_corpus(folder / "data.partial"):
-        return False
-    return "data.partial" in names or ("data" in names and not has_only_tokenizer(folder / "data"))
-
-
-def _is_config(file: Path) -> bool:
-    """Whether a file is a configuration with every value, as training leaves one, not one that somebody wrote."""
+def marked_format(run_dir: Path) -> int | None:
+    """The format that a folder's mark names, None without a mark."""
     try:
-        return is_of_run(parse_toml(read_file(str(file)), str(file)))
-    except UserError:
-        return False
-
-
-def _is_checkpoints(folder: Path) -> bool:
-    """Whether a folder holds nothing but checkpoints, whole, set aside or half written."""
-
-    def is_checkpoint(entry: Path) -> bool:
-        if not entry.is_dir():
-            return False
-        inside = {part.name for part in entry.iterdir()}
-        parts = {"state", "digest", "_CHECKPOINT_METADATA", "commit_success.txt", "files.json"}
-        return ".orbax-checkpoint-tmp" in entry.name or (bool(_CHECKPOINT.fullmatch(entry.name)) and inside <= parts)
-
-    return folder.is_dir() and all(map(is_checkpoint, folder.iterdir()))
-
-
-_CHECKPOINT = re.compile(r"[0-9]+|damaged-[0-9]+-[0-9]+")
-
-
-def _is_data(folder: Path) -> bool:
-    """Whether a folder holds a corpus, or several with their tokenizer, or the tokenizer of imported weights."""
-    report = _json(folder / "report.json")
-    if isinstance(report, dict) and report.keys() >= {"source", "tokenizer_source", "dataset", "vocab_size", "tokens"}:
-        return True
-
-    def is_part(entry: Path) -> bool:
-        if entry.name == "tokenizer":
-            return _names(entry) <= _TOKENIZER
-        if entry.name.endswith(".partial"):
-            return _is_half_a_corpus(entry)
-        return bool(_CORPUS.fullmatch(entry.name)) and _is_data(entry)
-
-    return folder.is_dir() and all(map(is_part, folder.iterdir()))
-
-
-_CORPUS = re.compile(r"source-[0-9]+|validation-[A-Za-z0-9_-]+")
-_TOKENIZER = {name + suffix for name in TOKENIZER_FILES for suffix in ("", ".partial")}
-_HALF = {name + suffix for name in ("tokens.bin", "tokens.idx", "report.json") for suffix in ("", ".partial")}
-
-
-def _is_half_a_corpus(folder: Path) -> bool:
-    """Whether a folder holds no more than what was there while a corpus was made."""
-    return folder.is_dir() and _names(folder) <= _HALF | {"tokenizer"} and _names(folder / "tokenizer") <= _TOKENIZER
-
-
-def _names(folder: Path) -> set[str]:
-    return reading.names(folder)
-
-
-def _json(file: Path) -> Any:
-    try:
-        return reading.parse_json(reading.read_bytes(file).decode())
-    except (OSError, ValueError):
+        content = reading.parse_json(reading.read_bytes(run_dir / MARK).decode())
+    except (OSError, ValueError):  # a UserError is one, too
         return None
+    number = content.get("format") if isinstance(content, dict) and content.get("program") == "megajax" else None
+    return number if type(number) is int and number >= 1 else None
+
+
+def check_format(number: int, name: str) -> None:
+    """Refuse a format of the future.
+
+    Raises:
+        UserError: `name` has it.
+    """
+    if number > FORMAT:
+        raise UserError(
+            f"{name} was written by a newer version of megajax, in format {number}; valid: format {FORMAT}, or that "
+            "version"
+        )
+
+
+def entries(run_dir: Path) -> list[str]:
+    """Names in a folder, sorted, without a mark that a killed process left unfinished."""
+    half = f"{MARK}.partial"
+    return sorted(name for name in reading.names(run_dir) if name != half or not is_marked(run_dir / half))
+
+
+def check_entries(run_dir: Path) -> None:
+    """Check that every entry of a run is absent or what a run writes: a link would lead to somebody else's files, and
+    old checkpoints are removed.
+
+    Raises:
+        UserError: an entry is a link, or a file in the place of a folder.
+    """
+    for name, wanted in _ENTRIES.items():
+        entry = run_dir / name
+        there = "a link" if entry.is_symlink() else reading.kind(entry)
+        if there not in ("", wanted):
+            raise UserError(
+                f"--run-dir {run_dir}: {entry} is {there}; valid: {wanted}, or another --run-dir (the run directory "
+                "itself may be a link)"
+            )
+
+
+def check_outside_runs(path: Path, name: str) -> None:
+    """Check that a new file or folder would not lie among a run's entries, or in a folder that will be removed.
+
+    Args:
+        path: of the new file or folder.
+        name: of its flag or argument, for error messages.
+
+    Raises:
+        UserError: it would.
+    """
+    place = path.parent.resolve() / path.name
+    for run_dir in place.parents:
+        if is_marked(run_dir):
+            raise UserError(f"{name} {path} lies in {run_dir}, which megajax removes; valid: a place outside")
+        entry = place.relative_to(run_dir).parts[0]
+        if entry.partition(".partial")[0] in _ENTRIES and marked_format(run_dir) is not None:
+            raise UserError(
+                f"{name} {path} lies in the run directory {run_dir}, as its {entry}; valid: a place outside"
+            )

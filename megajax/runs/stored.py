@@ -1,8 +1,7 @@
 """Reading a checkpoint to the host's memory.
 
-Damage is found there, before anything goes to the devices: by a digest of every file, which is compared before anything
-is read, and by a checksum of every array. Checkpoints of before have no digests of files. Beside the checksums stands
-the format (`formats.py`).
+Damage is found there, before anything goes to the devices: a restored state has the digests of all files compared
+first, and every array that is read is compared with its checksum (`digests.py`).
 """
 
 import dataclasses
@@ -17,12 +16,9 @@ from etils import epath  # Orbax's paths
 
 from megajax.processes import all_agree, is_first_process, of_first_process, sums_over_processes
 from megajax.program.state import TrainState
-from megajax.runs.checksums import part_sums
-from megajax.runs.digests import problem_of, read_json
+from megajax.runs.digests import Manifest, local_checksums, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line
-from megajax.runs.formats import check_known, upgraded, written_as
-
-FORMAT_NAME = "format"  # among the arrays' checksums; a checkpoint without it is of format 1
+from megajax.runs.ownership import check_format
 
 T = TypeVar("T")
 
@@ -38,29 +34,16 @@ class Reader:
         self._folder = folder
 
     def check_files(self, step: int) -> None:
-        """Compare the files of a checkpoint with their digests, if it has any.
+        """Compare the files of a checkpoint with their digests.
 
         Raises:
             DamagedCheckpoint: a file is not what was written.
+            UserError: a newer version of this program wrote it.
         """
-        folder = self._folder / str(step)
-        problem = ""
-        if is_first_process():
-            problem = problem_of(folder) if (folder / "state").is_dir() else "it is no checkpoint"
+        folder, manifest = self._folder / str(step), self._manifest(step)
+        problem = problem_of(folder, manifest) if is_first_process() else ""
         if of_first_process(bool(problem)):
             raise DamagedCheckpoint(f"{folder}: {problem or 'process 0 says why'}")
-
-    def format(self, step: int) -> int:
-        """The format that a checkpoint was written in (`formats.py`).
-
-        Raises:
-            DamagedCheckpoint: that cannot be read.
-            UserError: it is one of a newer version of this program.
-        """
-        folder = self._folder / str(step)
-        number = self._try(step, lambda: _read_sums(folder)).get(FORMAT_NAME, 1)
-        check_known(number, str(folder))
-        return number
 
     def read(self, step: int, target: TrainState) -> TrainState:
         """What `target` has of the canonical state, in host memory, its arrays compared with their checksums; without
@@ -70,17 +53,26 @@ class Reader:
             DamagedCheckpoint: it cannot be read, or is not what was written.
             UserError: a newer version of this program wrote it.
         """
-        folder = self._folder / str(step)
-        sums = self._try(step, lambda: _read_sums(folder))
-        number = sums.pop(FORMAT_NAME, 1)
-        check_known(number, str(folder))
-        stored = self._try(step, lambda: _read_arrays(folder / "state", written_as(target, number)))
-        parts = part_sums(stored)
-        actual = dict(zip(parts, sums_over_processes(list(parts.values())), strict=True))
-        wrong = [name for name in actual if sums.get(name) != actual[name]]
+        folder, manifest = self._folder / str(step), self._manifest(step)
+        stored = self._try(step, lambda: _read_arrays(folder / "state", target))
+        local = local_checksums(stored)
+        actual = dict(zip(local, sums_over_processes(list(local.values())), strict=True))
+        wrong = [name for name in actual if manifest.arrays.get(name) != actual[name]]
         if wrong:
             raise DamagedCheckpoint(f"{folder}: {len(wrong)} arrays differ from what was written")
-        return upgraded(target, number, stored)
+        return stored
+
+    def _manifest(self, step: int) -> Manifest:
+        folder = self._folder / str(step)
+
+        def read() -> Manifest:
+            if not (folder / "state").is_dir():
+                raise ValueError("it is no checkpoint")
+            return read_manifest(folder)
+
+        manifest = self._try(step, read)
+        check_format(manifest.format, str(folder))
+        return manifest
 
     def _try(self, step: int, read: Callable[[], T]) -> T:
         """What is read, if all processes can: none may go on to the next collective alone.
@@ -106,13 +98,6 @@ def weights_of(state: TrainState) -> TrainState:
     """A target that has only the weights."""
     others: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(state) if field.name != "params")
     return dataclasses.replace(state, **others)
-
-
-def _read_sums(folder: Path) -> dict[str, int]:
-    digest = read_json(folder / "digest" / "metadata")
-    if not isinstance(digest, dict) or not all(isinstance(value, int) for value in digest.values()):
-        raise ValueError("the checksums are damaged")
-    return digest
 
 
 def _read_arrays(folder: Path, target: TrainState) -> TrainState:

@@ -25,9 +25,8 @@ from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import kept_config
-from megajax.runs.formats import check_known
 from megajax.runs.mismatch import check_fits
-from megajax.runs.parts import marked_format
+from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.validation import validate_mesh
 
@@ -133,7 +132,7 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
-    check_known(marked_format(run_dir) or 1, f"{flag} {run_dir}")
+    check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
 def evaluation_config(
@@ -167,7 +166,7 @@ def evaluation_config(
     if mesh is None and not any(key.startswith("mesh.") for key in overrides):
         config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
     validate_mesh(config, jax.device_count())
-    rows = config.mesh.data * config.mesh.pipe * config.train.microbatch
+    rows = config.mesh.row_shards * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
 from megajax.paths import identity
-from megajax.private import ORBAX_HANDLERS
 from megajax.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
-from megajax.runs.checksums import part_sums
-from megajax.runs.digests import read_json, write_digests, write_json
+from megajax.runs.digests import Manifest, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
 from megajax.runs.lazy_array import LazyArray
 from megajax.runs.lazy_array import writer as deferred_writer
@@ -42,21 +40,12 @@ class Write:
         problem: what went wrong the last time something did, in one line; None if nothing has.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        canonical: Any,
-        others: Mapping[str, int],
-        then: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, folder: Path, step: int, canonical: Any, then: Callable[[], None] = lambda: None):
         """Begin to write the arrays of `canonical`, all of them `LazyArray` or none, to the folder of `step` in
-        `folder`, and their checksums with `others` beside them; process 0 calls `then` in its thread once that is
-        complete."""
+        `folder`; process 0 calls `then` in its thread once they are complete."""
         self.step = step
         self.problem: str | None = None
         self._folder, self._canonical, self._then = folder, canonical, then
-        self._beside = dict(others)
         self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
         self._place = step_folders.temporary(folder, step)
         self._run_dir, self._made = identity(folder.parent), identity(self._place)
@@ -132,7 +121,7 @@ class Write:
         self._made = identity(self._place)
         try:
             self._write_arrays(state)
-            self._sums = part_sums(self._canonical)
+            self._sums = local_checksums(self._canonical)
         finally:
             self._check_place()
 
@@ -201,10 +190,7 @@ class Write:
         finally:
             handler.close()
         self._check_place()
-        (self._place / "digest").mkdir(exist_ok=True)
-        write_json(self._place / "digest" / "metadata", self._beside | self._sums)
-        write_json(self._place / "_CHECKPOINT_METADATA", _METADATA)
-        write_digests(self._place)
+        Manifest.of(self._place, self._sums).write(self._place)
         if os.path.lexists(self._folder / str(self.step)):
             step_folders.set_aside(self._folder, self.step)
         self._place.rename(self._folder / str(self.step))
@@ -214,15 +200,3 @@ class Write:
             step_folders.clear(self._folder, self.step)
         except OSError as error:
             self.problem = f"{self.problem}; what was written cannot be removed: {in_one_line(error)}"
-
-
-# What Orbax's own readers, and megajax before `files.json`, look for in a checkpoint's folder.
-_METADATA = {
-    "item_handlers": {
-        "digest": f"{ORBAX_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
-        "state": f"{ORBAX_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler",
-    },
-    "metrics": {},
-    "performance_metrics": {},
-    "custom_metadata": {},
-}

@@ -26,7 +26,7 @@ from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
 from megajax.training.loop import Trainer
-from megajax.training.remote import check_installed
+from megajax.training.tracking import check_installed
 from megajax.validation import validate
 
 

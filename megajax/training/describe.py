@@ -9,7 +9,7 @@ from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
-from megajax.pipeline.timing import StageTimes, bubble_overhead, pending_weights, wall_time
+from megajax.pipeline.timing import StageTimes, bubble_overhead, pending_weights, step_time
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
 from megajax.program.parts import factor_bytes
@@ -40,10 +40,9 @@ def describe(program: Program, data: RunData | TaskData) -> str:
 
 
 def _mesh(config: Config) -> str:
-    mesh = config.mesh
     sequence = ", sequence split over tensor" if config.sequence_parallel else ""
     return (
-        f"mesh: data {mesh.data} x pipe {mesh.pipe} x tensor {mesh.tensor} on {jax.device_count()} "
+        f"mesh: {config.mesh} on {jax.device_count()} "
         f"{jax.devices()[0].platform} devices, {jax.process_count()} processes{sequence}"
     )
 
@@ -56,18 +55,16 @@ def pipeline_lines(program: Program) -> list[str]:
         return (
             [] if deferring is None else ["pipeline: of one stage, --pipeline.weight-gradients deferred does nothing"]
         )
-    together = dataclasses.replace(table, deferral=None)
-    chunks = f" x {table.num_chunks} chunks" if table.num_chunks > 1 else ""
-    bubble = f"{bubble_overhead(table):.4f}" + (
-        "" if deferring is None else f" instead of {bubble_overhead(together):.4f}"
-    )
+    without = dataclasses.replace(table, deferral=None)
+    together = step_time(without, StageTimes.equal(without))
+    bubble = f"{bubble_overhead(table):.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
     lines = [
-        f"pipeline: {pipeline.schedule}, {pipe} stages{chunks}, {table.num_microbatches} microbatches; bubble over "
+        f"pipeline: {pipeline.schedule}, {table.size}; bubble over "
         f"ideal {bubble} where forward, input gradient and weight gradient take the same time"
     ]
     if deferring is None:
         return lines
-    saved = deferring.times.weight_gradient / table.num_chunks / wall_time(together, StageTimes.equal(together))
+    saved = deferring.times.weight_gradient / table.num_chunks / together.wall
     factors = factor_bytes(program) / 2**20
     lines.append(
         f"weight gradients: deferred, up to {max(pending_weights(table))} chunks of a stage wait "

@@ -29,11 +29,11 @@ from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
 from megajax.training.profiler import StepTrace
-from megajax.training.remote import open_log
 from megajax.training.restore import restored
 from megajax.training.skips import SkippedSteps
 from megajax.training.speed import Speed
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
+from megajax.training.tracking import open_log
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 

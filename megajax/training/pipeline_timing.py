@@ -24,7 +24,7 @@ from megajax.processes import is_first_process, of_first_process
 from megajax.program.memory import check_memory
 from megajax.program.parts import factor_bytes, one_part, residual_bytes
 from megajax.program.program import Batch, Program
-from megajax.program.synthetic import random_batch
+from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.training.display import Display
 from megajax.validation import validate
@@ -77,7 +77,7 @@ def profile_pipeline(config: Config) -> Profile:
 
 def measure(program: Program) -> Profile:
     """Time every chunk of every stage alone, then the whole step."""
-    schedule, batch, params = program.schedule, synthetic_batch(program), program.layout.init().params
+    schedule, batch, params = program.schedule, placed_batch(program, 0), program.layout.init().params
     passes = Passes(program, params, batch)
     with phase("measuring the passes"):
         times, apart = passes.measure(ROUNDS)
@@ -89,12 +89,6 @@ def measure(program: Program) -> Profile:
     predicted = wall_time(schedule, without), wall_time(schedule, own)
     bubbles = bubble_overhead(schedule, without), bubble_overhead(schedule)
     return Profile(times, apart, statistics.median(step), *predicted, *bubbles)
-
-
-def synthetic_batch(program: Program) -> Batch:
-    """A batch of random tokens."""
-    rows = program.local_rows
-    return program.put_batch({name: array[rows] for name, array in random_batch(program.config, 0).items()}, rows)
 
 
 class Passes:

@@ -14,7 +14,7 @@ from megajax.errors import UserError
 from megajax.launch import start
 from megajax.processes import on_first_process, say
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
-from megajax.runs.parts import check_outside_runs, marked_format
+from megajax.runs.ownership import check_outside_runs, marked_format
 from megajax.tasks.registry import TASKS
 from megajax.training.begin import check_given, train_here
 

@@ -35,7 +35,7 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
     prompt = tokenizer.encode_prompt(config.prompt)
-    one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.data, microbatch=1)
+    one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.row_shards, microbatch=1)
     ids = continue_in_windows(
         Program(dataclasses.replace(program.config, train=one_row), program.mesh),
         params,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import jax
 
 from megajax.config import Config
-from megajax.parallel.collectives import AXES
 from megajax.verify.check import STEPS, exact, held_against, with_axes
-from megajax.verify.fold import shown, sizes_of
+from megajax.verify.fold import shown
 from megajax.verify.run import run
 from megajax.verify.verdict import Finding, Verdict
 
@@ -50,7 +49,7 @@ def axes_that_differ(
     devices = list(jax.devices() if devices is None else devices)
     failed_exactly = any(not finding.name.startswith(f"{config.precision} ") for finding in verdict.failed)
     wrong = exact(config) if failed_exactly else config
-    there = [axis for axis, size in zip(AXES, sizes_of(config.mesh), strict=True) if size > 1]
+    there = [axis for axis, size in config.mesh.sizes.items() if size > 1]
     limits = None if failed_exactly else verdict.limits
     exactly = wrong.precision == "fp64"
     reference = verdict.reference
@@ -60,7 +59,7 @@ def axes_that_differ(
         found = []
         for axes in itertools.combinations(there, number):
             part = with_axes(wrong, axes)
-            on_start(f"{shown(sizes_of(part.mesh))}, {part.precision}")
+            on_start(f"{shown(part.mesh)}, {part.precision}")
             states = () if exactly else reference.states
             other = run(part, devices, steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
             held = held_against(reference, other, limits)

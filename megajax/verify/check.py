@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from megajax.axes import PIPE, TENSOR
 from megajax.config import Config, MeshConfig
-from megajax.parallel.collectives import AXES, PIPE, TENSOR
 from megajax.pipeline.config import PipelineConfig
-from megajax.verify.fold import mesh_of, shown, sizes_of
+from megajax.verify.fold import shown
 from megajax.verify.limits import LIMITS, Limits
 from megajax.verify.run import MeshRun, run
 from megajax.verify.traffic import check_collectives
@@ -44,7 +44,7 @@ def check(
     config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
-    mesh = shown(sizes_of(config.mesh))
+    mesh = shown(config.mesh)
     found: list[Finding] = []
     limits: list[Limits] = []
 
@@ -127,13 +127,13 @@ def one_device(config: Config) -> Config:
 
 def with_axes(config: Config, axes: Sequence[str]) -> Config:
     """`config` on the mesh that has only these of its axes, in as many microbatches."""
-    sizes = [size if axis in axes else 1 for axis, size in zip(AXES, sizes_of(config.mesh), strict=True)]
-    train, data = config.train, config.mesh.data
-    microbatches = train.global_batch // (data * train.microbatch)
-    microbatch = train.global_batch // (sizes[0] * microbatches)
+    mesh = MeshConfig(**{axis: size for axis, size in config.mesh.sizes.items() if axis in axes})
+    train = config.train
+    microbatches = train.global_batch // (config.mesh.row_shards * train.microbatch)
+    microbatch = train.global_batch // (mesh.row_shards * microbatches)
     return dataclasses.replace(
         config,
-        mesh=mesh_of((sizes[0], sizes[1], sizes[2])),
+        mesh=mesh,
         pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
         sequence_parallel=config.sequence_parallel and TENSOR in axes,
         train=dataclasses.replace(train, microbatch=microbatch),

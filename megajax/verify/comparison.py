@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.gradient_run import Trace
+from megajax.verify.gradient_run import Leaves, Trace
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
@@ -34,19 +34,41 @@ class Comparison:
 def compare(reference: Trace, other: Trace) -> Comparison:
     """The largest errors of `other` over all steps; see `Comparison`. A NaN anywhere counts as an infinite error."""
     assert len(reference.losses) == len(other.losses)
-    loss_errors = [abs(b - a) / abs(a) for a, b in zip(reference.losses, other.losses, strict=True)]
-    worst, worst_leaf = -1.0, ""
-    for expected, actual in zip(reference.gradients, other.gradients, strict=True):
-        assert expected.keys() == actual.keys()
-        floor = GRADIENT_FLOOR * math.sqrt(sum(norm(leaf) ** 2 for leaf in expected.values()))
-        for name, leaf in expected.items():
-            error = norm(actual[name].astype(np.float64) - leaf) / max(norm(leaf), floor)
-            error = math.inf if math.isnan(error) else error
-            if error > worst:
-                worst, worst_leaf = error, name
-    return Comparison(max(math.inf if math.isnan(e) else e for e in loss_errors), worst, worst_leaf)
+    losses = max(map(relative, other.losses, reference.losses))
+    pairs = zip(reference.gradients, other.gradients, strict=True)
+    errors = [(error, leaf) for pair in pairs for leaf, error in leaf_errors(*pair).items()]
+    worst, leaf = max(errors, key=lambda each: each[0])
+    return Comparison(losses, worst, leaf)
+
+
+def leaf_errors(expected: Leaves, actual: Leaves) -> dict[str, float]:
+    """‖error‖ / `scales` of every leaf."""
+    assert expected.keys() == actual.keys()
+    return {leaf: finite(distance(actual[leaf], expected[leaf]) / scale) for leaf, scale in scales(expected).items()}
+
+
+def scales(leaves: Leaves) -> dict[str, float]:
+    """max(‖leaf‖, floor × global norm) of every leaf."""
+    norms = {name: norm(leaf) for name, leaf in leaves.items()}
+    floor = GRADIENT_FLOOR * math.sqrt(sum(size**2 for size in norms.values()))
+    return {name: max(size, floor) for name, size in norms.items()}
+
+
+def relative(value: float, expected: float) -> float:
+    """The error of a number in parts of it; as it is where 0 is expected."""
+    return finite(abs(value - expected) / abs(expected) if expected else abs(value))
 
 
 def norm(x: np.ndarray) -> float:
     """Of all numbers, in double precision."""
     return float(np.linalg.norm(x.astype(np.float64)))
+
+
+def finite(error: float) -> float:
+    """An error that can be compared: NaN is infinite."""
+    return math.inf if math.isnan(error) else error
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Norm of the difference, in double precision."""
+    return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))

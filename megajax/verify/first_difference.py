@@ -6,26 +6,6 @@ import numpy as np
 
 from megajax.verify.recording import Activation, Place, Recording
 
-# Of a layer and of the head, in the order in which they are computed, whatever the order of a layer's norms is.
-_LAYER = (
-    "input",
-    "attention_norm",
-    "query",
-    "key",
-    "value",
-    "attention_heads",
-    "attention_output",
-    "attention_dropout",
-    "attention_residual",
-    "mlp_norm",
-    "mlp_gate",
-    "mlp_up",
-    "mlp_activation",
-    "mlp_output",
-    "mlp_dropout",
-    "mlp_residual",
-    "output",
-)
 _LOWEST = -1e30
 _FLOOR = 1e-3  # of the norm of a place's largest sample: what is nearly nothing beside it is not held to its own size
 
@@ -63,37 +43,18 @@ def first_difference(reference: Recording, other: Recording, tolerance: float) -
         tolerance: of ‖error‖ / ‖activation‖ of a sample.
     """
     computed = {-1, *(place.layer for place in other.places)}
-    in_turn = in_order({*reference.places, *other.places})
-    # A layer that is never computed comes first: another one runs in its place and under its own number.
-    for place in sorted(in_turn, key=lambda place: place.layer in computed):
-        found = _difference(place, reference, other, tolerance)
-        if found:
-            return found
-    return None
+    turns = other.turns | reference.turns
+    last = max((place.layer for place in reference.places), default=0) + 1
 
+    def in_turn(place: Place) -> tuple:
+        head = place.layer < 0
+        rank = (last if head else place.layer), turns[head, place.site]
+        # A layer that is never computed comes first: another one runs in its place and under its own number.
+        return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
 
-def in_order(places: set[Place]) -> list[Place]:
-    """Forward through the layers and the head, then backward."""
-    post = Place(0, "mlp_residual", False) in places
-    last = max((place.layer for place in places), default=0) + 1
-
-    def rank(place: Place) -> tuple[int, int, int]:
-        layer = last if place.layer < 0 else place.layer
-        order = _HEAD if place.layer < 0 else _ORDER[post]
-        number = order.index(place.site)
-        return (1, -layer, -number) if place.backward else (0, layer, number)
-
-    return sorted(places, key=rank)
-
-
-def _post_norm() -> tuple[str, ...]:
-    order = [name for name in _LAYER if name not in ("attention_norm", "mlp_norm")]
-    order.insert(order.index("attention_residual") + 1, "attention_norm")
-    return tuple(order)
-
-
-_ORDER = {False: _LAYER, True: _post_norm()}
-_HEAD = ("last_output", "final_norm", "logits", "losses")
+    places = sorted(reference.places | other.places, key=in_turn)
+    differences = (_difference(place, reference, other, tolerance) for place in places)
+    return next((difference for difference in differences if difference), None)
 
 
 def _difference(place: Place, reference: Recording, other: Recording, tolerance: float) -> Difference | None:

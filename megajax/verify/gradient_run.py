@@ -10,10 +10,11 @@ import numpy as np
 from megajax.config import Config
 from megajax.program.program import Program
 from megajax.program.state import TrainState
-from megajax.program.synthetic import random_batch
+from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
 
 Tree = Any
+Leaves = dict[str, np.ndarray]  # by name, layers [L, …]
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Trace:
 
     Attributes:
         losses: one per step.
-        gradients: per step, leaf name -> array in canonical form (layers `[L, …]`).
+        gradients: per step, in canonical form.
     """
 
     losses: list[float]
-    gradients: list[dict[str, np.ndarray]]
+    gradients: list[Leaves]
 
 
 def trace(
@@ -54,9 +55,7 @@ def trace(
     losses, gradients = [], []
     train_step = None
     for step in range(steps):
-        rows = program.local_rows
-        local = {name: array[rows] for name, array in random_batch(config, step).items()}
-        batch = program.put_batch(local, rows)
+        batch = placed_batch(program, step)
         train_step = train_step or train_step_with_gradients(program).lower(state, batch).compile(options)
         state, metrics, grads = train_step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -64,7 +63,7 @@ def trace(
     return Trace(losses, gradients)
 
 
-def named_leaves(tree: Tree) -> dict[str, np.ndarray]:
+def named_leaves(tree: Tree) -> Leaves:
     """Leaves by path: `blocks/mlp/up/weight`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}

@@ -50,7 +50,7 @@ class Recording:
     """The activations of the step that is traced and runs inside `with recording.taken():`."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []  # in the order in which they first occurred
+        self.turns: dict[tuple[bool, str], int] = {}  # of every site, in the head or not, when it was first traced
         self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
@@ -63,10 +63,15 @@ class Recording:
     def take(self, seen: SiteRecord) -> None:
         """Add what one device had."""
         place = Place(seen.layer, seen.site, seen.backward)
-        if place not in self._seen:
-            self.places.append(place)
+        key = seen.layer < 0, seen.site
+        self.turns[key] = min(seen.turn, self.turns.get(key, seen.turn))
         for sample in seen.samples.tolist():
             self._seen[place][sample].append(seen)
+
+    @property
+    def places(self) -> set[Place]:
+        """All that occurred."""
+        return {*self._seen}
 
     def samples(self, place: Place) -> list[int]:
         """Rows of the global batch that were there."""

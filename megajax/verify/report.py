@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.models.config import ModelConfig
 from megajax.options import compared, options
 from megajax.traits import Changes, Size, Small
-from megajax.verify.fold import shown, sizes_of
+from megajax.verify.fold import shown
 from megajax.verify.shrink import Shrunk
 from megajax.verify.verdict import Finding
 from megajax.verify.verify import Result
@@ -85,8 +85,8 @@ class Report:
         return {
             "preset": self._name,
             "passed": result.passed,
-            "mesh": sizes_of(self._config.mesh),
-            "verified_mesh": sizes_of(ours.mesh),
+            "mesh": tuple(self._config.mesh.sizes.values()),
+            "verified_mesh": tuple(ours.mesh.sizes.values()),
             "sizes": {name: [getattr(model, name), getattr(ours.model, name)] for name in _SIZES}
             | {name: [getattr(self._config.train, name), getattr(ours.train, name)] for name in _BATCH},
             "notes": list(self._small.notes),
@@ -98,7 +98,7 @@ class Report:
 
     def _sizes(self) -> Iterator[str]:
         theirs, ours = self._config, self._small.config
-        mesh, own = shown(sizes_of(theirs.mesh)), shown(sizes_of(ours.mesh))
+        mesh, own = shown(theirs.mesh), shown(ours.mesh)
         yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.mesh.num_devices} simulated devices"
         if mesh != own:
             yield f"folded to {own}: it has every axis, and no more than --devices"

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,14 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.program.communication import Collective, collectives_of
-from megajax.program.program import Batch, Program
+from megajax.program.program import Program
 from megajax.program.state import TrainState
-from megajax.program.synthetic import random_batch
+from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
-from megajax.verify.gradient_run import named_leaves
+from megajax.verify.gradient_run import Leaves, named_leaves
 from megajax.verify.initial import drawn_state
 from megajax.verify.recording import Recording
 
-Leaves = dict[str, np.ndarray]
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -36,9 +35,9 @@ class MeshRun:
         config: what ran.
         fresh: the weights that the mesh draws by itself, in canonical form; empty where they were not asked for.
         metrics: of every step by name, the skipped one included.
-        gradients: of every step but that one, leaf name -> array in canonical form (layers `[L, …]`).
+        gradients: of every step but that one, in canonical form.
         weights: main weights after all steps, in canonical form.
-        rows: of the global batch that each place on the axis `data` holds.
+        rows: of the global batch that each place on the axes of rows holds.
         unequal: leaves of the state of which two devices hold different copies.
         uncast: leaves whose weights to compute with are not the main weights in that precision.
         collectives: what a step communicates.
@@ -88,7 +87,7 @@ def run(
             drawn = layout.init(options)
             fresh = _canonical(program, drawn.params if layout.adapters is None else drawn.main)
         state = layout.from_canonical(drawn_state(program))
-        batches = [_put(program, random_batch(config, step)) for step in range(steps + 1)]
+        batches = [placed_batch(program, step) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
         step = traced.lower().compile(options)
         metrics, gradients, kept = [], [], []
@@ -117,7 +116,7 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
     with in_precision(config), recording.taken():
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
         state = program.layout.from_canonical(drawn_state(program))
-        batch = _put(program, random_batch(config, 0))
+        batch = placed_batch(program, 0)
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
         jax.block_until_ready(step(state, batch))
     return recording
@@ -133,11 +132,6 @@ def in_precision(config: Config) -> Iterator[None]:
             yield
     finally:
         jax.config.update("jax_enable_x64", before)
-
-
-def _put(program: Program, batch: Mapping[str, np.ndarray]) -> Batch:
-    rows = program.local_rows
-    return program.put_batch({name: array[rows] for name, array in batch.items()}, rows)
 
 
 def _canonical(program: Program, tree: Any) -> Leaves:
@@ -160,14 +154,16 @@ def _overflowing(state: TrainState) -> TrainState:
 
 
 def _rows(program: Program) -> list[list[int]]:
-    """Of the global batch, the rows that each place on `data` has, as a batch of row numbers arrives; every device of
-    a place must have the same."""
-    size = program.config.train.global_batch
-    name, _ = next(iter(program.batch_types.items()))
-    numbers = _put(program, {name: np.arange(size, dtype=np.int32)})[name]
-    held: dict[Any, list[int]] = {shard.device: np.asarray(shard.data).tolist() for shard in numbers.addressable_shards}
+    """Of the global batch, the rows that each place on the axes of rows has, as a batch of row numbers arrives; every
+    device of a place must have the same."""
+    name, type_ = next(iter(program.batch_types.items()))
+    row_B = np.arange(len(type_), dtype=np.int32)
+    numbers = np.broadcast_to(row_B.reshape(-1, *[1] * (type_.ndim - 1)), type_.shape)
+    local = program.local_rows
+    shards = program.put_batch({name: numbers[local]}, local)[name].addressable_shards
+    held: dict[Any, list[int]] = {shard.device: shard.data[(..., *[0] * (type_.ndim - 1))].tolist() for shard in shards}
     places = []
-    for devices in program.mesh.devices.reshape(program.mesh.devices.shape[0], -1):
+    for devices in program.mesh.devices.reshape(program.config.mesh.row_shards, -1):  # the first axes are those of rows
         same = {tuple(held[device]) for device in devices}
         places.append(list(same.pop()) if len(same) == 1 else [])
     return places

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from megajax.axes import BATCH_AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
@@ -52,7 +53,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     train = dataclasses.replace(
-        config.train, microbatch=microbatch, global_batch=mesh.data * microbatch * sizes.num_microbatches()
+        config.train, microbatch=microbatch, global_batch=mesh.row_shards * microbatch * sizes.num_microbatches()
     )
     optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     small = dataclasses.replace(
@@ -102,19 +103,21 @@ class _Sizes:
         """Heads and their sizes, hidden size and MLP; and what could not be kept."""
         model, theirs, ours = self._model, self._theirs, self._ours
         heads, kv_heads = self._heads()
-        divides = model.hidden_size % theirs.data == 0
+        divides = model.hidden_size % theirs.zero_shards == 0
         whole = model.head_size * model.num_heads == model.hidden_size
         smallest = max(4 + model.head_size % 2, -(-_WIDTH // heads) // 2 * 2 + model.head_size % 2)
-        head_sizes = range(smallest, smallest + 4 * ours.data + 1, 2)
+        head_sizes = range(smallest, smallest + 4 * ours.zero_shards + 1, 2)
         hidden_of: Callable[[int], Iterable[int]] = (
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
         sizes = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
-        kept = [pair for pair in sizes if (pair[1] % ours.data == 0) == divides]
+        kept = [pair for pair in sizes if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
         if not kept:
             does = "divides" if divides else "does not divide"
-            notes.append(f"--mesh.data {theirs.data} {does} --model.hidden-size {model.hidden_size}; here it is not so")
+            notes.append(
+                f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
+            )
         head_size, hidden = (kept or sizes)[0]
         return {
             "num_heads": heads,
@@ -137,15 +140,15 @@ class _Sizes:
         return ours * here, ours // held if ours % held == 0 else 1
 
     def _mlp_size(self, hidden: int) -> int:
-        """Divided by `tensor`, and what a device has of it by `data` where theirs is; 4 times the hidden size where
-        theirs is."""
+        """Divided by `tensor`, and what a device has of it by ZeRO's shards where theirs is; 4 times the hidden size
+        where theirs is."""
         model, theirs, ours = self._model, self._theirs, self._ours
         if model.mlp_size == 4 * model.hidden_size:
             return 4 * hidden
-        divides = model.mlp_size // theirs.tensor % theirs.data == 0
+        divides = model.mlp_size // theirs.tensor % theirs.zero_shards == 0
         first = 5 * hidden // 2 // ours.tensor + 1
-        sizes = (ours.tensor * size for size in range(first, first + 2 * ours.data + 2))
-        fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.data == 0) == divides)
+        sizes = (ours.tensor * size for size in range(first, first + 2 * ours.zero_shards + 2))
+        fitting = (s for s in sizes if s != 4 * hidden and (s // ours.tensor % ours.zero_shards == 0) == divides)
         return next(fitting, ours.tensor * first)
 
     def tokens(self) -> dict[str, Any]:
@@ -164,15 +167,15 @@ class _Sizes:
         return sizes
 
     def vocabulary(self) -> dict[str, Any]:
-        """Padded as theirs is, in parts for the same devices, which `data` divides where it divides theirs."""
+        """Padded as theirs is, in parts for the same devices, which ZeRO's shards divide where they divide theirs."""
         model = self._model
         theirs, ours = (
             mesh.tensor * (mesh.pipe if self._config.splits_vocabulary else 1) for mesh in (self._theirs, self._ours)
         )
-        divides = model.padded_vocab_size // theirs % self._theirs.data == 0
+        divides = model.padded_vocab_size // theirs % self._theirs.zero_shards == 0
         first = -(-_VOCABULARY // ours)
-        parts = range(first, first + 2 * self._ours.data)
-        part = next((part for part in parts if (part % self._ours.data == 0) == divides), first)
+        parts = range(first, first + 2 * self._ours.zero_shards)
+        part = next((part for part in parts if (part % self._ours.zero_shards == 0) == divides), first)
         padded, added = part * ours, model.padded_vocab_size - model.vocab_size
         left = max(1, padded * added // model.padded_vocab_size) if added else 0
         return {"vocab_size": padded - left, "vocab_multiple": padded}
@@ -203,7 +206,7 @@ class _Sizes:
     def num_microbatches(self) -> int:
         """Fewer than stages, as many, a multiple, or more and no multiple, as theirs."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
-        number = train.global_batch // (self._theirs.data * train.microbatch)
+        number = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
             return min(number, 3)
         if number < theirs:

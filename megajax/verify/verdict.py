@@ -1,14 +1,14 @@
 """Runs on a mesh held against one device: what was checked, and what differs."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.comparison import GRADIENT_FLOOR, norm
+from megajax.verify.comparison import distance, finite, leaf_errors, relative, scales
+from megajax.verify.gradient_run import Leaves
 from megajax.verify.limits import LIMITS, Limits
-from megajax.verify.run import Leaves, MeshRun
+from megajax.verify.run import MeshRun
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def loss_scales(run: MeshRun) -> Finding:
 
 def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The first step that is beyond the limit, or the one that is farthest off."""
-    errors = [_relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
+    errors = [relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
     beyond = [step for step, error in enumerate(errors) if not error <= limit]
     step = beyond[0] if beyond else int(np.argmax(errors))
     expected, actual = reference.metrics[step], other.metrics[step]
     losses = (key for key in sorted(expected) if key.startswith("loss/"))
-    wrong = [f", {key}" for key in losses if beyond and not _relative(actual[key], expected[key]) <= limit]
+    wrong = [f", {key}" for key in losses if beyond and not relative(actual[key], expected[key]) <= limit]
     return Finding(name, errors[step], limit, f"step {step + 1}{''.join(wrong)}")
 
 
@@ -137,35 +137,25 @@ def _first_beyond(steps: list[Finding]) -> Finding:
 
 
 def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix: str = "") -> Finding:
-    floor = GRADIENT_FLOOR * math.sqrt(sum(norm(leaf) ** 2 for leaf in expected.values()))
-    worst, figure, beyond = "", -1.0, 0
-    for leaf, value in expected.items():
-        error = _finite(norm(_minus(actual[leaf], value)) / max(norm(value), floor))
-        beyond += error > limit
-        if error > figure:
-            worst, figure = leaf, error
-    if figure <= limit:
-        return Finding(name, figure, limit, worst + suffix)
-    layers = _layers(worst, expected[worst], actual[worst], limit, floor)
+    errors = leaf_errors(expected, actual)
+    worst = max(errors, key=lambda leaf: errors[leaf])
+    if errors[worst] <= limit:
+        return Finding(name, errors[worst], limit, worst + suffix)
+    layers: tuple[int, ...] = ()
+    if worst.startswith("blocks/"):
+        scale, pairs = scales(expected)[worst], zip(actual[worst], expected[worst], strict=True)
+        layers = tuple(i for i, pair in enumerate(pairs) if finite(distance(*pair) / scale) > limit)
     of = f", layer {', '.join(map(str, layers))}" if layers else ""
+    beyond = sum(error > limit for error in errors.values())
     others = f" ({beyond} of {len(expected)} leaves are beyond the limit)"
-    return Finding(name, figure, limit, f"{worst}{of}{suffix}{others}", layers)
-
-
-def _layers(leaf: str, expected: np.ndarray, actual: np.ndarray, limit: float, floor: float) -> tuple[int, ...]:
-    """The layers of a stacked leaf that are beyond the limit."""
-    if not leaf.startswith("blocks/"):
-        return ()
-    scale = max(norm(expected), floor)
-    pairs = zip(expected, actual, strict=True)
-    return tuple(i for i, (a, b) in enumerate(pairs) if _finite(norm(_minus(b, a)) / scale) > limit)
+    return Finding(name, errors[worst], limit, f"{worst}{of}{suffix}{others}", layers)
 
 
 def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The figure that is farthest off, in the first step in which any is beyond the limit."""
     steps = []
     for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
-        errors = {figure: _relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
+        errors = {figure: relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
         worst = max(errors, key=lambda figure: errors[figure])
         steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number + 1}"))
     return _first_beyond(steps)
@@ -177,18 +167,6 @@ def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
     found = [bool(metrics["skipped"]) for metrics in other.metrics]
     wrong = [f"step {i + 1}" for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
     return Finding(name, len(wrong), 0, _some(wrong))
-
-
-def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return a.astype(np.float64) - b.astype(np.float64)
-
-
-def _relative(value: float, expected: float) -> float:
-    return _finite(abs(value - expected) / abs(expected) if expected else abs(value))
-
-
-def _finite(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _same(a: np.ndarray, b: np.ndarray | None) -> bool:

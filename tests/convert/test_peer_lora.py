@@ -20,7 +20,7 @@ from megajax.program.scoring import next_logits
 from megajax.program.train_step import train_step_with_gradients
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
-from megajax.runs.parts import IMPORTED
+from megajax.runs.ownership import IMPORTED
 from megajax.verify import named_leaves
 
 pytestmark = [

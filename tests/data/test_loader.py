@@ -52,15 +52,19 @@ def test_the_global_batch_regroups_the_same_samples():
 
 @pytest.mark.parametrize("global_batch, prefetch", [(1, 0), (4, 2), (7, 3), (1000, 2)])
 def test_evaluation_covers_every_sample_once(global_batch, prefetch):
-    found = list(evaluation_batches(EVALUATION, rows=range(global_batch), global_batch=global_batch, prefetch=prefetch))
+    """Whatever rows of a batch are asked for, there are as many batches."""
+    form = {"global_batch": global_batch, "prefetch": prefetch}
+    found = list(evaluation_batches(EVALUATION, rows=range(global_batch), **form))
     assert len(found) == num_evaluation_batches(EVALUATION, global_batch=global_batch)
-    targets = np.concatenate([batch["targets"] for batch in found])
+    tokens, targets = (np.concatenate([batch[name] for batch in found]) for name in ("tokens", "targets"))
     expected = np.concatenate([document[:] for document in map(DOCUMENTS.document, range(30))])[1:]
-    assert (targets[targets != IGNORED] == expected).all()
-    assert (targets[len(EVALUATION) :] == IGNORED).all()
-    tokens = np.concatenate([batch["tokens"] for batch in found])
-    assert tokens.dtype == targets.dtype == np.int32
-    assert (tokens >= 0).all()
+    assert (targets[targets != IGNORED] == expected).all() and (targets[len(EVALUATION) :] == IGNORED).all()
+    assert tokens.dtype == targets.dtype == np.int32 and (tokens >= 0).all()
+    for limit in 3, 10**6:
+        last_row = list(evaluation_batches(EVALUATION, rows=[global_batch - 1], limit=limit, **form))
+        assert len(last_row) == min(limit, len(found))
+        for batch, whole in zip(last_row, found, strict=False):
+            assert (batch["targets"] == whole["targets"][-1:]).all()
 
 
 def test_a_batch_has_whatever_arrays_its_samples_have():
@@ -75,22 +79,6 @@ def test_a_batch_has_whatever_arrays_its_samples_have():
         expected = np.stack([samples[number]["positions"] for number in numbers])
         assert expected.any() and (batch["positions"][: len(expected)] == expected).all()
     assert whole["positions"].shape == (100, LENGTH) and not whole["positions"][len(evaluation) :].any()
-
-
-def test_evaluation_of_a_part_has_as_many_batches():
-    whole = list(evaluation_batches(EVALUATION, rows=range(100), global_batch=100))
-    last_row = list(evaluation_batches(EVALUATION, rows=[99], global_batch=100))
-    assert len(EVALUATION) < 100
-    assert len(last_row) == len(whole) == 1
-    assert (last_row[0]["targets"] == IGNORED).all()
-
-
-def test_evaluation_limit():
-    limited = list(evaluation_batches(EVALUATION, rows=range(4), global_batch=4, limit=3))
-    whole = list(evaluation_batches(EVALUATION, rows=range(4), global_batch=4))
-    assert len(limited) == 3 < len(whole)
-    assert all((a["targets"] == b["targets"]).all() for a, b in zip(limited, whole, strict=False))
-    assert len(list(evaluation_batches(EVALUATION, rows=[0], global_batch=4, limit=10**6))) == len(whole)
 
 
 def test_threads_end_with_the_iterator():

@@ -61,7 +61,7 @@ def test_blocks_of_a_large_file_are_checked_when_they_are_looked_at(monkeypatch:
 
 
 def test_ids_beyond_the_vocabulary() -> None:
-    """Also where there are no digests, as of Megatron-LM's own datasets and corpora of before."""
+    """Also where there are no digests, as of Megatron-LM's own datasets."""
     largest = int(TOKENS.max())
     with pytest.raises(UserError, match=rf"id {largest} at position {TOKENS.argmax()} .*--model\.vocab-size {largest}"):
         checked(TOKENS, largest, None)

@@ -56,11 +56,6 @@ def test_broken_files(tmp_path, name, content, problem):
     with pytest.raises(UserError, match=problem) as caught:
         read_lambada(str(tmp_path / name), train_tokenizer(["text"], 300))
     assert "\n" not in str(caught.value)
-
-
-def test_files_that_are_not_there(tmp_path):
-    tokenizer = train_tokenizer(["text"], 300)
-    with pytest.raises(UserError, match=r"--data: .*no\.jsonl does not exist"):
-        read_lambada(str(tmp_path / "no.jsonl"), tokenizer)
-    with pytest.raises(UserError, match=r"--data ''; valid: a \.jsonl file"):
-        read_lambada("", tokenizer)
+    for path, problem in (tmp_path / "no.jsonl", r": .*no\.jsonl does not exist"), ("", r" ''; valid: a \.jsonl file"):
+        with pytest.raises(UserError, match=f"--data{problem}"):
+            read_lambada(str(path), train_tokenizer(["text"], 300))

@@ -1,5 +1,8 @@
 """WikiText-103's text as it was written, rule by rule, and the paper's two counts."""
 
+import gzip
+import json
+
 import pytest
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
@@ -50,18 +53,14 @@ def test_the_paper_s_counts(test_data):
     assert len(samples) == 1 + -(-(270_329 - 1024) // 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("empty.txt", "", r"empty\.txt contains no text"),
-        ("lines.jsonl", "{}", r"lines\.jsonl'; valid: one file of plain text"),
-        ("", "", "valid: one file of plain text"),
-    ],
-)
-def test_what_is_no_such_file(tmp_path, name, content, problem):
-    (tmp_path / name).write_text(content) if name else None
+def test_what_is_no_such_file(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three four five"))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "lines.jsonl").write_text("{}")
+    (tmp_path / "empty.txt").write_text("")
     tokenizer = train_tokenizer(["text"], 300)
-    with pytest.raises(UserError, match=f"^--data.*{problem}"):
-        read_wikitext(str(tmp_path / name), tokenizer)
-    with pytest.raises(UserError, match="--data ''; valid: one file of plain text"):
-        read_wikitext("", tokenizer)
+    for path in tmp_path / "a.jsonl.gz", tmp_path / "lines.jsonl", tmp_path, "python-stdlib", "":
+        with pytest.raises(UserError, match=rf"^--data '{path}'; valid: one file of plain text"):
+            read_wikitext(str(path), tokenizer)
+    with pytest.raises(UserError, match=r"^--data: .*empty\.txt contains no text"):
+        read_wikitext(str(tmp_path / "empty.txt"), tokenizer)

@@ -118,13 +118,8 @@ def _alone(args: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _MORE_MEMORY, resource.RLIM_INFINITY))
     gc.collect()
     faulthandler.dump_traceback_later(args.patience, exit=True)
-    print(
-        json.dumps(
-            asdict(
-                fuzz(reader, min(args.inputs, reader.most or args.inputs), args.seed, args.first, None, args.measured)
-            )
-        )
-    )
+    inputs = min(args.inputs, reader.most or args.inputs)
+    print(json.dumps(asdict(fuzz(reader, inputs, args.seed, args.first, None, args.measured))))
 
 
 def main() -> None:
@@ -142,24 +137,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.alone:
         return _alone(args)
-    print(
-        "| reader | inputs | accepted | refused | failed | slowest | largest allocation |",
-        "|---|---|---|---|---|---|---|",
-        sep="\n",
-    )
+    print("| reader | inputs | accepted | refused | failed | slowest | largest allocation |")
+    print("|---|---|---|---|---|---|---|")
     failed = False
     for name in args.reader:
-        command = [sys.executable, __file__, "--alone", "--reader", name, "--inputs", str(args.inputs)]
-        command += [
-            "--seed",
-            str(args.seed),
-            "--first",
-            str(args.first),
-            "--measured",
-            str(args.measured),
-            "--patience",
-            str(args.patience),
-        ]
+        command = [sys.executable, __file__, "--alone", "--reader", name]
+        for flag in "inputs", "seed", "first", "measured", "patience":
+            command += [f"--{flag}", str(getattr(args, flag))]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
         if done.returncode:
             print(f"| {name} | ended with {done.returncode} |")

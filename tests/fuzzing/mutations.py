@@ -7,56 +7,15 @@ from collections.abc import Callable
 MOST_BYTES = 1 << 20  # of a mutated file
 
 _NUMBER = re.compile(rb"-?[0-9][0-9.eE+-]*")
-_NUMBERS = [
-    b"0",
-    b"-1",
-    b"1e999",
-    b"-0.0",
-    b"NaN",
-    b"Infinity",
-    b"1.5",
-    b"255",
-    b"65536",
-    b"2147483648",
-    b"1099511627776",
-]
+_NUMBERS = b"0 -1 1e999 -0.0 NaN Infinity 1.5 255 65536 2147483648 1099511627776".split()
 _NUMBERS += [b"9223372036854775808", b"18446744073709551616", b"9" * 40, b"9" * 350, b"9" * 5000, b"0x" + b"f" * 400]
 _NUMBERS += ["١٢".encode(), b"1_000", b"true", b"1e-320", b"99999999"]
-_VALUES = [
-    b"null",
-    b"true",
-    b"[]",
-    b"{}",
-    b'""',
-    b'"text"',
-    b"-1",
-    b"1.5",
-    b"[[[]]]",
-    b'{"a": 1}',
-    b"'",
-    b'"',
-    b'"""',
-    b"#",
-]
+_VALUES = b"""null true [] {} "" "text" -1 1.5 [[[]]] {"a":1} ' " #""".split()
+_VALUES += [b'"' * 3]
 _TEXTS = [b"\0", b"\n", b"\r\n", b"\xff\xfe", b"\xef\xbb\xbf", b"\\ud800", b"\\u0000", "\u2028".encode(), "é٣".encode()]
 _TEXTS += [b"../..", b"/dev/zero", b"<|endoftext|>", b"=", b",", b".", b"[", b"{", b"]", b"}", b"\x80", b"\\", b"PAR1"]
 _OPENINGS = [b"[", b'{"a":', b"{a=", b"[{", b"a.", b"(", b'[["', b"{" * 3]
-_INTEGERS = [
-    0,
-    1,
-    2**7,
-    2**8 - 1,
-    2**15,
-    2**16 - 1,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**40,
-    2**62,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-]
+_INTEGERS = [0, 1, 2**40, 2**62, *(2**bits - less for bits in (8, 16, 31, 32, 63, 64) for less in (0, 1))]
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:

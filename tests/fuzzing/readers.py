@@ -42,14 +42,10 @@ from megajax.preparation.shards import WorkFolder
 from megajax.presets import load_preset, resolve
 from megajax.runs.directory import kept_config
 from megajax.runs.lock import Holder
-from megajax.runs.metrics import is_metrics, read_metrics
-from megajax.runs.ownership import mark, marked_format, run_format
+from megajax.runs.metrics import read_metrics
+from megajax.runs.ownership import mark, marked_format
+from megajax.runs.stored import DamagedCheckpoint
 from megajax.training.watchdog import Status, read_status
-
-try:
-    from megajax.runs.stored import DamagedCheckpoint  # type: ignore[import-not-found]
-except ImportError:
-    from megajax.runs.checkpoint import DamagedCheckpoint
 
 REFUSALS = UserError, RunError, DamagedCheckpoint
 
@@ -69,11 +65,12 @@ def _write_vocabulary(folder: Path) -> None:
     write_vocabulary(folder, _tokenizer("wordpiece"))
 
 
-def _write_tokens(folder: Path) -> None:
+def _write_tokens(folder: Path) -> np.ndarray:
     tokenizer = _tokenizer("bpe")
     with IndexedWriter(folder / "m", tokenizer.size) as writer:
         for text in TEXTS:
             writer.add_document([*tokenizer.encode(text), tokenizer.end_of_text])
+    return writer.digests
 
 
 def _read_tokens(folder: Path) -> None:
@@ -150,7 +147,6 @@ def _write_metrics(folder: Path) -> None:
 
 
 def _read_metrics(folder: Path) -> None:
-    is_metrics(folder / "metrics.jsonl")
     for record in read_metrics(folder):
         sum(float(value) for value in record.values() if value is not None)
 
@@ -169,24 +165,9 @@ def _read_corpus(folder: Path) -> None:
 
 
 def _write_prepared(folder: Path) -> None:
-    _write_tokens(folder)
     _tokenizer("bpe").save(folder / "m.tokenizer")
-    blocks = IndexedWriter(folder / "other", 280)
-    with blocks:
-        for text in TEXTS:
-            blocks.add_document([*_tokenizer("bpe").encode(text), _tokenizer("bpe").end_of_text])
-    digests = digests_of(dataset_files(folder / "m")[0], blocks.digests, folder / "m.tokenizer")
+    digests = digests_of(dataset_files(folder / "m")[0], _write_tokens(folder), folder / "m.tokenizer")
     (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
-
-
-def _write_run(folder: Path) -> None:
-    """A run of before the mark."""
-    _write_config(folder)
-    _write_metrics(folder)
-    (folder / "data").mkdir()
-    (folder / "data" / "report.json").write_text(
-        json.dumps({"source": "", "tokenizer_source": "", "dataset": "", "vocab_size": 1, "tokens": 1})
-    )
 
 
 def _write_lock(folder: Path) -> None:
@@ -311,7 +292,7 @@ _PREPARED = ("m.report.json", "m.idx")
 _SHARDS = ("model.safetensors.index.json", "a.safetensors")
 _WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
 _HUGGING_FACE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("_CHECKPOINT_METADATA", "digest/metadata", "state/_METADATA"))
+_CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("checkpoint.json", "state/_METADATA"))
 
 READERS = [
     Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
@@ -332,8 +313,7 @@ READERS = [
     ),
     Reader("metrics.jsonl", _write_metrics, _read_metrics, ("metrics.jsonl",)),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
-    Reader("run.json", mark, lambda folder: (marked_format(folder), run_format(folder)), ("run.json",)),
-    Reader("run without a mark", _write_run, run_format, ("config.toml", "metrics.jsonl", "data/report.json")),
+    Reader("run.json", mark, marked_format, ("run.json",)),
     Reader("run.lock", _write_lock, _read_lock, ("run.lock",)),
     Reader("processes/0.json", _write_status, lambda folder: read_status(folder / "0.json"), ("0.json",)),
     Reader("prepared dataset", _write_prepared, lambda folder: prepared_tokens(folder / "m", 280), _PREPARED),

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend
-from megajax.models.attention_mask import CAUSAL, AttentionMask
+from megajax.models.attend import attend
+from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.private import FUSED_FORWARD, imagined_cudnn
 
@@ -38,7 +38,7 @@ def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.nda
     @jax.jit
     @partial(
         jax.shard_map,
-        mesh=make_mesh(1, 1, size, jax.devices()[:size]),
+        mesh=make_mesh(jax.devices()[:size], tensor=size),
         in_specs=(HEADS_SPLIT,) * 4,
         out_specs=(HEADS_SPLIT,) * 4,
     )
@@ -134,17 +134,21 @@ def test_documents_are_kept_apart_on_gpus():
 
 
 def test_what_cudnn_is_asked_for():
-    """Causality and padding; where it would not keep documents apart or knows no window it is not asked."""
+    """Causality, padding, and windows back from the query, by the lengths that it takes; where it would not keep
+    documents apart, knows no such window, or queries stand elsewhere it is not asked."""
 
-    def asks_cudnn(visible) -> bool:
+    def asks_cudnn(visible, places=FROM_START, window=None) -> bool:
         x_BTHK = jax.ShapeDtypeStruct((BATCH, 16, HEADS, 8), jnp.bfloat16)
         with imagined_cudnn(version=91900, capability=9.0):
-            traced = jax.make_jaxpr(lambda x: attend(x, x, x, visible, dropout_at(0.0), GPU))(x_BTHK)
-        return FUSED_FORWARD in str(traced)
+            traced = jax.make_jaxpr(lambda x: attend(x, x, x, visible, dropout_at(0.0), GPU, places))(x_BTHK)
+        said = str(traced)
+        return FUSED_FORWARD in said and (not window or f"sliding_window_length={window}" in said)
 
     assert asks_cudnn(CAUSAL) and asks_cudnn(AttentionMask.of_padded(jnp.full(BATCH, 9, jnp.int32)))
     assert not asks_cudnn(AttentionMask.of_documents(np.zeros((BATCH, 16), np.int32)))
+    assert asks_cudnn(AttentionMask(causal=True, window=3), window=3)
     assert not asks_cudnn(AttentionMask(window=3))
+    assert not asks_cudnn(CAUSAL, Places(queries=Pieces((16,))))
 
 
 def test_large_scores_do_not_overflow():

@@ -1,13 +1,17 @@
 """What attention may see, in blocks of queries, against the dense form of each limit; and against brute force."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax.backend import CPU, Backend
-from megajax.models.attention_mask import CAUSAL, AttentionMask
+from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.models.blocked_attention import blocked_attention
+from megajax.parallel.random import Dropout
 
 BATCH, HEADS, HEAD_SIZE = 3, 2, 4
 SMALL = Backend(unroll_layers=8, fused_attention=False, query_block=128, scores_bytes=None, transposed_copies=True)
@@ -55,7 +59,7 @@ def test_blocks_are_the_dense_attention(limit):
     arrays = [jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4)]
 
     def blocked(visible, _, *qkv):
-        return blocked_attention(*qkv, visible, None, 0.0, SMALL)
+        return blocked_attention(*qkv, FROM_START, visible, None, 0.0, SMALL)
 
     def dense(_, seen_BTS, q_BTHK, k_BSHK, v_BSHK):
         scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / HEAD_SIZE**0.5
@@ -87,11 +91,60 @@ def test_a_mask_is_every_limit_at_once(limit):
     assert not expected[..., outside].any()
     found = np.ones((1, 1, 1), bool) if mask is None else np.asarray(mask)
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
-    assert visible.only_causal_or_padded == (limit in ("everything", "causal", "padding"))
+
+
+@pytest.mark.parametrize("limit", ["padding", "documents", "causal window"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_queries_may_stand_anywhere(limit, dynamic):
+    """Two devices, each with two pieces of the queries and all keys, in another order than the sequence's: together
+    they give attention of the whole sequence and its gradients, with dropout."""
+    length, piece = 320, 80
+    visible, rng = LIMITS[limit](length), np.random.default_rng(0)
+    q, k, v, grad = (jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4))
+    bits_BH = Dropout.at(0.3, 0, jnp.int32(0), jnp.arange(BATCH * HEADS).reshape(BATCH, -1)).bits_B
+
+    @partial(jax.jit, static_argnums=2)
+    def attention(start_P, queries_T, starts, q, k, v, grad):
+        seen = visible
+        if visible.first_key_BT is not None:
+            seen = dataclasses.replace(visible, first_key_BT=visible.first_key_BT[:, queries_T])
+        places = Places(Pieces(starts, start_P), Pieces((length,)))
+
+        def run(q, k, v):
+            return blocked_attention(q, k, v, places, moved(seen, length), bits_BH, 0.3, SMALL)
+
+        y, pullback = jax.vjp(run, q[:, queries_T], k, v)
+        return y, *pullback(grad[:, queries_T])
+
+    def at(*starts):
+        """`starts` in pieces; all positions of the sequence are further on than its tokens' numbers."""
+        queries_T = np.concatenate([np.arange(start, start + piece) for start in starts])
+        there = tuple(length + start for start in starts)
+        if dynamic:
+            return queries_T, attention(jnp.asarray(there, jnp.int32), queries_T, None, q, k, v, grad)
+        return queries_T, attention(None, queries_T, there, q, k, v, grad)
+
+    whole = attention(None, np.arange(length), (length,), q, k, v, grad)
+    (first_T, first), (second_T, second) = at(0, 240), at(160, 80)
+    order = np.argsort(np.concatenate([first_T, second_T]))
+    for index in (0, 1):  # of queries
+        together = np.concatenate([first[index], second[index]], axis=1)[:, order]
+        np.testing.assert_allclose(together, whole[index], rtol=2e-5, atol=2e-5)
+    for index in (2, 3):  # of keys and values, sums
+        np.testing.assert_allclose(first[index] + second[index], whole[index], rtol=2e-5, atol=2e-5)
+
+
+def moved(visible: AttentionMask, by: int) -> AttentionMask:
+    """The same limits of a sequence that stands so much further on."""
+    first, count = visible.first_key_BT, visible.num_keys_B
+    first, count = (None if x is None else x + by for x in (first, count))
+    return dataclasses.replace(visible, first_key_BT=first, num_keys_B=count)
 
 
 def test_a_window_leaves_keys_out():
     """Of a long sequence a block of queries takes no more keys than its window reaches."""
     assert AttentionMask(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
     assert AttentionMask(window=9).key_range(256, 384, 1000) == (248, 392)
+    later = Places(Pieces((1000, 512)), Pieces((256,)))  # of two pieces of 128 tokens the second
+    assert later.key_range(AttentionMask(causal=True, window=150), 128, 256, 256, 1000) == slice(107, 384)
     assert CPU.block_of(1000) == 256 and CPU.block_of(32 * 256) == 256 and CPU.block_of(100_000) == 3125

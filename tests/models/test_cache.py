@@ -43,10 +43,9 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad
         context, x_BTD = embed({"tokens": prompt_BT})
         caches = []
-        for layer in layers:
-            attend = prefill(PROMPT + rest + 2, context.visible, program.backend)
-            x_BTD, cache = model.block(layer).run(x_BTD, context, attend)
-            caches.append(cache)
+        for number, layer in enumerate(layers):
+            x_BTD, beside = model.block(layer)(x_BTD, context, number, prefill(PROMPT + rest + 2))
+            caches.append(beside["cache"])
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
 
         def step(caches, number):
@@ -56,9 +55,9 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             window = program.config.model.sliding_window
             visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot, window)
             filled = []
-            for layer, cache in zip(layers, caches, strict=True):
-                x_B1D, cache = model.block(layer).run(x_B1D, context, decode_step(cache, slot, visible_BS))
-                filled.append(cache)
+            for layer, weights, cache in zip(range(num_layers), layers, caches, strict=True):
+                x_B1D, beside = model.block(weights)(x_B1D, context, layer, decode_step(cache, slot, visible_BS))
+                filled.append(beside["cache"])
             return filled, ends.logits(x_B1D)[:, 0]
 
         steps_NBV = lax.scan(step, caches, jnp.arange(rest, dtype=jnp.int32))[1]

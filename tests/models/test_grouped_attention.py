@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attention import attend
+from megajax.models.attend import attend
 from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout
 
@@ -27,7 +27,7 @@ def results(arrays: list[Array], rate: float, window: int | None, backend: Backe
         y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
 
-    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    mesh = make_mesh(jax.devices()[:1])
     region = jax.shard_map(run, mesh=mesh, in_specs=(P(None, None, "tensor"),) * 4, out_specs=P(None, None, "tensor"))
     return [np.asarray(array, np.float32) for array in jax.jit(region)(*arrays)]
 

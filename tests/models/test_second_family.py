@@ -16,8 +16,10 @@ from megajax.presets import load_preset, resolve
 from megajax.program.scoring import next_logits
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step
 from megajax.verify import Trace, compare
 
+QUICKLY = {"xla_backend_optimization_level": 0}
 MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 16, "global_batch": 8}
 
 
@@ -86,3 +88,22 @@ def test_configurations_know_it():
     assert resolve(load_preset("demo"), {"model.family": "tiny"}).model.family == "tiny"
     with pytest.raises(ValueError, match=r"--model\.family.*'tinny'.*gpt2.*tiny"):
         resolve(load_preset("demo"), {"model.family": "tinny"})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 1, 1), {"microbatch": 4, "remat": "layer"}),
+        ((2, 2, 2), {"remat": "stage", "sequence_parallel": True}),
+        pytest.param((2, 2, 2), {"schedule": "interleaved", "chunks": 2, "remat": "selective"}, marks=pytest.mark.full),
+    ],
+    ids=["one", "split", "interleaved"],
+)
+def test_figures_of_layers_are_summed(mesh, options):
+    """Over layers, microbatches and devices, each once, whatever is recomputed; one stage has fewer layers."""
+    program = tiny_program(tiny_config(mesh, **options, **MODEL))
+    batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
+    step = train_step(program).lower(program.layout.shapes, batch).compile(QUICKLY)
+    metrics = step(program.layout.init(), batch)[1]
+    assert metrics["layers/tokens"] == 3 * 8 * 16
+    assert metrics["layers/numbered"] == (1 + 2 + 3) * sum(range(8)) * 16

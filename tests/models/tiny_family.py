@@ -1,12 +1,28 @@
-"""A second family, three lines off GPT-2: LayerNorm on the embedding, which makes it no linear function of its weights,
-and attention that sees a window only."""
+"""A second family, a few lines off GPT-2: LayerNorm on the embedding, which makes it no linear function of its weights,
+attention that sees a window only, and layers that count."""
 
 import dataclasses
+
+import jax.numpy as jnp
 
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.decoder.family import FAMILY as DECODER_FAMILY
 from megajax.models.decoder.model import TransformerDecoder
+from megajax.models.layer import Block
 from megajax.models.norms import LayerNorm
+from megajax.models.stack import stacked
+
+
+class CountingBlock(Block):
+    """A layer with figures: its tokens, and those of every row as often as row and layer say."""
+
+    def __call__(self, x_BTD, context, layer, *attend):
+        x_BTD, beside = super().__call__(x_BTD, context, layer, *attend)
+        count = jnp.int32(x_BTD.shape[1])
+        figures = {"tokens": count * x_BTD.shape[0]}
+        if context.row_B is not None:
+            figures["numbered"] = count * (layer + 1) * jnp.sum(context.row_B)
+        return x_BTD, beside | figures
 
 
 class Tiny(TransformerDecoder):
@@ -15,6 +31,8 @@ class Tiny(TransformerDecoder):
     def __init__(self, config, key, boundary, backend):
         super().__init__(config, key, boundary, backend)
         self.embedding_norm = LayerNorm(config.hidden_size, 1e-5)
+        blocks = lambda n: CountingBlock(config, key / "blocks" / n, boundary, backend)  # noqa: E731
+        self.blocks = stacked(blocks, config.num_layers)
 
     def context(self, batch, dropout):
         return dataclasses.replace(super().context(batch, dropout), visible=AttentionMask(causal=True, window=5))

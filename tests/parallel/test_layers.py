@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU
 from megajax.mesh import make_mesh, mesh_spec
-from megajax.models.attention import Attention, attend
+from megajax.models.attention import Attention, attend_in_context
 from megajax.models.attention_mask import CAUSAL
 from megajax.models.config import ModelConfig
+from megajax.models.context import Context
 from megajax.models.mlp import MLP
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.random import Dropout, NamedKey
@@ -80,14 +81,13 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
 
     def run(weights, x_BTD):
         module = nnx.merge(graph, nnx.State(weights))
-        if block == "mlp":
-            return module(x_BTD)
-        return module(x_BTD, None, lambda *qkv: (attend(*qkv, CAUSAL, Dropout.off(), CPU), None))[0]
+        context = Context(Dropout.off(), CAUSAL)
+        return module(x_BTD, context) if block == "mlp" else module(x_BTD, context, attend_in_context)[0]
 
     @jax.jit
     @partial(
         jax.shard_map,
-        mesh=make_mesh(1, 1, size, jax.devices()[:size]),
+        mesh=make_mesh(jax.devices()[:size], tensor=size),
         in_specs=(specs, activation, activation),
         out_specs=(activation, {"weights": specs, "input": activation}),
     )

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import make_mesh
-from megajax.parallel.collectives import DATA, axis_index
+from megajax.parallel.collectives import axis_index
 from megajax.parallel.random import Dropout, NamedKey, RandomBits
 
 # A grid of small coordinates, in the order in which they are folded in; the last one is a feature, or a key position.
@@ -157,10 +157,10 @@ def test_a_shard_s_mask_is_its_slice_of_the_global_one():
     np.testing.assert_array_equal(some, mask()[:, 24:32])
 
     def local(x_BTD):
-        sample_B = axis_index(DATA) * 4 + jnp.arange(4, dtype=jnp.int32)
+        sample_B = axis_index("data") * 4 + jnp.arange(4, dtype=jnp.int32)
         return dropout_at(sample_B)(x_BTD, jnp.arange(64, dtype=jnp.int32))
 
-    mesh = make_mesh(4, 1, 1, jax.devices()[:4])
+    mesh = make_mesh(jax.devices()[:4], data=4)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     np.testing.assert_array_equal(run(np.ones((16, 64, 96), np.float32)), mask())
 

@@ -27,7 +27,7 @@ VOCABULARIES = [(101, 104), (64, 64), (101, 128)]
 
 def region(size: int, in_specs, out_specs):
     """Decorator: run a function in the `shard_map` region of `size` tensor devices."""
-    mesh = make_mesh(1, 1, size, jax.devices()[:size])
+    mesh = make_mesh(jax.devices()[:size], tensor=size)
     mapped = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return lambda function: jax.jit(mapped(function))
 

@@ -186,8 +186,8 @@ def test_any_table_can_be_run_and_is_never_slower(arguments, times, most):
         waiting: list[tuple[int, int]] = []
         ran: list[tuple[int, int]] = []
         kept = 0
-        for tick, row in enumerate(deferral.cells()):
-            early, late = row[s]
+        for tick, row in enumerate(schedule.cells()):
+            early, late = row[s].early, row[s].late
             for cell in early:
                 assert cell == waiting.pop(0)
             if backward.microbatch[tick, s] != IDLE:

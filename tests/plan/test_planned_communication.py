@@ -3,7 +3,7 @@
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, name
-from parity_rows import BY_DEFAULT, REST, config_of
+from parity_rows import REST, config_of
 from tiny import LLAMA, QWEN3, tiny_config
 
 from megajax.config import Config
@@ -40,7 +40,7 @@ def test_equals_the_jaxpr(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*BY_DEFAULT, *REST], ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *REST], ids=name)
 def test_equals_the_jaxpr_on_the_grid(row):
     check(config_of(row))
 

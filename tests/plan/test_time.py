@@ -9,6 +9,7 @@ import jax
 import pytest
 from tiny import tiny_config
 
+from megajax.axes import AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.mesh import make_mesh, rank_groups
@@ -34,15 +35,15 @@ def large(**changes) -> Config:
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4)])
 def test_members_of_a_group_in_a_server(sizes, server):
     """As the mesh numbers its devices: those of a server are neighbours."""
-    groups = rank_groups(make_mesh(*sizes, jax.devices()))
-    data, pipe, tensor = sizes
+    mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
+    groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
     for name, axes in (
         ("data", ("data",)),
         ("pipe", ("pipe",)),
         ("tensor", ("tensor",)),
         ("model", ("pipe", "tensor")),
     ):
-        found = group_of(axes, MeshConfig(data=data, pipe=pipe, tensor=tensor), server)
+        found = group_of(axes, mesh, server)
         of_servers = {
             sum(rank // server == other // server for other in group) for group in groups[name] for rank in group
         }
@@ -148,8 +149,8 @@ def test_unknown_gpus_and_precisions():
 
 
 def test_a_window_as_long_as_the_sequence_is_none():
-    """Then attention is the fused one, and as fast; with a shorter one it is not."""
+    """Attention is the fused one with any; with a shorter one it has less to do."""
     words = {"head_size": 64, "sequence_length": 256, "dropout": 0.0, "precision": "bf16"}
     configs = [tiny_config(sliding_window=window, **words) for window in (0, 256, 300, 255)]
     seconds = [step_time(config, H100).seconds for config in configs]
-    assert seconds[0] == seconds[1] == seconds[2] < seconds[3]
+    assert seconds[0] == seconds[1] == seconds[2] > seconds[3]

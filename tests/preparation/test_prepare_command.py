@@ -268,12 +268,6 @@ def test_work_that_was_half_removed_is_not_taken_for_whole(tmp_path, capsys, mon
     assert run(capsys, broken, "--output", tmp_path / "b")["documents"] == len(TEXTS)
 
 
-def test_the_output_may_not_lie_in_the_input(tmp_path, capsys):
-    jsonl(tmp_path / "a.jsonl", *TEXTS)
-    with pytest.raises(UserError, match=r"is in the folder .* that is read"):
-        run(capsys, tmp_path, "--output", tmp_path / "a")
-
-
 def test_a_disk_without_room_for_the_mark(tmp_path, capsys, monkeypatch):
     """The first file that has content: the folder and an empty lock need no block of the disk."""
     file = jsonl(tmp_path / "a.jsonl", *TEXTS)

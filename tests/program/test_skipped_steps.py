@@ -72,14 +72,14 @@ def overflowing(program, params, batch, step, loss_scale):
     run = pipeline.losses_and_gradients
 
     def losses_and_gradients(*arguments):
-        losses, grads = run(*arguments)
+        losses, grads, figures = run(*arguments)
         here = step == BROKEN
         for axis in ("data", "pipe", "tensor"):
             here &= axis_index(axis) == 1
         leaf = grads["blocks"]["mlp"]["up"]["weight"]
         broken = leaf.at[(0,) * leaf.ndim].set(jnp.asarray(jnp.inf, leaf.dtype))
         grads["blocks"]["mlp"]["up"]["weight"] = jnp.where(here, broken, leaf)
-        return losses, grads
+        return losses, grads, figures
 
     pipeline.losses_and_gradients = losses_and_gradients
     return pipeline

@@ -121,7 +121,7 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
 
 def test_every_axis_divides_a_dim_that_it_can() -> None:
     """The one of which most is left; only of some dims, if the others are to stay."""
-    mesh = make_mesh(2, 2, 2, jax.devices()[:8])
+    mesh = make_mesh(jax.devices()[:8], data=2, pipe=2, tensor=2)
     first, second = ("data", "pipe"), ("data", "tensor")
     assert shard_unused_axes(PartitionSpec(None, None, "tensor"), (4, 24, 8), mesh) == PartitionSpec(
         None, first, "tensor"

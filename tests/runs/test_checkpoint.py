@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.errors import RunError
+from megajax.errors import RunError, UserError
 from megajax.optim.loss_scale import LossScale
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint, stored
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.digests import read_manifest
 from megajax.runs.retention import Retention
 from megajax.runs.stored import DamagedCheckpoint
 
@@ -178,12 +179,12 @@ def grown(data: bytes) -> bytes | None:
 
 
 DAMAGES = [removed, emptied, zeroed, cut_in_half, with_a_flipped_bit, grown]
-DIGESTS = Path("files.json")
+DIGESTS = Path("checkpoint.json")
 
 
 @pytest.mark.parametrize(
     ("damage", "chosen"),
-    [(with_a_flipped_bit, ["largest", "digest/metadata"]), (removed, ["_CHECKPOINT_METADATA", str(DIGESTS)])]
+    [(with_a_flipped_bit, ["largest", str(DIGESTS)]), (removed, ["state/_METADATA", str(DIGESTS)])]
     + [pytest.param(damage, None, marks=pytest.mark.full) for damage in DAMAGES],
 )
 def test_damage_of_any_file_is_noticed_or_harmless(
@@ -195,7 +196,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever happens to whichever file of the newest checkpoint, it is found before anything is read, and named, and
-    the checkpoint before is used; without the digests of the files it is the arrays' that speak."""
+    the checkpoint before is used."""
     expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
     files = files_of(written / "checkpoints" / "20")
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -221,12 +222,25 @@ def test_damage_of_any_file_is_noticed_or_harmless(
         state, damaged = newest(small, run)
         step = int(state.step)
         assert_equal(canonical_arrays(small, state), expected[step])
-        if damage is removed and name == DIGESTS:
-            assert step == 20 and not damaged
-            continue
         assert step == 10 and read == ["10"], (name, read)
-        named = "" if name == DIGESTS else name  # a digest that is damaged speaks against its file
+        named = "" if name == DIGESTS else name  # a damaged digest speaks against its file
         assert len(damaged) == 1 and damaged[0].startswith(f"{run / 'checkpoints' / '20'}: {named}"), damaged
+
+
+def forget_files(checkpoint: Path) -> None:
+    """Take the digests of the files out of a checkpoint's manifest."""
+    dataclasses.replace(read_manifest(checkpoint), files={}).write(checkpoint)
+
+
+def test_a_newer_format_is_refused(small: StateLayout, written: Path, tmp_path: Path) -> None:
+    """In one line; it is not taken for damaged, whatever else the manifest holds."""
+    run = shutil.copytree(written, tmp_path / "run")
+    (run / "checkpoints" / "20" / DIGESTS).write_text('{"format": 2, "other": []}')
+    checkpoints = Checkpoints(run, small)
+    for restore in (checkpoints.restore_newest, lambda: checkpoints.restore_params(20)):
+        with pytest.raises(UserError, match=r"^\S+checkpoints/20 was written by a newer .* format 2; valid"):
+            restore()
+    checkpoints.close()
 
 
 @pytest.mark.full
@@ -234,8 +248,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(
 def test_without_digests_of_files_it_is_the_arrays_that_speak(
     damage: Callable[[bytes], bytes | None], small: StateLayout, written: Path, tmp_path: Path
 ) -> None:
-    """As in checkpoints of before: what is restored is a state that was written. The file with most of the numbers
-    cannot be missed."""
+    """What is restored is a state that was written. The file with most of the numbers cannot be missed."""
     expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
     names = [
         file.relative_to(written) for file in files_of(written / "checkpoints" / "20") if file.name != str(DIGESTS)
@@ -243,7 +256,7 @@ def test_without_digests_of_files_it_is_the_arrays_that_speak(
     essential = max(names, key=lambda name: (written / name).stat().st_size)
     for number, name in enumerate(names):
         run = shutil.copytree(written, tmp_path / str(number))
-        (run / "checkpoints" / "20" / DIGESTS).unlink()
+        forget_files(run / "checkpoints" / "20")
         data = damage((run / name).read_bytes())
         (run / name).unlink()
         if data is not None:
@@ -282,10 +295,9 @@ def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tm
 
 
 def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: Path, tmp_path: Path) -> None:
-    """Arrays that can be read but are not those that were written: those of step 10 under the name 20, in one
-    without digests of files, as checkpoints of before are."""
+    """Arrays that can be read but are not those that were written: those of step 10 under the name 20."""
     run = shutil.copytree(written, tmp_path / "run")
-    (run / "checkpoints" / "20" / DIGESTS).unlink()
+    forget_files(run / "checkpoints" / "20")
     shutil.rmtree(run / "checkpoints" / "20" / "state")
     shutil.copytree(run / "checkpoints" / "10" / "state", run / "checkpoints" / "20" / "state")
     checkpoints = Checkpoints(run, small)

@@ -1,11 +1,16 @@
-"""Damage of any file is found by its digest."""
+"""Damage of any file is found by its digest, a changed array by its checksum, however the array is sharded."""
 
-import json
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.runs.digests import FILES, problem_of, write_digests
+from megajax.mesh import make_mesh
+from megajax.runs.digests import MANIFEST, Manifest, checksum, local_checksums, problem_of, read_manifest
+from megajax.runs.ownership import FORMAT
 
 
 @pytest.fixture
@@ -14,50 +19,130 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "state").mkdir()
     for name, content in (("a", b"one"), ("state/b", bytes(range(256))), ("state/empty", b"")):
         (tmp_path / name).write_bytes(content)
-    write_digests(tmp_path)
+    Manifest.of(tmp_path, {"x": 7}).write(tmp_path)
     return tmp_path
 
 
+def problem(folder: Path) -> str:
+    return problem_of(folder, read_manifest(folder))
+
+
 def test_what_was_written_is_whole(folder: Path) -> None:
-    """Also when the digests are written again, and where there are none; a file more is nobody's."""
-    assert problem_of(folder) == ""
-    write_digests(folder)
-    assert json.loads((folder / FILES).read_text())["sha256"].keys() == {"a", "state/b", "state/empty"}
+    """Also when the manifest is written again; a file more is nobody's."""
+    assert problem(folder) == ""
+    Manifest.of(folder, {"x": 7}).write(folder)
+    manifest = read_manifest(folder)
+    assert manifest.files.keys() == {"a", "state/b", "state/empty"} and manifest.arrays == {"x": 7}
     (folder / "more").write_text("")
-    assert problem_of(folder) == ""
-    (folder / "a").write_bytes(b"two")
-    (folder / FILES).unlink()
-    assert problem_of(folder) == ""
+    assert problem(folder) == ""
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "problem"),
+    ("name", "content", "expected"),
     [
         ("state/b", bytes(255), "state/b has 255 bytes, not 256 as it was written"),
         ("state/b", bytes([*range(255), 254]), "state/b has other bytes than were written"),
         ("state/b", None, "state/b is missing"),
         ("state/empty", b"0", "state/empty has 1 bytes, not 0 as it was written"),
-        (FILES, b"", f"{FILES} cannot be read"),
-        (FILES, b"[]", f"{FILES} cannot be read"),
-        (FILES, b'{"sha256": {"a": [1e999, "0"]}}', f"{FILES} cannot be read"),
-        (FILES, b'{"sha256": {"a": 1}}', f"{FILES} cannot be read"),
-        (FILES, b'{"sha256": {"../a": [3, "0"]}}', f"{FILES} cannot be read"),
-        (FILES, b"[" * 100_000, f"{FILES} cannot be read"),
-        (FILES, b'{"sha256": {"a\\u0000": [3, "0"]}}', "a\0 is missing"),
     ],
 )
-def test_damage_is_named(folder: Path, name: str, content: bytes | None, problem: str) -> None:
+def test_damage_is_named(folder: Path, name: str, content: bytes | None, expected: str) -> None:
     """The first file that differs, and how."""
-    if content is None:
-        (folder / name).unlink()
-    else:
+    (folder / name).unlink()
+    if content is not None:
         (folder / name).write_bytes(content)
-    assert problem_of(folder) == problem
+    assert problem(folder) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b'{"format": 1}', b'{"format": 1, "checksum": 0}'])
+def test_no_manifest(folder: Path, content: bytes) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    with pytest.raises(ValueError):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"format": "1"}, {"format": 0}, {"arrays": {"x": 1.5}}, {"arrays": 1}, {"files": []}, {"files": {"a": 1}}),
+        *({"files": {"a": [1.5, "0"]}}, {"files": {"../a": [3, "0"]}}, {"files": {"/a": [3, "0"]}}),
+    ],
+)
+def test_a_manifest_that_says_what_none_can(folder: Path, change: dict[str, Any]) -> None:
+    Manifest(**{"format": FORMAT, "arrays": {}, "files": {}} | change).write(folder)
+    with pytest.raises(ValueError, match="damaged"):
+        read_manifest(folder)
+
+
+def test_a_changed_manifest(folder: Path) -> None:
+    """Also where it could be one."""
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"x": 7', '"x": 8'))
+    with pytest.raises(ValueError, match="damaged"):
+        read_manifest(folder)
+
+
+def test_a_name_with_a_nul(folder: Path) -> None:
+    Manifest(FORMAT, {}, {"a\0": [3, "0"]}).write(folder)
+    assert problem(folder) == "a\0 is missing"
 
 
 def test_a_folder_in_the_place_of_a_file(folder: Path) -> None:
     """Is not read."""
-    for name in ("a", FILES):
-        (folder / name).unlink()
-        (folder / name).mkdir()
-        assert problem_of(folder) in ("a is missing", f"{FILES} cannot be read")
+    (folder / "a").unlink()
+    (folder / "a").mkdir()
+    assert problem(folder) == "a is missing"
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    with pytest.raises(OSError):
+        read_manifest(folder)
+
+
+def plain(array: np.ndarray) -> int:
+    """By the definition, in Python's whole numbers."""
+    words = array.view(np.uint32) if array.dtype != np.float64 else array[..., None].view(np.uint32)
+    return (
+        sum(
+            int(words[place]) * (1 + sum(2 * 31**dim * index for dim, index in enumerate(place)))
+            for place in np.ndindex(words.shape)
+        )
+        % 2**32
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (37,), (5, 33), (3, 4, 6), (2, 1, 3, 2, 5)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float64])
+def test_any_changed_element_and_swapped_neighbours_are_noticed(shape: tuple[int, ...], dtype: type) -> None:
+    """Every element, a change of the last bit, and neighbours in every dim."""
+    array = np.random.default_rng(0).integers(1, 100, shape).astype(dtype)
+    before = checksum(array)
+    assert before == plain(array)
+    for place in np.ndindex(shape):
+        changed = array.copy()
+        changed[place] = array[place] + 1 if dtype == np.int32 else np.nextafter(array[place], dtype(1000))
+        assert checksum(changed) != before, place
+        for dim in range(len(shape)):
+            neighbour = tuple((index + (other == dim)) % shape[other] for other, index in enumerate(place))
+            swapped = array.copy()
+            swapped[place], swapped[neighbour] = array[neighbour], array[place]
+            assert checksum(swapped) != before or array[place] == array[neighbour], (place, neighbour)
+
+
+def test_the_sign_of_zero_is_noticed() -> None:
+    assert checksum(np.float32(0.0)[...]) != checksum(np.float32(-0.0)[...])
+
+
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_it_does_not_depend_on_the_mesh(memory: str) -> None:
+    """Divided over all, over some and over no devices, a part that several have counts once."""
+    mesh = make_mesh(jax.devices()[:8], data=2, pipe=2, tensor=2)
+    array = np.random.default_rng(0).normal(size=(5, 8, 4)).astype(np.float32)
+    tree = {
+        str(spec): jax.device_put(array, NamedSharding(mesh, spec, memory_kind=memory))
+        for spec in (
+            PartitionSpec(),
+            PartitionSpec(None, ("pipe", "data"), "tensor"),
+            PartitionSpec(None, None, "pipe"),
+        )
+    }
+    assert set(local_checksums(tree).values()) == {plain(array)} and len(tree) == 3

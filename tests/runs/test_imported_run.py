@@ -13,6 +13,7 @@ from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import claim
+from megajax.runs.ownership import mark
 
 
 @pytest.fixture
@@ -21,6 +22,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     (run / "checkpoints" / "0").mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(tiny_config()))
+    mark(run)
     return run
 
 

@@ -1,7 +1,6 @@
 """A state that is written leaf by leaf is stored as one that was in memory as a whole."""
 
 import dataclasses
-import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError
 from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.digests import read_manifest
 from megajax.runs.trained import weights_in_parts
 
 
@@ -40,7 +40,7 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
         checkpoints.wait()
         checkpoints.close()
     assert len(there) == len(named)
-    sums = [json.loads((tmp_path / name / "checkpoints/0/digest/metadata").read_text()) for name in ("parts", "whole")]
+    sums = [read_manifest(tmp_path / name / "checkpoints/0").arrays for name in ("parts", "whole")]
     assert sums[0] == sums[1] and len(sums[0]) > 3 * len(named)
 
     states = []
@@ -62,9 +62,9 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
     checkpoints.wait()
     checkpoints.close()
-    file = tmp_path / "checkpoints/0/digest/metadata"
-    sums = json.loads(file.read_text())
-    file.write_text(json.dumps(sums | {".params['shared']['table']": 1 + sums[".params['shared']['table']"]}))
+    manifest = read_manifest(tmp_path / "checkpoints/0")
+    manifest.arrays[".params['shared']['table']"] += 1
+    manifest.write(tmp_path / "checkpoints/0")
     read, _ = weights_in_parts(layout, tmp_path, "latest")
     table, positions = (
         next(

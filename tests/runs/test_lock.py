@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from megajax.errors import RunError, UserError
 from megajax.runs import lock
@@ -92,6 +93,22 @@ def test_the_holder_touches_it(tmp_path: Path) -> None:
     time.sleep(0.5)
     assert abs((tmp_path / NAME).stat().st_mtime - time.time()) < 60
     held.release()
+
+
+def test_releasing_while_a_lock_is_taken_over_closes_nothing_else(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Standard input least of all."""
+    write_lock(tmp_path)
+    taking = RunLock(tmp_path)
+
+    def another_is_later(_: float) -> None:
+        taking.release()
+        (tmp_path / NAME).unlink()
+        write_lock(tmp_path)
+
+    monkeypatch.setattr(lock.time, "sleep", another_is_later)
+    before = os.fstat(0).st_ino, len(os.listdir("/proc/self/fd"))
+    assert taking._take_over() is None
+    assert (os.fstat(0).st_ino, len(os.listdir("/proc/self/fd"))) == before
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

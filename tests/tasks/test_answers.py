@@ -15,8 +15,11 @@ from megajax.tasks.windows import SpanWindows
 
 CONFIG = TaskConfig(doc_stride=2)
 PLAIN = Question("0", "x", "a b c d e", ())
-PARTS = [(SQUAD1, slice(200, 380)), (SQUAD2, slice(0, 180))]
-WHOLE = [(SQUAD1, slice(None)), (SQUAD2, slice(None))]
+PARTS = [
+    (SQUAD1, slice(200, 380), 1),
+    (SQUAD2, slice(0, 180), 1),
+    *(pytest.param(file, slice(None), 5, marks=pytest.mark.full) for file in (SQUAD1, SQUAD2)),
+]
 
 
 def plain_windows(*records, length=11) -> SpanWindows:
@@ -100,18 +103,10 @@ def check_against_description(windows, unanswerable, seed, rounded) -> None:
 
 
 @pytest.mark.parametrize("rounded", [0.0, 0.25])
-@pytest.mark.parametrize(("file", "part"), PARTS)
+@pytest.mark.parametrize(("file", "part", "seed"), PARTS)
 @pytest.mark.parametrize("unanswerable", [False, True])
-def test_as_described(test_data, file, part, unanswerable, rounded):
-    check_against_description(real_windows(test_data, file, part), unanswerable, 1, rounded)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rounded", [0.0, 0.25])
-@pytest.mark.parametrize(("file", "part"), WHOLE)
-@pytest.mark.parametrize("unanswerable", [False, True])
-def test_all_as_described(test_data, file, part, unanswerable, rounded):
-    check_against_description(real_windows(test_data, file, part), unanswerable, 5, rounded)
+def test_as_described(test_data, file, part, seed, unanswerable, rounded):
+    check_against_description(real_windows(test_data, file, part), unanswerable, seed, rounded)
 
 
 def logits(windows, **places) -> np.ndarray:

@@ -33,12 +33,20 @@ def race(**change) -> str:
     return json.dumps({key: value for key, value in (PASSAGE | change).items() if value is not None})
 
 
+def asked(**change) -> str:
+    return squad(QUESTION | change)
+
+
 SQUAD = squad(QUESTION)
-IMPOSSIBLE = squad(QUESTION | {"is_impossible": True, "answers": []})
+Q1 = ": question 1 (id q1)"
+LATIN = (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1")
 VALID_SQUAD = """SQuAD's JSON, {"data": [{"paragraphs": …}]}"""
 VALID_MNLI = "TSV with the columns sentence1, sentence2 and gold_label"
 VALID_QQP = "TSV with the columns question1, question2 and is_duplicate"
 VALID_RACE = "JSON with article, questions, options and answers, of one passage or on each line"
+LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
+TEXT = 'valid: text, or "is_impossible": true in squad2'
+OTHER = f"not of squad1; valid: {VALID_SQUAD}, every question with an answer"
 CUT = "the file ends in the middle, as an interrupted download does; valid: all of it"
 
 BAD = [
@@ -48,11 +56,7 @@ BAD = [
     ("mnli", b"\x00\x01\x02", f" is binary; valid: {VALID_MNLI}"),
     ("mnli", MNLI.encode("utf-16"), f" is binary; valid: {VALID_MNLI}"),
     ("mnli", MNLI + "2\tf\tA\xe9.\tB.\tneutral\n", None),  # as UTF-8 this can be read
-    (
-        "mnli",
-        (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1"),
-        ":3 is not UTF-8 text (at byte 5); valid: UTF-8",
-    ),
+    ("mnli", LATIN, ":3 is not UTF-8 text (at byte 5); valid: UTF-8"),
     ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f" is binary; valid: {VALID_MNLI}"),
     ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 has a NUL; valid: text"),
     ("mnli", MNLI.splitlines()[0], f" has no records; valid: {VALID_MNLI}"),
@@ -60,16 +64,8 @@ BAD = [
     ("mnli", SQUAD, f" looks like a file of squad1 or squad2, not of mnli; valid: {VALID_MNLI}"),
     ("mnli", race(), f" looks like a file of race, not of mnli; valid: {VALID_MNLI}"),
     ("mnli", '{"sentence1": "A"}\n', f" is JSON; valid: {VALID_MNLI}"),
-    (
-        "mnli",
-        "1\tneutral\tA man.\tA dog.\n",
-        f" has no column sentence1, sentence2, gold_label, but 1, neutral, A man., A dog.; valid: {VALID_MNLI}",
-    ),
-    (
-        "mnli",
-        "sentence1\tsentence2\nA\tB\n",
-        f" has no column gold_label, but sentence1, sentence2; valid: {VALID_MNLI}",
-    ),
+    ("mnli", "1\tA\n", f" has no column sentence1, sentence2, gold_label, but 1, A; valid: {VALID_MNLI}"),
+    ("mnli", "sentence1\tsentence2\n", f" has no column gold_label, but sentence1, sentence2; valid: {VALID_MNLI}"),
     ("mnli", "label\tsentence1\tsentence1\tsentence2\n", ': column "sentence1" is there 2 times; valid: once'),
     ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as the first line has"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as the first line has"),
@@ -102,49 +98,24 @@ BAD = [
     ("squad1", squad(QUESTION, context=" \n"), ": paragraph 1: the context is empty; valid: text"),
     ("squad1", squad(QUESTION, context=None), ': paragraph 1: "context" is not text; valid: text'),
     ("squad1", squad(3), ": question 1: the record is not an object; valid: an object"),
-    ("squad1", squad(QUESTION | {"id": 1}), ': question 1: "id" is not text; valid: text'),
-    ("squad1", squad(QUESTION | {"question": ["Who?"]}), ': question 1 (id q1): "question" is not text; valid: text'),
+    ("squad1", asked(id=1), ': question 1: "id" is not text; valid: text'),
+    ("squad1", asked(question=["Who?"]), f'{Q1}: "question" is not text; valid: text'),
+    ("squad1", asked(question="\ud800"), f'{Q1}: "question" has half of a character (\\ud800 to \\udfff); valid: text'),
+    ("squad1", squad({"id": "q1", "question": "?"}), f'{Q1}: no key "answers", there are "id", "question"; {LIST}'),
     (
         "squad1",
-        squad(QUESTION | {"question": "\ud800"}),
-        ': question 1 (id q1): "question" has half of a character (\\ud800 to \\udfff); valid: text',
+        asked(answers=[{"text": "A", "answer_start": True}]),
+        f'{Q1}: "answer_start" is not {WHOLE}; valid: {WHOLE}',
     ),
+    ("squad2", asked(answers=[{"text": " ", "answer_start": 3}]), f"{Q1}: an answer is empty; {TEXT}"),
+    ("squad1", asked(answers=["Ada"]), f"{Q1}: an answer is not an object; valid: an object"),
+    ("squad1", asked(answers=[]), f"{Q1} has no answer; valid: at least one, or squad2 for questions without"),
     (
         "squad1",
-        squad({"id": "q1", "question": "Who?"}),
-        ': question 1 (id q1): no key "answers", there are "id", "question"; valid: a list under "answers"',
+        asked(is_impossible=True, answers=[]),
+        f"{Q1} is impossible, so this looks like a file of squad2, {OTHER}",
     ),
-    (
-        "squad1",
-        squad(QUESTION | {"answers": [{"text": "Ada", "answer_start": True}]}),
-        ': question 1 (id q1): "answer_start" is not a whole number; valid: a whole number',
-    ),
-    (
-        "squad2",
-        squad(QUESTION | {"answers": [{"text": " ", "answer_start": 3}]}),
-        ': question 1 (id q1): an answer is empty; valid: text, or "is_impossible": true in squad2',
-    ),
-    (
-        "squad1",
-        squad(QUESTION | {"answers": ["Ada"]}),
-        ": question 1 (id q1): an answer is not an object; valid: an object",
-    ),
-    (
-        "squad1",
-        squad(QUESTION | {"answers": []}),
-        ": question 1 (id q1) has no answer; valid: at least one, or squad2 for questions without",
-    ),
-    (
-        "squad1",
-        IMPOSSIBLE,
-        ": question 1 (id q1) is impossible, so this looks like a file of squad2, not of squad1; "
-        f"valid: {VALID_SQUAD}, every question with an answer",
-    ),
-    (
-        "squad2",
-        squad(QUESTION | {"is_impossible": 1}),
-        ': question 1 (id q1): "is_impossible" is not true or false; valid: true or false',
-    ),
+    ("squad2", asked(is_impossible=1), f'{Q1}: "is_impossible" is not true or false; valid: true or false'),
     (
         "squad1",
         squad(QUESTION, QUESTION),
@@ -155,11 +126,7 @@ BAD = [
     ("race", race()[:40], f": {CUT}"),
     ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
     ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
-    (
-        "race",
-        race(article=None, id=None),
-        ': no key "article", there are "questions", "options", "answers"; valid: text under "article"',
-    ),
+    ("race", '{"questions": []}', ': no key "article", there are "questions"; valid: text under "article"'),
     ("race", race(article=" "), ": the article is empty; valid: text"),
     ("race", race(questions="Who?"), ': "questions" is not a list; valid: a list'),
     ("race", race(questions=[]), ": 0 questions, 1 lists of options, 1 answers; valid: as many of each"),
@@ -192,12 +159,11 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.gz").write_bytes(gzip.compress(SQUAD.encode() * 99)[:-9])
     (tmp_path / "b.gz").write_text(SQUAD)
+    folder = " has no files; valid: some that end in " if TASKS[task].suffixes else " is a folder; valid: a file of "
     expected = {
         "missing": " does not exist; valid: a file of ",
         "pipe": " is a named pipe; valid: a file of ",
-        "folder": " has no files; valid: some that end in "
-        if task in ("race", "instructions")
-        else " is a folder; valid: a file of ",
+        "folder": folder,
         "a.gz": " is truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
         "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: all of it",
     }
@@ -205,16 +171,15 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             read_records(task, [str(tmp_path / name)], TaskConfig(), "--data.dev")
         assert str(caught.value).startswith(f"--data.dev: {tmp_path / name}{problem}")
-    for paths, problem in (([], "--data.dev is not given; valid: "), ([""], "--data.dev is empty; valid: a path")):
-        with pytest.raises(UserError, match=f"^{problem}"):
-            read_records(task, paths, TaskConfig(), "--data.dev")
-
-
-def test_a_file_is_not_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text(QQP)
     (tmp_path / "b.tsv").symlink_to(tmp_path / "a.tsv")
-    with pytest.raises(UserError, match=r"b\.tsv is named twice; valid: every file once$"):
-        read_records("qqp", [str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], TaskConfig(), "--data.train")
+    for paths, problem in (
+        ([], "--data.dev is not given; valid: "),
+        ([""], "--data.dev is empty; valid: a path"),
+        ([str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], r".*/b\.tsv is named twice; valid: every file once$"),
+    ):
+        with pytest.raises(UserError, match=f"^{problem}"):
+            read_records(task, paths, TaskConfig(), "--data.dev")
 
 
 @pytest.mark.parametrize("content", [SQUAD, json.dumps(json.loads(SQUAD), indent=2), json.dumps([1, -2.5e3, None])])

@@ -63,31 +63,33 @@ def test_without_a_genre_the_group_is_in_the_name(name: str, group: str, tmp_pat
     assert mnli(file).entries == [Pair("9n", ("A", "B"), 1, group)]
 
 
-def test_pairs_without_a_majority_are_skipped(tmp_path: Path) -> None:
-    header = ["sentence1", "sentence2", "gold_label"]
-    file = write(tmp_path / "a", header, ["A", "B", "-"], ["C", "", "neutral"], ["E", "F", "-"])
-    records = mnli(file)
-    assert records.entries == [Pair("1", ("C", ""), 1)]
-    assert records.lines() == [
-        f'2 pairs labelled "-" (no majority), skipped, first --data.train: {file}:2',
-        f"1 pairs with an empty text, kept, first --data.train: {file}:3",
-    ]
-    with pytest.raises(UserError, match=r"valid: a label, or --no-task\.strict$"):
-        mnli(file, strict=True)
-
-
-def test_rows_that_qqp_has_cut_in_two_are_skipped(tmp_path: Path) -> None:
-    header = ["id", "question1", "question2", "is_duplicate"]
-    rows = [["1", "What is"], ["", "this?", "0"], ["2", "Why?", "", "1"], ["3", "A", "B", "C", "0"]]
-    file = write(tmp_path / "a", header, *rows)
-    records = qqp(file)
-    assert records.entries == [Pair("2", ("Why?", ""), 1)]
-    assert records.lines() == [
-        f"3 rows with another number of columns, skipped, first --data.train: {file}:2",
-        f"1 pairs with an empty text, kept, first --data.train: {file}:4",
-    ]
-    with pytest.raises(UserError, match=r"valid: 4, as the first line has, or --no-task\.strict$"):
-        qqp(file, strict=True)
+@pytest.mark.parametrize(
+    ("read", "rows", "pair", "odd", "valid"),
+    [
+        (
+            mnli,
+            ["sentence1 sentence2 gold_label", "A B -", "C  neutral", "E F -"],
+            Pair("1", ("C", ""), 1),
+            {'2 pairs labelled "-" (no majority), skipped': 2, "1 pairs with an empty text, kept": 3},
+            "a label",
+        ),
+        (
+            qqp,
+            ["id question1 question2 is_duplicate", "1 What-is", " this? 0", "2 Why?  1", "3 A B C 0"],
+            Pair("2", ("Why?", ""), 1),
+            {"3 rows with another number of columns, skipped": 2, "1 pairs with an empty text, kept": 4},
+            "4, as the first line has",
+        ),
+    ],
+)
+def test_odd_rows_are_skipped_and_counted(read, rows, pair, odd, valid, tmp_path: Path) -> None:
+    """Pairs that nobody agreed on, and rows that QQP's release has cut in two."""
+    file = write(tmp_path / "a", *(row.split(" ") for row in rows))
+    records = read(file)
+    assert records.entries == [pair]
+    assert records.lines() == [f"{what}, first --data.train: {file}:{line}" for what, line in odd.items()]
+    with pytest.raises(UserError, match=rf"valid: {valid}, or --no-task\.strict$"):
+        read(file, strict=True)
 
 
 def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
@@ -98,19 +100,24 @@ def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "labels"),
+    ("name", "group", "labels"),
     [
-        ("train.tsv", {"matched": 1536}, (512, 512, 512)),
-        ("train-15130-noparse.tsv", {"matched": 15130}, (5049, 5029, 5052)),
-        ("dev_matched.tsv", {"matched": 1000}, (333, 318, 349)),
-        ("dev_mismatched.tsv", {"mismatched": 1000}, (350, 316, 334)),
+        ("MNLI/train.tsv", "matched", (512, 512, 512)),
+        ("MNLI/train-15130-noparse.tsv", "matched", (5049, 5029, 5052)),
+        ("MNLI/dev_matched.tsv", "matched", (333, 318, 349)),
+        ("MNLI/dev_mismatched.tsv", "mismatched", (350, 316, 334)),
+        ("QQP/train.tsv", "", (9409, 5591)),
+        ("QQP/dev.tsv", "", (1901, 1099)),
     ],
 )
-def test_mnli_itself(name: str, groups: dict[str, int], labels: tuple[int, ...], test_data: Path) -> None:
-    records = mnli(str(test_data / "glue" / "MNLI" / name), strict=True)
-    assert Counter(record.group for record in records.entries) == groups
-    assert Counter(record.label for record in records.entries) == dict(enumerate(labels))
-    assert len({record.name for record in records.entries}) == sum(labels)
+def test_the_data_themselves(name: str, group: str, labels: tuple[int, ...], test_data: Path) -> None:
+    records = (mnli if group else qqp)(str(test_data / "glue" / name), strict=True).entries
+    assert Counter(record.group for record in records) == {group: sum(labels)}
+    assert Counter(record.label for record in records) == dict(enumerate(labels))
+    if group:
+        assert len({record.name for record in records}) == len(records)
+    else:
+        assert sum(record.texts[0].startswith('"') for record in records) == {15000: 324, 3000: 60}[len(records)]
 
 
 def test_the_same_row_of_mnli_in_two_files(test_data: Path) -> None:
@@ -121,15 +128,6 @@ def test_the_same_row_of_mnli_in_two_files(test_data: Path) -> None:
     )
     assert with_parses.items() <= without.items()
     assert without["40"].texts[1] == "Japan's new rulers were catching on quickly."
-
-
-@pytest.mark.parametrize(("name", "labels"), [("glue/QQP/train.tsv", (9409, 5591)), ("glue/QQP/dev.tsv", (1901, 1099))])
-def test_qqp_itself(name: str, labels: tuple[int, int], test_data: Path) -> None:
-    records = qqp(str(test_data / name), strict=True)
-    assert Counter(record.label for record in records.entries) == dict(enumerate(labels))
-    assert not any(record.group for record in records.entries)
-    with_quotes = sum(record.texts[0].startswith('"') for record in records.entries)
-    assert with_quotes == {15000: 324, 3000: 60}[len(records.entries)]
 
 
 def test_samples_of_the_original_release(test_data: Path) -> None:

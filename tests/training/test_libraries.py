@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from megajax.training import remote
-from megajax.training.remote import Remote
+from megajax.training import tracking
 from megajax.training.run_log import RunLog
+from megajax.training.tracking import LibraryTracker
 
 pytestmark = pytest.mark.full
 STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8}
@@ -23,9 +23,11 @@ def log_run(library: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str
     """Five steps in two starts, with their configuration and a sample; the name that the library knows the run by."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed (the extra `{library}`)")
-    monkeypatch.setattr(remote, "_LAST_OF_STOPPED", 60.0)  # the first start of MLflow's database takes some seconds
+    monkeypatch.setattr(tracking, "_LAST_OF_STOPPED", 60.0)  # the first start of MLflow's database takes some seconds
     for first, last in ((1, 3), (4, 5)):
-        log = RunLog(run_dir, total_steps=5, finished_steps=first - 1, others=lambda: [Remote(library, run_dir)])
+        log = RunLog(
+            run_dir, total_steps=5, finished_steps=first - 1, others=lambda: [LibraryTracker(library, run_dir)]
+        )
         log.record_config(dataclasses.replace(tiny_config(), seed=7))
         for step in range(first, last + 1):
             log.record_step(step, loss=10.0 - step, speeds={"tflops_per_device": 3.5}, **STEP, **TIMES)
@@ -72,6 +74,7 @@ def test_weights_and_biases(
     assert losses == [9.0, 8.0, 7.0, 6.0, 5.0] and sorted(ends) == [0, 1] and texts
 
 
+@pytest.mark.filterwarnings("ignore")  # MLflow uses what SQLAlchemy deprecates
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     name = log_run("mlflow", tmp_path, monkeypatch)

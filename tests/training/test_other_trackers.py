@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +10,12 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from megajax import ending
 from megajax.data.config import DataConfig, Source, ValidationSet
 from megajax.errors import UserError
-from megajax.training import plot, remote
-from megajax.training.remote import Remote, check_installed
+from megajax.training import plot, tracking
 from megajax.training.run_log import RunLog
+from megajax.training.tracking import LibraryTracker, check_installed
 
 STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8}
 TIMES = {"seconds": 1.0, "data_seconds": 0.0}
@@ -25,11 +25,11 @@ DATA = DataConfig(
 )
 
 FAKE = """\
-import json, os, sys, time
+import atexit, json, os, time
 HOW = {how!r}
-calls = open({file!r}, "a")
 def note(*what):
-    print(json.dumps(what), file=calls, flush=True)
+    with open({file!r}, "a") as calls:
+        print(json.dumps(what), file=calls)
 class Settings(dict):
     pass
 class Run:
@@ -43,13 +43,14 @@ class Run:
     def log(self, values):
         if HOW == "fails":
             raise ValueError("the server says no")
-        while HOW == "hangs":
-            time.sleep(1)
+        while HOW == "hangs" and not os.path.exists({file!r} + ".end"):
+            time.sleep(0.05)
         note("log", values)
     def finish(self, exit_code):
         note("finish", exit_code)
 def init(**settings):
-    print("this library talks")
+    if HOW == "hangs":
+        atexit.register(Run().log, {{}})
     note("init", settings["id"], settings["resume"])
     return Run()
 def Html(text):
@@ -65,21 +66,27 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A made-up wandb for the process that records; returns what makes it, and the file of its calls."""
+    """Makes a wandb that works, fails or hangs; returns the file of its calls. At the end it hangs no more."""
+    calls = tmp_path / "calls"
 
     def make(how: str) -> Path:
-        calls = tmp_path / "calls"
         (tmp_path / "packages").mkdir()
         (tmp_path / "packages" / "wandb.py").write_text(FAKE.format(how=how, file=str(calls)))
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+        monkeypatch.syspath_prepend(tmp_path / "packages")
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        monkeypatch.setattr(ending._End, "at_once", False)
         (tmp_path / "run").mkdir()
         return calls
 
-    return make
+    yield make
+    Path(f"{calls}.end").touch()
+    sys.modules.pop("wandb", None)
 
 
 def log_run(run_dir: Path, steps: range, finished: bool = True) -> None:
-    log = RunLog(run_dir, total_steps=9, finished_steps=steps.start - 1, others=lambda: [Remote("wandb", run_dir)])
+    log = RunLog(
+        run_dir, total_steps=9, finished_steps=steps.start - 1, others=lambda: [LibraryTracker("wandb", run_dir)]
+    )
     log.record_config(dataclasses.replace(tiny_config(), data=DATA))
     for step in steps:
         log.record_step(step, loss=float("nan") if step == 2 else 2.0, **STEP, **TIMES)
@@ -126,40 +133,43 @@ def test_a_library_that_hangs(
     tmp_path: Path, fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("hangs")
-    monkeypatch.setattr(remote, "_LAST", 0.5)
+    monkeypatch.setattr(tracking, "_LAST", 0.5)
     began = time.monotonic()
     log_run(tmp_path / "run", range(1, 4))
     assert time.monotonic() - began < 5
     assert "Weights & Biases cannot be written: it did not end in time" in capsys.readouterr().out
 
 
-def test_a_library_that_hangs_when_the_run_is_killed(tmp_path: Path, fake) -> None:
-    """The process that records ends by itself, some time after nobody writes to it."""
+def test_a_process_whose_library_hangs_ends(tmp_path: Path, fake) -> None:
+    """Without what the library would do at the exit, which hangs, too."""
     fake("hangs")
-    code = "from megajax.training import service; service._LAST = 0.2; service.main()"
-    about = {"library": "wandb", "run_dir": str(tmp_path / "run"), "id": "a", "process": 1}
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin and process.stdout
-        for line in (about, *({"step": step, "figures": {"loss": 1.0}} for step in range(9))):
-            process.stdin.write(json.dumps(line).encode() + b"\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b'{"where": "https://there/run"}\n'
-        process.stdin.close()
-        try:
-            assert process.wait(20) == -signal.SIGALRM
-        finally:
-            process.kill()
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path / "packages")!r})
+from pathlib import Path
+from megajax.ending import run
+from megajax.training import tracking
+tracking._LAST = 0.2
+def main():
+    tracker = tracking.LibraryTracker("wandb", Path({str(tmp_path / "run")!r}))
+    tracker.figures(1, {{"loss": 1.0}})
+    try:
+        tracker.close(finished=True)
+    except OSError as error:
+        print(error)
+run(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=20, capture_output=True, text=True)
+    assert done.returncode == 0 and "it did not end in time" in done.stdout and not done.stderr
 
 
 def test_a_library_that_takes_too_long(tmp_path: Path, fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more than so many records wait for it."""
     fake("hangs")
-    monkeypatch.setattr(remote, "_MOST", 5)
-    tracker = Remote("wandb", tmp_path / "run")
+    monkeypatch.setattr(tracking, "_MOST", 5)
+    tracker = LibraryTracker("wandb", tmp_path / "run")
     with pytest.raises(OSError, match="5 records wait"):
         for step in range(100_000):
             tracker.figures(step, {"loss": 1.0, "text": float(step)})
-    tracker._end()
 
 
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,4 +184,4 @@ def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_names_that_somebody_changed(tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text('{"wandb": "../x"}')
     with pytest.raises(UserError, match=r"tracking\.json"):
-        Remote("wandb", tmp_path)
+        LibraryTracker("wandb", tmp_path)

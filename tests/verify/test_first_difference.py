@@ -28,7 +28,8 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
                     own = change(Place(layer, site, backward), sample, device, own)
                     if own is not None:
                         first = device * size if split else 0
-                        at = np.array([sample]), own[None], split, first, False, (0, 0, device)
+                        turn = ("input", "mlp_up", "output").index(site)
+                        at = np.array([sample]), own[None], split, first, False, (0, 0, device), turn
                         recording.take(SiteRecord(site, backward, layer, *at))
     return recording
 

@@ -19,13 +19,14 @@ from megajax.models.attention_mask import AttentionMask
 from megajax.models.bert.heads import ChoiceHead, ClassesHead, SpanHead
 from megajax.models.bert.pretraining import PretrainingHead
 from megajax.models.config import ModelConfig
-from megajax.models.layer import EMBEDDING_SITE, Block, Context
+from megajax.models.context import Context
+from megajax.models.layer import EMBEDDING_SITE, Block
 from megajax.models.norms import LayerNorm
 from megajax.models.stack import layer_of, stacked
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
-from megajax.parallel.sites import site
+from megajax.parallel.sites import named
 from megajax.parallel.vocabulary import embedding_lookup
 
 TOKEN_TYPES = 2
@@ -56,7 +57,7 @@ class Bert(nnx.Module):
         context = self.context(batch, dropout)
         x_BTD = self.embed(batch, context)
         for n in range(self.num_layers):
-            x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
+            x_BTD, _ = layer_of(self.blocks, n)(x_BTD, context, n)
         if isinstance(self.head, PretrainingHead):
             return self.logits(x_BTD)
         return self.task_logits(x_BTD, batch)
@@ -86,7 +87,7 @@ class Bert(nnx.Module):
 
     def finished(self, x_BTD: Array) -> Array:
         """What the head gets, from the last layer's output."""
-        return site(self.norm(x_BTD), "final_norm", self.boundary.split) if self.order == "pre" else x_BTD
+        return named(self.norm(x_BTD), "final_norm", self.boundary.split) if self.order == "pre" else x_BTD
 
     def logits(self, x_BTD: Array) -> tuple[Array, Array]:
         """Of pretraining: this device's columns of the logits of every token, and those of the order."""

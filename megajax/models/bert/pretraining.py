@@ -18,7 +18,7 @@ from megajax.models.norms import LayerNorm
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import Linear, normal, zeros_param
 from megajax.parallel.random import Dropout, NamedKey
-from megajax.parallel.sites import site
+from megajax.parallel.sites import named
 from megajax.parallel.vocabulary import cross_entropy, greedy_ids, output_logits
 
 IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
@@ -60,8 +60,8 @@ class PretrainingHead(nnx.Module):
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found. Nothing is dropped."""
         axes = self.boundary.vocabulary
-        logits_BMV = site(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes)
-        masked_BM = site(cross_entropy(logits_BMV, batch["targets"], axes), "losses")
+        logits_BMV = named(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes)
+        masked_BM = named(cross_entropy(logits_BMV, batch["targets"], axes), "losses")
         order, found = self.boundary.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 

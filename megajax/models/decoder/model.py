@@ -15,13 +15,14 @@ from megajax.backend import Backend
 from megajax.batch import IGNORED
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
-from megajax.models.layer import EMBEDDING_SITE, Block, Context
+from megajax.models.context import Context
+from megajax.models.layer import EMBEDDING_SITE, Block
 from megajax.models.norms import norm_of
 from megajax.models.stack import layer_of, stacked
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
-from megajax.parallel.sites import site
+from megajax.parallel.sites import named
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
 
@@ -46,7 +47,7 @@ class TransformerDecoder(nnx.Module):
         context = self.context(batch, dropout)
         x_BTD = self.embed(batch, context)
         for n in range(self.num_layers):
-            x_BTD = layer_of(self.blocks, n)(x_BTD, context, n)
+            x_BTD, _ = layer_of(self.blocks, n)(x_BTD, context, n)
         return self.logits(x_BTD)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
@@ -76,14 +77,14 @@ class TransformerDecoder(nnx.Module):
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits, from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
-        x_BTD = site(self.final_norm(x_BTD), "final_norm", self.boundary.split)
+        x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
         return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
         axes = self.boundary.vocabulary
-        logits_BTV = site(self.logits(x_BTD), "logits", 2, axes)
-        losses_BT = site(cross_entropy(logits_BTV, batch["targets"], axes), "losses")
+        logits_BTV = named(self.logits(x_BTD), "logits", 2, axes)
+        losses_BT = named(cross_entropy(logits_BTV, batch["targets"], axes), "losses")
         return {"next_token": jnp.sum(losses_BT)}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:

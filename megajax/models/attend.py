@@ -1,0 +1,135 @@
+"""Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
+
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.backend import Backend
+from megajax.models.attention_mask import FROM_START, AttentionMask, Places
+from megajax.models.blocked_attention import blocked_attention
+from megajax.parallel.collectives import TENSOR, axis_index
+from megajax.parallel.random import Dropout
+
+Typed = Array | jax.ShapeDtypeStruct  # only its type matters
+
+
+class Implementation(Protocol):
+    """A way to compute attention."""
+
+    @staticmethod
+    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+        """Whether it can do this, by types and static values alone."""
+        ...
+
+    @staticmethod
+    def attend(
+        q_BTHK: Array,
+        k_BSHK: Array,
+        v_BSHK: Array,
+        places: Places,
+        visible: AttentionMask,
+        dropout: Dropout,
+        backend: Backend,
+    ) -> Array:
+        """The heads, [B, T, H, K]. What its backward pass needs of its forward pass has names in `EXPENSIVE`
+        (`models/mlp.py`)."""
+        ...
+
+
+class CuDNN:
+    """The fused attention of GPUs: half precision; causality, padding and sliding windows back from the query. Its
+    dropout would depend on the mesh, and documents are private there."""
+
+    @staticmethod
+    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+        size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
+        fits = item_size == 2 and size % 8 == 0 and size <= 256
+        window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
+        limited = visible.first_key_BT is not None or not window_fits
+        return backend.fused_attention and fits and places == FROM_START and rate == 0 and not limited
+
+    @staticmethod
+    def attend(
+        q_BTHK: Array,
+        k_BSHK: Array,
+        v_BSHK: Array,
+        places: Places,
+        visible: AttentionMask,
+        dropout: Dropout,
+        backend: Backend,
+    ) -> Array:
+        heads_BTHK = jax.nn.dot_product_attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            is_causal=visible.causal,
+            key_value_seq_lengths=visible.num_keys_B,
+            # Keys on either side, beside the query's own.
+            local_window_size=None if visible.window is None else (visible.window - 1, 0),
+            implementation="cudnn",
+        )
+        return checkpoint_name(heads_BTHK, "attention_heads")
+
+
+class Blocks:
+    """Blocks of queries, whatever they see, with dropout that no mesh changes."""
+
+    @staticmethod
+    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+        return True
+
+    @staticmethod
+    def attend(
+        q_BTHK: Array,
+        k_BSHK: Array,
+        v_BSHK: Array,
+        places: Places,
+        visible: AttentionMask,
+        dropout: Dropout,
+        backend: Backend,
+    ) -> Array:
+        bits_BH = None
+        if dropout.rate > 0:
+            num_heads = q_BTHK.shape[2]
+            head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+            bits_BH = dropout.bits_B[:, None].fold(head_H[None, :])
+        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, bits_BH, dropout.rate, backend)
+
+
+IMPLEMENTATIONS: tuple[type[Implementation], ...] = (CuDNN, Blocks)
+
+
+@jax.named_scope("attend")
+def attend(
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    visible: AttentionMask,
+    dropout: Dropout,
+    backend: Backend,
+    places: Places = FROM_START,
+) -> Array:
+    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
+
+    Args:
+        q_BTHK, k_BSHK, v_BSHK: queries, keys and values.
+        visible: which keys a query sees.
+        dropout: of the probabilities, the same for a query and a key wherever they are computed.
+        backend: of the devices.
+        places: where queries and keys stand in their sequence.
+    """
+    chosen = implementation(q_BTHK, visible, dropout.rate, backend, places)
+    return chosen.attend(q_BTHK, k_BSHK, v_BSHK, places, visible, dropout, backend)
+
+
+def implementation(
+    q_BTHK: Typed, visible: AttentionMask, rate: float, backend: Backend, places: Places = FROM_START
+) -> type[Implementation]:
+    """The first that can, with dropout at this rate."""
+    return next(each for each in IMPLEMENTATIONS if each.can(q_BTHK, places, visible, rate, backend))
