@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from saved_tokenizers import write_pair
 from tiny import tiny_config
 
 from megajax.data.config import DataConfig, Source, TokenizerConfig
@@ -16,7 +17,7 @@ from megajax.data.digests import BLOCK_BYTES
 from megajax.data.indexed import IndexedWriter
 from megajax.data.making import make_corpus
 from megajax.data.report import digests_of
-from megajax.data.tokenizers import train_tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.runs.data import make_run_data, open_run_data
 
@@ -122,8 +123,7 @@ def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
 def test_another_file_beside_the_tokenizer(whole: Path, tmp_path: Path) -> None:
     """A vocabulary of the other kind would be read in the place of the run's own."""
     data = shutil.copytree(whole / "wordpiece", tmp_path / "data")
-    for file in (whole / "given" / "bpe").iterdir():
-        shutil.copy(file, data / "tokenizer")
+    write_pair(data / "tokenizer", load_tokenizer(whole / "given" / "bpe"))
     with pytest.raises(UserError, match=r"merges\.txt: was not there when the tokenizer was written"):
         read(data)
 
