@@ -72,9 +72,9 @@ def alone(program: Any) -> dict:
     return {
         "measured": found.step,
         "predicted": found.predicted,
-        "predicted_with_hand_over": found.predicted_with_hand_over,
+        "predicted_with_transfers": found.predicted_with_transfers,
         "ratio": found.step / found.predicted,
-        "ratio_with_hand_over": found.step / found.predicted_with_hand_over,
+        "ratio_with_hand_over": found.step / found.predicted_with_transfers,
         "bubble": found.bubble,
         "equal_bubble": found.equal_bubble,
         "times": named(found.times),

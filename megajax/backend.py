@@ -10,21 +10,13 @@ _MOST_BLOCKS = 32
 
 @dataclass(frozen=True)
 class Backend:
-    """The forms that suit a kind of device. They change speed and memory, never the result beyond rounding.
+    """The forms that suit a kind of device. They change speed and memory, never the result beyond rounding."""
 
-    Attributes:
-        unroll_layers: `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan.
-        fused_attention: attention without dropout in half precision is cuDNN's.
-        query_block: our own attention takes the queries in blocks of this many (`block_of`).
-        scores_bytes: and so many heads at once that a block's scores take at most this; None: all heads.
-        transposed_copies: the input of a weight gradient's product is transposed by a copy, not by the product.
-    """
-
-    unroll_layers: float
-    fused_attention: bool
-    query_block: int
-    scores_bytes: int | None
-    transposed_copies: bool
+    unroll_layers: float  # `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan
+    fused_attention: bool  # attention without dropout in half precision is cuDNN's
+    query_block: int  # our own attention takes the queries in blocks of this many (`block_of`)
+    scores_bytes: int | None  # and so many heads at once that a block's scores take at most this; None: all heads
+    transposed_copies: bool  # the input of a weight gradient's product is transposed by a copy, not by the product
 
     def block_of(self, length: int) -> int:
         """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within

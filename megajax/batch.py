@@ -18,15 +18,10 @@ IGNORED = -1
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a batch.
+    """One array of a batch."""
 
-    Attributes:
-        dims: names of its dims after the rows, `tokens` or one of the form's `sizes`.
-        padding: what stands where there is nothing: after the end of a text, and in rows without a sample.
-    """
-
-    dims: tuple[str, ...]
-    padding: int = 0
+    dims: tuple[str, ...]  # names of its dims after the rows, `tokens` or one of the form's `sizes`
+    padding: int = 0  # what stands where there is nothing: after the end of a text, and in rows without a sample
 
 
 @dataclass(frozen=True)

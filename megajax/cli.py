@@ -26,11 +26,7 @@ _MODULES = {"eval": "evaluate"}  # of commands that have another name
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command that a command line names.
-
-    Raises:
-        UserError: there is none of that name, or the command cannot do what its arguments say.
-    """
+    """Run the command that a command line names."""
     helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
     if completion.asked():

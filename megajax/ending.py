@@ -1,7 +1,7 @@
-"""How a process ends: its exit code, its last line on standard error, and what the signals that ask it to stop do.
+"""How a process ends: its exit code, its last line on standard error, and its reaction to signals.
 
-Exit codes: 0 done; 2 a user's mistake; 1 anything else that went wrong; 128 + signal where SIGTERM (143) or SIGINT
-(130) stopped it, so that a scheduler sees a job that has to be started again, not one that is finished.
+Exit codes: 0 done; 2 a user's mistake; 1 any other error; 128 + signal for SIGTERM (143) or SIGINT (130), so that a
+scheduler sees a job to start again, not a finished one.
 """
 
 import contextlib
@@ -25,31 +25,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(BaseException):
-    """A signal stops the process.
+    """A signal stops the process; the last line ends with `details`."""
 
-    Attributes:
-        number: of the signal.
-        told: what the last line says after "stopped by SIGTERM".
-    """
-
-    def __init__(self, number: int, told: str = "") -> None:
+    def __init__(self, number: int, details: str = "; what was written is kept") -> None:
         super().__init__(number)
-        self.number = number
-        self.told = told or "; what was written is kept"
+        self.number, self._details = number, details
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}{self.told}"
+        return f"stopped by {signal.Signals(self.number).name}{self._details}"
 
 
 class StopSignals:
-    """While entered, the first signal raises `Stopped` in the main thread, and a second one ends the process at once;
-    so does the first one while a module is imported.
-
-    Inside `deferred()` the first one only sets `number`, which whoever entered it looks at.
-
-    Attributes:
-        number: of the first signal; 0 before it.
-    """
+    """While entered, the first signal raises `Stopped` in the main thread, or ends the process at once if a module is
+    being imported; a second one always ends it at once. Inside `deferred()` the first one only sets `number`."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -78,14 +66,14 @@ class StopSignals:
             self._before = {}
 
     def take(self) -> None:
-        """Handle the signals, also where somebody else has begun to since."""
+        """Handle the signals, even if a library has taken them since."""
         if self._before:
             for number in SIGNALS:
                 signal.signal(number, self._handle)
 
     @contextlib.contextmanager
     def deferred(self, promise: str) -> Iterator[None]:
-        """Let what is under way go on after the first signal, whose line on standard error says `promise`."""
+        """Go on after the first signal; its line on standard error says `promise`."""
         self._deferred = promise
         try:
             yield
@@ -116,7 +104,7 @@ class StopSignals:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether a module is being imported there."""
+    """Whether the code of a frame runs in an import."""
     while frame:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -128,14 +116,14 @@ stop_signals = StopSignals()  # a process has its signals once
 
 
 class _Traces:
-    """Where the trace of an error that nobody expected goes, and what threads of libraries have to say beside it."""
+    """The folder for traces of unexpected errors, and traces from libraries' threads."""
 
     folder: Path | None = None
     of_threads: ClassVar[list[str]] = []
 
 
 def keep_traces_in(folder: Path) -> None:
-    """Write the trace of an error that nobody expected to a file in `folder`, which exists."""
+    """Write the trace of an unexpected error to a file in `folder`, which exists."""
     _Traces.folder = folder
 
 
@@ -201,9 +189,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether whoever read the standard output is gone, as `head` is; what is left to be written is dropped then."""
+    """Whether the reader of standard output is gone, such as `head`; if so, drop what is still to be written."""
     output = select.poll()
-    output.register(1, 0)  # of a pipe without a reader an error is told, whatever is asked for
+    output.register(1, 0)  # a pipe without a reader always reports an error
     gone = any(event & select.POLLERR for _, event in output.poll(0))
     if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -217,7 +205,7 @@ def fail(text: str) -> None:
 
 
 def print_final_error(text: str) -> None:
-    """Print the last line on standard error: what other threads still write there goes nowhere."""
+    """Print the last line on standard error, and discard what other threads still write there."""
     sys.stderr.flush()
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -226,7 +214,7 @@ def print_final_error(text: str) -> None:
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """What fails in a thread of a library reaches its caller as well, or nobody needs it: it goes to the trace."""
+    """Keep failures of libraries' threads for the trace: they also reach their caller, or do not matter."""
     hooks = threading.excepthook, sys.unraisablehook
 
     def keep(failure: Any) -> None:

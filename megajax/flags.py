@@ -1,4 +1,4 @@
-"""Flags: one for every field of the configuration; a parser's errors are one line."""
+"""Flags, one for every field of the configuration, and a parser whose errors are one line."""
 
 import argparse
 import shutil
@@ -25,26 +25,16 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration.
-
-    A flag's name in the namespace is its key (`mesh.data`), and it is there only if it was given.
-
-    Args:
-        description: what the command does.
-        usage: the command line in one line, such as `megajax train PRESET [--flag value ...]`.
-    """
+    """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration. A
+    flag's name in the namespace is its key (`mesh.data`); it is there only if it was given."""
 
     def __init__(self, description: str, usage: str) -> None:
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Add the argument PRESET. Returns the values of the preset that a command line with `--help` begins with, and
-        no values without it: a preset, which may be far away, is read once.
-
-        Raises:
-            UserError: that preset cannot be read.
-        """
+        """Add the argument PRESET. With `--help` in `argv`, returns the values of the preset named first; a preset may
+        be far away and is read once."""
         names, inner = preset_names(), names_in_folders()
         folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
@@ -54,13 +44,8 @@ class Parser(argparse.ArgumentParser):
         return load_preset(argv[0]) if asks and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
-        """Add flags of the configuration.
-
-        Args:
-            names: sections and fields (`"mesh", "simulate_devices"`); without a name, all there are.
-            owner: the dataclass that has them.
-            values: by key, the defaults that `--help` shows instead of the dataclass's.
-        """
+        """Add flags for fields of the configuration, or of another dataclass `owner`: for sections or fields by
+        `names`, by default all. `values` are defaults for `--help`, by key."""
         groups = {}
         for key, option in options(owner).items():
             section = key.rpartition(".")[0]
@@ -73,11 +58,7 @@ class Parser(argparse.ArgumentParser):
             self._keys.setdefault(owner, []).append(key)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """The arguments, as in `argparse`.
-
-        Raises:
-            UserError: an unknown flag, with the nearest ones; an argument or value that is missing or not valid.
-        """
+        """The arguments, as in `argparse`."""
         if completion.asked():
             completion.answer(self)
         for word in argv or ():
@@ -115,13 +96,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{name} {reason}")
 
     def overrides(self, args: argparse.Namespace, owner: type | None = None) -> dict[str, Any]:
-        """The values of the configuration flags that were given, by key; of one owner's, or of all."""
+        """The values of the configuration flags that were given, by key, for one owner or all."""
         owners = self._keys if owner is None else [owner]
         return {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
 
 
 class _Value:
-    """A function from the text of a flag to its value, for argparse's `type`."""
+    """Converts the text of a flag to its value, for argparse's `type`."""
 
     def __init__(self, option: Option) -> None:
         self.option = option
@@ -138,7 +119,7 @@ class _Value:
 
 
 def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
-    """Add an option's flag to a parser or to a group of it; `--help` shows `default`."""
+    """Add an option's flag to a parser or a group of it; `--help` shows `default`."""
     shown = (
         "required"
         if required
@@ -172,19 +153,12 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
 
 @dataclass(frozen=True)
 class Given:
-    """A command line `PRESET [--flag value ...]`, read.
+    """A command line `PRESET [--flag value ...]`, read."""
 
-    Attributes:
-        preset: that it names.
-        overrides: the values of its flags, by key.
-        print_config: print the configuration instead of training.
-        dry_run: do all that comes before the first step instead of training.
-    """
-
-    preset: Preset
-    overrides: dict[str, Any]
-    print_config: bool
-    dry_run: bool
+    preset: Preset  # that it names
+    overrides: dict[str, Any]  # the values of its flags, by key
+    print_config: bool  # print the configuration instead of training
+    dry_run: bool  # do all that comes before the first step instead of training
 
     def config(self, *, decay_follows: bool = True) -> Config:
         """The configuration; see `resolve`."""
@@ -192,13 +166,8 @@ class Given:
 
 
 def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
-    """What a command line `PRESET [--flag value ...]` says.
-
-    With `--help` this prints all flags, with the values of the preset if one is named first, and exits with code 0.
-
-    Raises:
-        UserError: a flag or the preset is not valid.
-    """
+    """Read a command line `PRESET [--flag value ...]`. With `--help` this prints all flags, with the values of the
+    preset if one is named first, and exits with code 0."""
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")
     values = parser.add_preset(argv)
     printing = "print the configuration as a preset, every value with where it is from, and end"
@@ -215,21 +184,17 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
 
 
 def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Config:
-    """The configuration of a command line `PRESET [--flag value ...]`; see `read_command`.
-
-    Raises:
-        UserError: a flag, the preset or a value is not valid.
-    """
+    """The configuration of a command line `PRESET [--flag value ...]`; see `read_command`."""
     return read_command(argv, description, prog).config()
 
 
-def tell_left_out(given: Given, config: Config) -> None:
-    """Say what of the configuration of a run another one does not follow."""
+def print_left_out(given: Given, config: Config) -> None:
+    """Print which values of a run's configuration a copy of it does not use."""
     preset, left_out = given.preset, given.preset.left_out
-    told = []
+    unused = []
     if left_out.get("run_dir") and "run_dir" not in given.overrides:
-        told.append(f"{config.run_dir} is used, not its run_dir {left_out['run_dir']}")
+        unused.append(f"{config.run_dir} is used, not its run_dir {left_out['run_dir']}")
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
-        told.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
-    if told and config.distributed.process_id <= 0:
-        print(f"{preset.place} is the configuration of another run: {'; '.join(told)}")
+        unused.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
+    if unused and config.distributed.process_id <= 0:
+        print(f"{preset.place} is the configuration of another run: {'; '.join(unused)}")

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: some files of a model there, downloaded, or as they were downloaded before."""
+"""The Hugging Face hub: files of a model, downloaded now or before."""
 
 import re
 from collections.abc import Sequence
@@ -10,22 +10,14 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the name of a model on the hub, as `openai-community/gpt2`."""
+    """Whether a text can be the name of a model on the hub, such as `openai-community/gpt2`."""
     return _NAME.fullmatch(text) is not None
 
 
 def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path:
-    """A local folder with those files of a model whose names fit one of the patterns.
+    """A local folder with the files of model `name` that match one of the shell `patterns`.
 
-    Args:
-        name: of the model.
-        patterns: as of a shell.
-        given: what asked for it, and why it is looked for there, for error messages.
-        valid: what they end with.
-
-    Raises:
-        UserError: the hub does not give it (no network, no such model, no permission), and it was not downloaded
-            before.
+    Error messages begin with `given`, which says why the hub is asked, and end with `valid`.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -38,6 +30,6 @@ def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path
 
 
 def reason(error: Exception) -> str:
-    """What an exception says, in one line of a bounded length; its kind where it says nothing."""
+    """The message of an exception, in one line of bounded length; its type if it has none."""
     text = " ".join(str(error).split())
     return (f"{text[:300]}…" if len(text) > 300 else text.rstrip(".")) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Start of a process: its devices and the other processes."""
+"""The start of a process: its devices and the other processes."""
 
 import contextlib
 import ctypes
@@ -50,12 +50,8 @@ _silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 
 def start(config: Config) -> None:
-    """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, the other
-    processes. A flag that the user has set stays as it is.
-
-    Raises:
-        UserError: the processes cannot find each other; simulated devices are asked for after JAX was used.
-    """
+    """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, other processes.
+    Flags set by the user stay."""
     runs = backends_are_initialized()  # its flags were read then
     if not runs:
         avoid_known_faults()
@@ -116,7 +112,7 @@ def start(config: Config) -> None:
 
 @functools.cache
 def _warn_of_reductions(why: str, _flags: str) -> None:
-    """Once for the same flags."""
+    """Print a warning, once for the same flags."""
     print(
         f"warning: jaxlib {importlib.metadata.version('jaxlib')} can compute wrong sums on CPUs (jax#39103), and {why} "
         f"{_OFFLOADED}=-reduce",
@@ -140,8 +136,8 @@ def _simulate(count: int) -> None:
 
 
 def imagine_devices(config: Config, count: int | None = None) -> None:
-    """Set up JAX to trace and compile for the devices of a mesh that are not there, before any other use of JAX: as
-    many simulated ones, or `count`, and the flags that GPUs would be compiled for with."""
+    """Set up JAX, before any other use, to trace and compile for devices that are not there: it simulates `count` of
+    them, or as many as the mesh has, and sets the flags for GPUs."""
     avoid_known_faults()
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
@@ -155,7 +151,7 @@ def imagine_devices(config: Config, count: int | None = None) -> None:
 
 
 def _relayed(coordinator: str) -> str:
-    """Where this process reaches process 0, so that JAX does not abort it when that is gone."""
+    """An address that reaches process 0 without JAX aborting this process when that is gone."""
     host, _, port = coordinator.rpartition(":")
 
     def lost() -> None:
@@ -172,14 +168,13 @@ def _of_several(config: Config) -> bool:
 
 
 def runs_at_once(config: Config) -> bool:
-    """Whether a compiled program has run when its call returns, so that there is nothing to do meanwhile: on one CPU
-    device of one process."""
+    """Whether a compiled program has finished when its call returns: on one CPU device of one process."""
     return config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config)
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing reaches standard error, C++ included."""
+    """Discard standard error, also from C++."""
     sys.stderr.flush()
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -194,14 +189,14 @@ def _silence() -> Iterator[None]:
 
 
 def _end(text: str) -> None:
-    """End the process from any thread, in words though it is silent."""
+    """End the process from any thread with a message, even while standard error is discarded."""
     for stderr in _silenced:
         os.dup2(stderr, 2)
     fail(text)
 
 
 def _leave(succeeded: bool) -> None:
-    """Leave before process 0, which the others lean on: without it JAX would abort them."""
+    """Leave before process 0: the others need it, without it JAX would abort them."""
     from megajax.processes import is_first_process, wait_for_all
 
     if succeeded:
@@ -216,13 +211,14 @@ def _leave(succeeded: bool) -> None:
 
 
 def avoid_known_faults() -> None:
-    """Set the flags without which the installed jaxlib computes wrongly, before JAX is used; a user's own stay."""
+    """Set the flags without which the installed jaxlib computes wrong results, before JAX is used; the user's own
+    stay."""
     if _has_faulty_reductions():
         _set_flags({_OFFLOADED: "-reduce"})
 
 
 def reductions_are_faulty() -> bool:
-    """Whether the installed jaxlib would compute with the fault, by the flags that it will read."""
+    """Whether the installed jaxlib, with the flags that it will read, has the fault."""
     offloaded = "+reduce"  # XLA's default
     for flag in os.environ.get("XLA_FLAGS", "").split():
         name, _, value = flag.partition("=")
@@ -248,10 +244,10 @@ def _set_flags(defaults: Mapping[str, object]) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keep what is freed for the next allocation instead of giving it back to the system.
+    """Keep freed memory for the next allocation instead of returning it to the system.
 
-    On CPUs XLA allocates a step's temporaries anew in every step, and glibc would have the system clear every page of
-    them again: about a tenth of a step (docs/benchmarks/cpu.md). Nothing happens where the C library is another one.
+    On CPUs XLA allocates a step's temporaries anew in every step, and the system would clear every page again: about a
+    tenth of a step (docs/benchmarks/cpu.md). Does nothing with a C library other than glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -260,7 +256,7 @@ def _keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give back to the system what is free now, once, where it would be kept: what compiling a program took."""
+    """Return free memory to the system once, such as that of a compilation."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -278,8 +274,7 @@ def gpu_flags() -> list[str]:
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher (SLURM, Open MPI, Kubernetes) started more than one process, which JAX then finds by
-    itself."""
+    """Whether a launcher (SLURM, Open MPI, Kubernetes) started several processes, which JAX then finds by itself."""
     for processes, rank in (("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")):
         number = environment.get(processes, "1")
         if number.isdecimal() and int(number) > 1 and rank in environment:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES, WEIGHT_AXES
 from megajax.batch import BatchSpec
@@ -50,6 +50,11 @@ def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
     """Where the arrays of a batch lie: their rows and their tokens are sharded, the other dims are not."""
     axes = {"tokens": TOKEN_AXES or None}
     return {name: PartitionSpec(*ROWS, *map(axes.get, entry.dims)) for name, entry in form.entries.items()}
+
+
+def make_abstract_mesh(**sizes: int) -> AbstractMesh:
+    """The same mesh without devices, to trace on."""
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
 
 def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:

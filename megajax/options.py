@@ -1,4 +1,4 @@
-"""The fields of configuration dataclasses as options: a key, a type, a default, a help text and what is valid.
+"""The fields of configuration dataclasses as options: a key, a type, a default, a help text and valid values.
 
 A field is declared once, as in `dropout: Annotated[float, "probability to drop", SHARE] = 0.1`; presets, flags,
 `--help`, checks and error messages are derived from it. A number without a range must be positive and at most 10^9. A
@@ -23,15 +23,10 @@ _Trait = TypeVar("_Trait")
 
 @dataclass(frozen=True)
 class Range:
-    """The valid values of a field.
+    """The valid values of a field."""
 
-    Attributes:
-        contains: whether a value of the field's type is valid.
-        words: the valid values, as error messages name them.
-    """
-
-    contains: Callable[[Any], bool]
-    words: str
+    contains: Callable[[Any], bool]  # whether a value of the field's type is valid
+    words: str  # the valid values, as error messages name them
 
     def problem(self, value: Any) -> str:
         """The end of the error message about `value`; empty if it is valid."""
@@ -40,13 +35,9 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """The valid texts of a field, looked up whenever they are needed.
+    """The valid texts of a field, looked up whenever they are needed."""
 
-    Attributes:
-        names: such as the keys of a dict, which may grow after the field was declared.
-    """
-
-    names: Collection[str]
+    names: Collection[str]  # such as the keys of a dict, which may grow after the field was declared
 
     def problem(self, value: str) -> str:
         """The end of the error message about `value`, with the nearest name; empty if it is valid."""
@@ -288,11 +279,7 @@ def compared(owner: type, *changes: Changes) -> dict[str, str]:
 
 
 def check(given: object) -> None:
-    """Check the fields of an instance of a configuration dataclass, and of its sections, each by itself.
-
-    Raises:
-        UserError: the first one that is not valid, by its flag.
-    """
+    """Check the fields of an instance of a configuration dataclass, and of its sections, each by itself."""
     owner: Any = type(given)
     for key, option in options(owner).items():
         if problem := option.problem(attrgetter(key)(given)):

@@ -15,15 +15,9 @@ _WIDTH = 40  # of a line before its comment, where the value is short
 
 
 def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str:
-    """The text of a preset that gives this configuration.
+    """The text of a preset that gives `config`, which was made of `preset` and `overrides`.
 
-    What belongs to one run and its machine, where no flag and no preset of somebody's own says it, is there as a
-    comment.
-
-    Args:
-        config: the configuration.
-        preset: the preset that it was made of.
-        overrides: the values of the flags, by key.
+    What belongs to one run and its machine, and was not asked for by a flag or the user's preset, is commented out.
     """
     name = _comment(preset.place)
     lines = [f"# The configuration of {name}, with where every value is from."]
@@ -67,7 +61,7 @@ def _origin(
 
 
 def _is_of_start(key: str, preset: Preset, overrides: Mapping[str, Any]) -> bool:
-    """Whether a value is of one run or its machine and was not asked for."""
+    """Whether a value belongs to one run or its machine and was not asked for."""
     if key not in ("run_dir", "simulate_devices") or key in overrides:
         return False
     return key not in preset.origins or preset.of_run
@@ -85,5 +79,5 @@ def _toml(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    """A text that a comment may have, and any terminal."""
+    """A text that a comment, and any terminal, can show."""
     return text.encode("unicode_escape", "backslashreplace").decode() if not text.isprintable() else text

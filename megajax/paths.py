@@ -1,4 +1,4 @@
-"""Paths that a command line names: whether they can be looked at, and whether something may be written there."""
+"""Paths on a command line: whether they can be looked at, and whether files can be written there."""
 
 import os
 import re
@@ -12,13 +12,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a `Path` of gs://bucket 
 
 
 def scheme(path: str | Path) -> str:
-    """The scheme of a URL, as `gs` of gs://bucket/file; empty for a path on a file system."""
+    """The scheme of a URL, such as `gs` of gs://bucket/file; empty for a path."""
     found = _SCHEME.match(str(path))
     return found[1].lower() if found else ""
 
 
 def identity(path: str | Path) -> tuple[int, int] | None:
-    """What tells the file or folder at a path from any other, which may take its place; None where nothing is."""
+    """What distinguishes the file or folder at a path from any other that may replace it; None if nothing is there."""
     try:
         found = os.stat(path)
     except OSError:
@@ -27,16 +27,7 @@ def identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def check_path(path: str | Path, name: str) -> None:
-    """Check that one can say whether something is at a path; whether something is does not matter.
-
-    Args:
-        path: as it was given.
-        name: of the flag or argument, for error messages.
-
-    Raises:
-        UserError: it is empty or has a NUL, a name in it is too long, a folder on the way may not be entered, or links
-            go in a circle; it is a URL.
-    """
+    """Check that one can tell whether a path exists; `name` is its flag or argument, for error messages."""
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
     if found := scheme(path):
@@ -61,16 +52,7 @@ def check_path(path: str | Path, name: str) -> None:
 
 
 def check_place(path: str | Path, name: str) -> None:
-    """Check that a file or folder can be made at a path, or be written to where there is one.
-
-    Args:
-        path: as it was given.
-        name: of the flag or argument, for error messages.
-
-    Raises:
-        UserError: as `check_path`; it is not UTF-8; its folder, or the one that it would be made in, is none or may
-            not be written.
-    """
+    """Check that a file or folder can be made at a path, or written if it exists; `name` as in `check_path`."""
     check_path(path, name)
     try:
         str(path).encode()

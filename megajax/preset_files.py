@@ -1,4 +1,4 @@
-"""The files of presets, TOML: where they are found, by name or path, and their tables."""
+"""The TOML files of presets: where they are found, by name or path, and their tables."""
 
 import difflib
 from pathlib import Path
@@ -10,7 +10,7 @@ from megajax.paths import check_path, scheme
 
 
 def preset_folders() -> tuple[Path, ...]:
-    """The folders where bare names are looked up: ./configs, then the package's, in a checkout a link to its own."""
+    """The folders of presets: ./configs, then the package's, which in a checkout is a link to its own."""
     return Path("configs"), Path(__file__).resolve().parent / "configs"
 
 
@@ -20,7 +20,7 @@ def preset_names() -> list[str]:
 
 
 def names_in_folders() -> list[str]:
-    """Names of the presets in folders of the preset folders, sorted."""
+    """Names of the presets in subfolders of the preset folders, sorted."""
     files = (file for folder in preset_folders() for file in folder.glob("*/*.toml"))
     return sorted({f"{file.parent.name}/{file.stem}" for file in files})
 
@@ -33,11 +33,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def find_preset(name_or_file: str | Path) -> Path:
-    """The file of a preset, given by its bare name, of one in a folder as finetune/mnli-336m, or as a file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The file of a preset, given by its bare name, by a name in a folder (finetune/mnli-336m), or as a file."""
     check_path(name_or_file, "PRESET")
     path, name = Path(name_or_file), str(name_or_file)
     bare = path.name == name or (".." not in path.parts and not reading.kind(path))
@@ -60,11 +56,7 @@ def find_preset(name_or_file: str | Path) -> Path:
 
 
 def read_file(place: str) -> bytes:
-    """The content of a preset, at a path or a URL.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The content of a preset, at a path or a URL."""
     if scheme(place):
         return remote.read_bytes(place, "PRESET")
     try:
@@ -74,11 +66,7 @@ def read_file(place: str) -> bytes:
 
 
 def parse_toml(content: bytes, place: str) -> dict[str, Any]:
-    """The tables of a TOML file, which lies at `place`.
-
-    Raises:
-        UserError: it is malformed, with the line.
-    """
+    """The tables of a TOML file that lies at `place`."""
     try:
         return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:

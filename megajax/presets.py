@@ -1,4 +1,4 @@
-"""Presets as values of a configuration: what one says and takes from its base, and what flags put in its place."""
+"""Presets as values of a configuration: their own, those of their bases, and overrides by flags."""
 
 import posixpath
 from collections.abc import Mapping
@@ -17,36 +17,24 @@ from megajax.validation import check_values
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset says, and what it takes from the presets that it is based on.
+    """The values of a preset and its bases."""
 
-    Attributes:
-        place: its file, a path or a URL.
-        values: by key, in the types of the configuration; `run_dir` always has one.
-        origins: by key, the file that says the value, in words; not there for what no file says.
-        of_run: whether it is a run's own configuration, in its directory.
-        left_out: by key, values of a run that its copy does not follow.
-    """
-
-    place: str
-    values: dict[str, Any]
-    origins: dict[str, str]
-    of_run: bool = False
-    left_out: dict[str, Any] = field(default_factory=dict)
+    place: str  # its file, a path or a URL
+    values: dict[str, Any]  # by key, in the types of the configuration; `run_dir` always has one
+    origins: dict[str, str]  # by key, the file that says the value, in words; not there for what no file says
+    of_run: bool = False  # whether it is a run's own configuration, in its directory
+    left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not follow
 
 
 def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
-    """A preset. What it does not say is said by its `base`, a name or a file beside it, and so on. Its `run_dir` is
+    """A preset. Values that it lacks come from its `base`, a name or a file beside it, and so on. Its `run_dir` is
 
-    - for the config.toml of a run directory: that directory, wherever it lies now;
-    - for a copy of one, which would name the directory of a run that goes on elsewhere: runs/ and its name;
-    - for any other preset: what it says itself, else runs/ and its name.
+    - for the config.toml of a run directory: that directory, wherever it lies now; - for a copy of one, whose own
+    `run_dir` belongs to the run it was copied from: runs/ and its name; - for any other preset: its own value, else
+    runs/ and its name.
 
-    A run's simulated devices are those of its own config.toml only, too: neither a copy nor what is based on it has
-    them. Where `run_dir` is given, the run directory that is used, the config.toml of another one counts as a copy.
-
-    Raises:
-        UserError: there is no such preset; its file is malformed TOML or has an unknown key or a value of another type;
-            a base is missing, or based on this preset.
+    The same holds for simulated devices: neither a copy of a run's config.toml nor a preset based on it has them. If
+    the given `run_dir` is another one, the config.toml of a run directory counts as a copy.
     """
     own, *bases = _with_bases(str(name_or_file))
     values: dict[str, Any] = {}
@@ -58,40 +46,30 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
     path = Path(own.place)
     here = _lies_in_run(own.place) and (not run_dir or identity(run_dir) == identity(path.parent))
     left_out = {} if here or not own.of_run else {key: own.values[key] for key in _OF_START if key in own.values}
-    kept = {key: value for key, value in own.values.items() if key not in left_out}
-    values = _replaced(values, kept)
-    origins |= dict.fromkeys(kept, own.words)
-    run_dir = str(path.parent) if here else kept.get("run_dir") or f"runs/{path.stem}"
+    followed = {key: value for key, value in own.values.items() if key not in left_out}
+    values = _replaced(values, followed)
+    origins |= dict.fromkeys(followed, own.words)
+    run_dir = str(path.parent) if here else followed.get("run_dir") or f"runs/{path.stem}"
     return Preset(own.place, values | {"run_dir": run_dir}, origins, here, left_out)
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
-    """The values of a preset by key; see `read_preset`.
-
-    Raises:
-        UserError: as there.
-    """
+    """The values of a preset by key; see `read_preset`."""
     return read_preset(name_or_file).values
 
 
 @dataclass(frozen=True)
 class _File:
-    """What one file of a preset says itself.
+    """The content of one file of a preset."""
 
-    Attributes:
-        place: its path or its URL.
-        base: the preset that it is based on, as it is named there; empty: none.
-        of_run: whether it is a run's `config.toml`, or a copy of one.
-    """
-
-    place: str
+    place: str  # its path or its URL
     values: dict[str, Any]
-    base: str
-    of_run: bool
+    base: str  # the preset that it is based on, as it is named there; empty: none
+    of_run: bool  # whether it is a run's `config.toml`, or a copy of one
 
     @property
     def words(self) -> str:
-        """What it is called in words."""
+        """Its name for users."""
         path = Path(self.place)
         inside = next((folder for folder in preset_folders()[1:] if folder in path.parents), None)
         name = f"preset {path.relative_to(inside).with_suffix('')}" if inside else self.place
@@ -99,7 +77,7 @@ class _File:
 
     @property
     def of_start(self) -> tuple[str, ...]:
-        """Keys that nothing takes from it that is based on it: a directory is of one run."""
+        """Keys that a preset based on it does not inherit: a directory belongs to one run."""
         return _OF_START if self.of_run else ("run_dir",)
 
 
@@ -111,17 +89,17 @@ def _with_bases(name_or_file: str) -> list[_File]:
     place = _place(name_or_file)
     files, seen = [_read(place, read_file(place))], [_identity(place)]
     while (last := files[-1]).base:
-        told = f"{last.place}: base = {shown(last.base)}"
+        where = f"{last.place}: base = {shown(last.base)}"
         try:
             place = _place(_beside(last.place, last.base))
             content = read_file(place)
         except UserError as error:
-            raise UserError(f"{told}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         seen.append(_identity(place))
         if seen[-1] in seen[:-1]:
             circle = [file.place for file in files[seen.index(seen[-1]) :]]
             raise UserError(
-                f"{told} goes in a circle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this "
+                f"{where} goes in a circle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this "
                 "one"
             )
         files.append(_read(place, content))
@@ -134,12 +112,12 @@ def _place(name_or_file: str) -> str:
 
 
 def _identity(place: str) -> object:
-    """What tells a preset's file from any other."""
+    """A value that differs between two files of presets."""
     return place if scheme(place) else identity(place)
 
 
 def _beside(place: str, base: str) -> str:
-    """A base as it is found: a name where all names are, a file from the folder of the preset that names it."""
+    """The place of a base: a name as it is, a file relative to the preset that names it."""
     if scheme(base) or not base.endswith(".toml"):
         return base
     if not scheme(place):
@@ -178,7 +156,7 @@ def _lies_in_run(place: str) -> bool:
 
 
 def _convert(key: str, value: object, name: str) -> Any:
-    """`value` as the type of `key`; `name` is the key with its file, or the flag, for error messages."""
+    """`value` in the type of `key`; `name` is the key with its file, or the flag, for error messages."""
     table = options(Config)
     if key not in table:
         section = key.rpartition(".")[0]
@@ -191,7 +169,7 @@ def _convert(key: str, value: object, name: str) -> Any:
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with others in their place; one corpus takes the place of several, and several that of one."""
+    """Values replaced by others; one corpus replaces several, and several replace one."""
     left = dict(values)
     for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
         if others.get(key) and other not in others:
@@ -200,7 +178,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
 
 
 def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that follow from a task, where nothing else is said, by key."""
+    """Default values that follow from a task, by key."""
     task = TASKS.get(values.get("task.name", PRETRAINING))
     if task is None:
         return {}
@@ -213,14 +191,8 @@ def resolve(
 ) -> Config:
     """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace those of the preset.
 
-    Args:
-        preset: the values of a preset.
-        overrides: those of flags.
-        decay_follows: an `optimizer.decay_steps` that is given nowhere is `train.steps`; else it stays 0, so that a run
-            that goes on can keep the value that it began with.
-
-    Raises:
-        UserError: an unknown key, a value that is not valid, or values that are given nowhere, all of them in one line.
+    With `decay_follows`, `optimizer.decay_steps` is by default `train.steps`; else it stays 0, so that a resumed run
+    can keep the value that it began with.
     """
     overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
@@ -236,7 +208,7 @@ def resolve(
 
 
 def _check_complete(values: Mapping[str, Any]) -> None:
-    """Raises `UserError` where a value is missing that has no default, with all that are."""
+    """Refuse a configuration that lacks values without a default; all of them are named at once."""
     table = options(Config)
     missing = [option for key, option in table.items() if option.default is MISSING and key not in values]
     if not missing:

@@ -1,10 +1,11 @@
-"""What the processes of a run agree on. Every function is called by all of them together."""
+"""Agreement between the processes of a run. All of them call every function together."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
@@ -16,11 +17,7 @@ def is_first_process() -> bool:
 
 
 def on_first_process(action: Callable[[], Any]) -> None:
-    """Call `action` on process 0 while the others wait; a user's mistake found there ends them all.
-
-    Raises:
-        UserError: process 0 raised one.
-    """
+    """Call `action` on process 0 while the others wait; its `UserError` ends them all."""
     error: UserError | None = None
     if is_first_process():
         try:
@@ -41,31 +38,21 @@ def say(text: str) -> None:
 
 def of_first_process(number: int) -> int:
     """The number that process 0 has."""
-    if jax.process_count() == 1:
-        return number
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def numbers_of_first_process(numbers: list[int]) -> list[int]:
     """The numbers that process 0 has, each less than 2^31."""
     if jax.process_count() == 1:
         return numbers
-    from jax.experimental import multihost_utils
-
-    found = np.zeros(of_first_process(len(numbers)), np.int32)
-    if is_first_process():
-        found[:] = numbers
+    found = np.resize(np.asarray(numbers, np.int32), of_first_process(len(numbers)))
     return [int(number) for number in multihost_utils.broadcast_one_to_all(found)] if found.size else []
 
 
 def sums_over_processes(numbers: list[int]) -> list[int]:
-    """Of every number, each less than 2^32, the sum over all processes modulo 2^32."""
+    """The sum of every number, each less than 2^32, over all processes, modulo 2^32."""
     if jax.process_count() == 1:
         return numbers
-    from jax.experimental import multihost_utils
-
     all_numbers = multihost_utils.process_allgather(np.asarray(numbers, np.uint32))
     return [int(number) for number in np.asarray(all_numbers).sum(axis=0, dtype=np.uint32)]
 
@@ -74,13 +61,11 @@ def all_agree(value: bool) -> bool:
     """Whether `value` holds on every process."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
     return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
 
 
 class Poll:
-    """What processes tell each other in passing: nobody waits for it, all hear the same."""
+    """Messages between processes that nobody waits for; all get the same."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -89,10 +74,8 @@ class Poll:
         self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, numbers: Callable[[], tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
-        """Tell the others this process's numbers of now; what it returns gives, later, the largest of each.
-
-        A process that is alone hears its own numbers of later.
-        """
+        """Send this process's numbers of now; the returned function gives, later, the largest of each over all
+        processes. A process that is alone gets its own numbers of that later moment."""
         if self._alone:
             return numbers
         local = np.tile(np.asarray(numbers(), np.int32), (jax.local_device_count(), 1))
@@ -103,13 +86,9 @@ class Poll:
 def wait_for_all(what: str) -> None:
     """Wait until every process is here; `what` names the place."""
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         multihost_utils.sync_global_devices(what)
 
 
 def gathered(x: jax.Array) -> np.ndarray:
-    """The global array `x` as a whole, on every process."""
-    from jax.experimental import multihost_utils
-
+    """The whole global array `x`, on every process."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -1,7 +1,7 @@
-"""Files that somebody else may have written: what is read of them is bounded before anything is allocated.
+"""Reading files of unknown origin: sizes are bounded before anything is allocated.
 
 Only regular files are opened. JSON and TOML are bounded in size, nesting, the number of values and the digits of a
-number, so that whatever a file holds is a value or an error, soon.
+number, so that any content soon gives a value or an error.
 """
 
 import errno
@@ -35,11 +35,7 @@ _KINDS = {
 
 
 def kind(path: str | Path) -> str:
-    """What stands at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing does.
-
-    Raises:
-        UserError: that cannot be said: a name is too long or has a NUL, a folder may not be entered, links in a circle.
-    """
+    """What is at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing is."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
     except (FileNotFoundError, NotADirectoryError):
@@ -51,29 +47,17 @@ def kind(path: str | Path) -> str:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a path is that of a regular file, also by a link.
-
-    Raises:
-        UserError: as `kind`.
-    """
+    """Whether a path, or the target of its link, is a regular file."""
     return kind(path) == "a file"
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path is that of a folder, also by a link.
-
-    Raises:
-        UserError: as `kind`.
-    """
+    """Whether a path, or the target of its link, is a folder."""
     return kind(path) == "a folder"
 
 
 def names(folder: str | Path) -> set[str]:
-    """Names of what is in a folder; none if there is no folder.
-
-    Raises:
-        UserError: it may not be read.
-    """
+    """The names in a folder; none without a folder."""
     if not is_folder(folder):
         return set()
     try:
@@ -86,7 +70,7 @@ def open_file(path: str | Path) -> IO[bytes]:
     """A regular file, open to read. Nothing else is opened: a named pipe would wait for a writer.
 
     Raises:
-        OSError: it cannot be opened, or is something else; `strerror` says what.
+        OSError: it cannot be opened, or is something else.
     """
     try:
         mode = os.stat(path).st_mode
@@ -98,11 +82,10 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
-    """The content of a file of at most so many bytes.
+    """The content of a file of at most `most` bytes.
 
     Raises:
         OSError: it cannot be read.
-        UserError: it has more.
     """
     with open_file(path) as file:
         try:
@@ -112,11 +95,7 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
-    """The text of a file of at most so many bytes, without a byte order mark.
-
-    Raises:
-        UserError: it cannot be read, has more bytes, or is not UTF-8.
-    """
+    """The text of a file of at most `most` bytes, without a byte order mark."""
     try:
         return read_bytes(path, most).decode().removeprefix("\ufeff")
     except OSError as error:
@@ -126,11 +105,7 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
 
 
 def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
-    """The value in a JSON file of at most so many bytes.
-
-    Raises:
-        UserError: it cannot be read, has more bytes, or is not JSON.
-    """
+    """The value in a JSON file of at most `most` bytes."""
     text = read_text(path, most)
     try:
         return parse_json(text)
@@ -142,7 +117,7 @@ def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
     """The lines of a file, each with its end.
 
     Raises:
-        TooLong: one has more than so many bytes.
+        TooLong: one has more than `most` bytes.
     """
     number = 0
     while line := content.readline(most + 1):
@@ -153,14 +128,14 @@ def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
 
 
 class TooLong(ValueError):
-    """A line or a record of more bytes than there may be; the message says how many that is."""
+    """A line or record exceeds its largest size, which the message gives."""
 
 
 def whole(content: IO[bytes], most: int) -> bytes:
     """All of a file.
 
     Raises:
-        TooLong: it has more than so many bytes.
+        TooLong: it has more than `most` bytes.
     """
     found = []
     room = most
@@ -182,7 +157,7 @@ _STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def _check_depth(bare: str) -> None:
-    """Raises `ValueError` where brackets of a text without strings are nested too deeply."""
+    """Raise `ValueError` if the brackets of a text without strings are nested too deeply."""
     if bare.count("[") + bare.count("{") > _DEPTH:
         brackets = _NO_BRACKETS.sub("", bare)
         if any(depth > _DEPTH for depth in itertools.accumulate(map(_STEP.__getitem__, brackets))):
@@ -199,10 +174,10 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a text in JSON.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or more than what is read; the message says why.
+        ValueError: it is not JSON, or larger than what is read.
     """
     if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
         bare = _JSON_STRING.sub("", text)
@@ -230,10 +205,10 @@ _TOML_NUMBER = re.compile(rf"\b[0-9][0-9A-Za-z_]{{{_DIGITS},}}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a text in TOML.
+    """The tables of a TOML text.
 
     Raises:
-        ValueError: it is not TOML, or more than what is read; the message says why.
+        ValueError: it is not TOML, or larger than what is read.
     """
     if len(text) > _TOML_CHARACTERS:
         raise ValueError(f"more than {_TOML_CHARACTERS} characters")

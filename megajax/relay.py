@@ -1,11 +1,11 @@
 """A relay between a process and process 0, whose coordination service JAX keeps a connection to.
 
-Where process 0 is gone, that connection breaks, and JAX aborts the process from C++ (SIGABRT) before anything of ours
-hears of it. Through the relay JAX sees a service that is silent, which it bears for its heartbeat timeout; the relay
-sees the end, and says it.
+When process 0 is gone, that connection breaks, and JAX aborts the process from C++ (SIGABRT) before our code can react.
+Through the relay JAX sees a silent service, which it tolerates for its heartbeat timeout; the relay notices the end and
+reports it.
 
-JAX's own shutdown holds the interpreter's lock, so that nothing is passed on meanwhile: who has a relay leaves by
-`megajax.ending.run`, which does without it.
+JAX's own shutdown holds the interpreter's lock, so that the relay cannot pass anything on: a process with a relay must
+leave by `megajax.ending.run`, which avoids that shutdown.
 """
 
 import contextlib
@@ -17,12 +17,8 @@ _CHUNK = 2**16
 
 
 class Relay:
-    """Listens on this machine, and passes what comes on to `host:port` and back.
-
-    Args:
-        host, port: of the service.
-        on_loss: is called, from a thread, where a connection that stood was ended from over there.
-    """
+    """Listens on this machine and passes data to `host:port` and back. `on_loss` is called, from a thread, when the
+    other side ends an established connection."""
 
     def __init__(self, host: str, port: int, on_loss: Callable[[], None]) -> None:
         self._service, self._on_loss = (host, port), on_loss
@@ -61,7 +57,7 @@ class Relay:
 
 
 def _send(ours: socket.socket, theirs: socket.socket, ended: threading.Event) -> None:
-    """What this process sends, until it ends the connection."""
+    """Pass on what this process sends, until it ends the connection."""
     _pass_on(ours, theirs)
     with contextlib.suppress(OSError):
         while ours.recv(_CHUNK):  # nobody is there to pass it on to
@@ -72,7 +68,7 @@ def _send(ours: socket.socket, theirs: socket.socket, ended: threading.Event) ->
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    """Until one of the two ends."""
+    """Pass data on until one of the two ends."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
             target.sendall(data)

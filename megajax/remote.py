@@ -1,7 +1,7 @@
-"""Files on remote stores, as gs://bucket/file and s3://bucket/file: found and read as streams by fsspec.
+"""Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and read as streams by fsspec.
 
-Nothing is written there. A run directory needs a file system (locks, names that appear whole), and a prepared dataset
-is mapped into memory where it lies.
+Nothing is written there. A run directory needs a file system (locks, atomic renames), and a prepared dataset is mapped
+into memory where it lies.
 """
 
 import errno
@@ -26,17 +26,11 @@ _VALID = "valid: gs://, s3:// or another scheme that fsspec reads, or a path on 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a remote store, as it was when it was found.
+    """A file on a remote store, as it was when it was found."""
 
-    Attributes:
-        url: as gs://bucket/folder/file.jsonl.gz.
-        size: in bytes.
-        version: what changes when the file does, as the store says it; empty where it says nothing.
-    """
-
-    url: str
-    size: int
-    version: str
+    url: str  # as gs://bucket/folder/file.jsonl.gz
+    size: int  # in bytes
+    version: str  # what changes when the file does, as the store says it; empty where it says nothing
 
     def __str__(self) -> str:
         return self.url
@@ -45,27 +39,19 @@ class RemoteFile:
         """The file, open to read from any place.
 
         Raises:
-            OSError: it cannot be opened; also any reading of it, whatever the store's library raises.
+            OSError: the store's library raises any error, also while reading.
         """
         return io.BufferedReader(_Stream(self.url), _BLOCK_BYTES)
 
 
 def check_scheme(url: str, name: str) -> None:
-    """Check that what reads a URL's scheme is installed.
-
-    Raises:
-        UserError: that names `name`, a flag.
-    """
+    """Check that the library for a URL's scheme is installed; `name` is its flag, for the error."""
     _file_system(url, name)
 
 
 def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
-    """The file at a URL, or all below it, except hidden ones, in the order of their paths; and whether it is a file
-    itself. None where nothing is there.
-
-    Raises:
-        UserError: that cannot be said.
-    """
+    """The file at a URL, or all files below it except hidden ones, in the order of their paths; and whether the URL is
+    a file."""
     system, path = _file_system(url, flag)
     try:
         try:
@@ -84,11 +70,7 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
 
 
 def read_bytes(url: str, flag: str) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        UserError: there is no such file, or it cannot be read.
-    """
+    """The content of a small file."""
     files, is_file = find(url, flag)
     if not is_file:
         problem = "is a folder" if files else "does not exist"

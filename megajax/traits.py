@@ -26,15 +26,10 @@ ADAPTERS, SAMPLES, NOTHING = Changes.ADAPTERS, Changes.SAMPLES, Changes.NOTHING
 
 @dataclass(frozen=True)
 class Through:
-    """The option matters through a property of its section alone.
+    """The option matters through a property of its section alone."""
 
-    Attributes:
-        name: of the property, which is compared in place of the option.
-        words: what the property is, in messages.
-    """
-
-    name: str
-    words: str
+    name: str  # of the property, which is compared in place of the option
+    words: str  # what the property is, in messages
 
 
 @dataclass(frozen=True)
@@ -59,34 +54,21 @@ class ReadWith:
 
 @dataclass(frozen=True)
 class Size:
-    """The option is the size of a dim of the weights.
+    """The option is the size of a dim of the weights."""
 
-    Attributes:
-        dim: its logical name, as in `mesh.RULES`.
-        split: whether it is divided over `tensor`, which must divide it.
-        repeated: `tensor` may also be a multiple of it; several devices then hold the same part.
-    """
-
-    dim: str
-    split: bool = False
-    repeated: bool = False
+    dim: str  # its logical name, as in `mesh.RULES`
+    split: bool = False  # whether it is divided over `tensor`, which must divide it
+    repeated: bool = False  # `tensor` may also be a multiple of it; several devices then hold the same part
 
 
 @dataclass(frozen=True)
 class Small:
-    """How `megajax verify` makes a number small; a `Size` needs no such trait.
+    """How `megajax verify` makes a number small; a `Size` needs no such trait."""
 
-    Attributes:
-        most: it is reduced to this, if it is larger.
-        fixed: it becomes this, whatever it is.
-        tokens: it counts tokens, and is scaled with the sequence.
-        jointly: `verify/shrink.py` finds it together with the sizes.
-    """
-
-    most: float | None = None
-    fixed: float | str | None = None
-    tokens: bool = False
-    jointly: bool = False
+    most: float | None = None  # it is reduced to this, if it is larger
+    fixed: float | str | None = None  # it becomes this, whatever it is
+    tokens: bool = False  # it counts tokens, and is scaled with the sequence
+    jointly: bool = False  # `verify/shrink.py` finds it together with the sizes
 
 
 class Theirs:

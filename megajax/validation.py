@@ -26,11 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_values(config: Config) -> None:
-    """Check what needs neither devices nor a mesh: every value by itself, and those that depend on each other.
-
-    Raises:
-        UserError: the first mistake, with its flags.
-    """
+    """Check what needs neither devices nor a mesh: every value by itself, and those that depend on each other."""
     check(config)
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
     family = FAMILIES[model.family]
@@ -88,11 +84,7 @@ def _check_order(config: Config, lower: str, upper: str) -> None:
 
 
 def _all_given(config: Config, keys: Sequence[str]) -> bool:
-    """Whether options that belong together are given; False: none is.
-
-    Raises:
-        UserError: some are.
-    """
+    """Whether options that belong together are given; False: none is."""
     known = [options(Config)[key] for key in keys]
     missing = [option.flag for option in known if attrgetter(option.key)(config) == option.default]
     if 0 < len(missing) < len(known):
@@ -184,11 +176,7 @@ def _check_data(data: DataConfig) -> None:
 
 
 def validate(config: Config, num_devices: int) -> None:
-    """Check a training: the values by themselves, against each other, and against the devices of all processes.
-
-    Raises:
-        UserError: the first mistake, with its flags.
-    """
+    """Check a training: the values by themselves, against each other, and against the devices of all processes."""
     check_values(config)
     _check_training_on_mesh(config, num_devices)
 
@@ -196,9 +184,6 @@ def validate(config: Config, num_devices: int) -> None:
 def validate_imagined(config: Config) -> None:
     """`validate` where there are as many devices as the mesh asks for. Of a mesh that the model, its batch or its
     schedule cannot have, the nearest that they can have is named.
-
-    Raises:
-        UserError: the first mistake, with its flags.
     """
     check_values(config)
     try:
@@ -260,11 +245,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
 
 
 def validate_mesh(config: Config, num_devices: int) -> None:
-    """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes.
-
-    Raises:
-        UserError: the first mistake, with its flags.
-    """
+    """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes."""
     model, mesh = config.model, config.mesh
     check_schedule(config.pipeline, mesh.pipe, model.num_layers)
     if mesh.num_devices != num_devices:
@@ -302,16 +283,11 @@ def validate_mesh(config: Config, num_devices: int) -> None:
 
 @dataclass(frozen=True)
 class _SplitSize:
-    """A size that is divided over `tensor`.
-
-    Attributes:
-        words: what it is, in messages.
-        repeated: as of `Size`.
-    """
+    """A size that is divided over `tensor`."""
 
     size: int
-    words: str
-    repeated: bool
+    words: str  # what it is, in messages
+    repeated: bool  # as of `Size`
 
 
 def _split_sizes(model: ModelConfig) -> dict[str, _SplitSize]:

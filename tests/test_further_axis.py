@@ -15,9 +15,12 @@ LINES = {  # by file: the line before, and the new one
 TRAIN = """
 import dataclasses
 import jax
+import numpy as np
 
+from megajax.config import MeshConfig
 from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
+from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
 from megajax.verify.check import exact, held_against, one_device
 from megajax.verify.run import run
@@ -34,11 +37,17 @@ for zero in (1, 3):
     assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "tensor": 2} and any(sharded), sharded
     found = list(held_against(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
+alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))
+layout = Program.on(alone, jax.devices()[:2]).layout
+state, transfer = layout.init(), Transfer(layout)
+back = transfer.to_devices(transfer.to_host(state))
+assert jax.tree.all(jax.tree.map(lambda one, other: (np.asarray(one) == np.asarray(other)).all(), state, back))
 """
 
 
 def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path, compiled: Path) -> None:
-    """ZeRO 1 and 3 on data 2 x further 2 x tensor 2: losses, gradients, weights, rows and communication."""
+    """ZeRO 1 and 3 on data 2 x further 2 x tensor 2: losses, gradients, weights, rows and communication; and a state
+    goes to its checkpoint's form and back where one of the axes of rows has size 1."""
     shutil.copytree(ROOT / "megajax", tmp_path / "megajax", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, (before, line) in LINES.items():

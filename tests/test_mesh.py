@@ -1,19 +1,24 @@
 """The mesh: Megatron-LM's rank groups, and which dim of which weight is split over which axis."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
+from megajax.axes import AXES
 from megajax.backend import CPU
+from megajax.config import MeshConfig
 from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import spec_axes
+from megajax.program.synthetic import random_batch
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
 SHARED_SPECS = {
@@ -75,9 +80,21 @@ def test_a_pipe_of_one_has_embedding_groups_of_one():
 
 
 def test_axes_have_their_sizes():
-    """The axes are (data, pipe, tensor), whatever their order in the devices."""
+    """The axes are (data, pipe, tensor), whatever their order in the devices, and so are the options."""
     mesh = make_mesh(data=2, pipe=4, tensor=3, devices=[Device(i) for i in range(24)])
     assert list(mesh.shape.items()) == [("data", 2), ("pipe", 4), ("tensor", 3)]
+    assert [field.name for field in dataclasses.fields(MeshConfig)] == list(AXES) == list(mesh.shape)
+
+
+def test_tokens_of_a_batch_can_be_sharded(monkeypatch: pytest.MonkeyPatch):
+    """Over an axis of tokens, of the arrays that have a dim of tokens."""
+    monkeypatch.setattr("megajax.mesh.TOKEN_AXES", ("tensor",))
+    program = tiny_program(tiny_config((2, 1, 2), family="bert"))
+    batch = random_batch(program.config, 0)
+    for name, array in program.put_batch(batch, program.local_rows).items():
+        assert (np.asarray(array) == batch[name]).all()
+        tokens = 2 if "tokens" in program.form.entries[name].dims else 1
+        assert array.addressable_shards[0].data.size == array.size // 2 // tokens, name
 
 
 def test_one_mesh_axis_splits_one_dim_only():

@@ -12,7 +12,7 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "nearest}",  # megajax/flags.py: the nearest flags
     "option.flag} {problem}",  # megajax/options.py: `Option.problem`
     "name} {reason}",  # megajax/flags.py: what `_Value` says
-    "told}: {error}",  # megajax/presets.py: what is wrong with a base
+    "where}: {error}",  # megajax/presets.py: what is wrong with a base
     "path}: {error}",  # megajax/reading.py: of `TooLong`
     "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
     "its standard error says why",

@@ -18,11 +18,7 @@ from megajax.tasks.registry import TASKS
 
 
 def import_hf(argv: Sequence[str]) -> None:
-    """Make a run directory at step 0 from a GPT-2, Llama, Qwen, Mistral or BERT in Hugging Face's format.
-
-    Raises:
-        UserError: the model, the run directory or a flag cannot be used.
-    """
+    """Make a run directory at step 0 from a GPT-2, Llama, Qwen, Mistral or BERT in Hugging Face's format."""
     parser = Parser(
         "Make a run directory at step 0 from a GPT-2, Llama, Qwen2, Qwen3, Mistral or BERT, also a fine-tuned one, in "
         "Hugging Face's format.",
@@ -60,11 +56,7 @@ def import_hf(argv: Sequence[str]) -> None:
 
 
 def export_hf(argv: Sequence[str]) -> None:
-    """Write a checkpoint of a run as a folder that transformers loads.
-
-    Raises:
-        UserError: the run, the step or the folder cannot be used.
-    """
+    """Write a checkpoint of a run as a folder that transformers loads."""
     parser = Parser(
         "Write a checkpoint of a run as a folder that transformers loads.",
         "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
@@ -110,11 +102,7 @@ ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the action that the command line names.
-
-    Raises:
-        UserError: there is none of that name, or it cannot do what its arguments say.
-    """
+    """Run the action that the command line names."""
     if completion.asked():
         parser = Parser("Import a model from Hugging Face's format, or export a run to it.", "megajax convert ACTION")
         parser.add_argument("action", choices=ACTIONS)
@@ -141,12 +129,12 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _start(config: Config) -> None:
-    """Start JAX on one CPU device, also where there are GPUs: nothing is computed."""
+    """Start JAX on one CPU device, even where there are GPUs: nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
 
 
 def _training_further(config: Config, run_dir: Path) -> str:
-    """The command that trains an imported run on: a pretrained one in its folder, on a task one that begins with it."""
+    """The command that trains an imported run on: in its folder, or from it if it was fine-tuned on a task."""
     model, command = config.model, f"; train on with: megajax train {run_dir / 'config.toml'}"
     if model.head == "pretraining":
         return f"{command} --data.path TEXT"
@@ -161,5 +149,5 @@ def _describe(config: Config) -> dict[str, Any]:
     return {"parameters": count_parameters(dataclasses.replace(config.model, vocab_multiple=1))}
 
 
-def _finish(args: argparse.Namespace, figures: dict[str, Any], told: str) -> None:
-    print(json.dumps(figures) if args.json else told)
+def _finish(args: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
+    print(json.dumps(figures) if args.json else text)

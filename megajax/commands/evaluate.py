@@ -1,4 +1,4 @@
-"""`megajax eval`, also `eval.py`: evaluate a run's checkpoint on a task."""
+"""`megajax eval`, also `eval.py`: evaluate the checkpoint of a run on a task."""
 
 import json
 import math
@@ -25,11 +25,7 @@ _ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the r
 
 
 def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
-    """Restore the checkpoints that the command line names, run the task and print its figures as JSON.
-
-    Raises:
-        UserError: a flag, a run or the data cannot be used.
-    """
+    """Restore the checkpoints of the command line, run the task and print its figures as JSON."""
     parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     runs = f"run directory of the training; of {_ANSWERED} also several: their answers' probabilities are averaged"

@@ -1,4 +1,4 @@
-"""`megajax generate`: continue prompts by a run's checkpoint."""
+"""`megajax generate`: continue prompts with the model of a run."""
 
 import json
 import sys
@@ -19,11 +19,7 @@ CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Restore the checkpoint that the command line names and print the continuations while they are generated.
-
-    Raises:
-        UserError: a flag, the run or a prompt cannot be used.
-    """
+    """Restore the checkpoint of the command line and print continuations while they are generated."""
     parser = Parser(
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
@@ -60,22 +56,8 @@ def main(argv: Sequence[str]) -> None:
 def continue_texts(
     run_dir: Path, step: str, prompts: list[str], options: GenerateOptions, overrides: dict[str, Any], *, show: bool
 ) -> dict[str, Any]:
-    """Continue prompts by a run's checkpoint.
-
-    Args:
-        run_dir: the run.
-        step: of the checkpoint: a step, latest, or best.
-        prompts: the texts to continue.
-        options: how.
-        overrides: values that replace those of the run's configuration, by key.
-        show: also write the texts on standard output as they come.
-
-    Returns:
-        The report that `--json` prints.
-
-    Raises:
-        UserError: the run, the step, the prompts or the mesh cannot be used.
-    """
+    """Continue prompts with the model of a run. `overrides` replace values of the run's configuration; with `show` the
+    texts are also printed as they come. Returns the report of `--json`."""
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
     from megajax.generation.text import Screen, continuation_text
@@ -128,5 +110,5 @@ def continue_texts(
 
 
 def _note(text: str) -> None:
-    """Print on standard error, since standard output is the texts alone."""
+    """Print on standard error: standard output has the texts alone."""
     print(text, file=sys.stderr)

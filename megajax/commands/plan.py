@@ -1,4 +1,4 @@
-"""`megajax plan`: what a run needs and takes on a mesh, without a device of it."""
+"""`megajax plan`: what a run needs and takes on a mesh, without its devices."""
 
 import json
 import time
@@ -18,11 +18,7 @@ _GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the plan of a configuration on a mesh.
-
-    Raises:
-        UserError: a flag, the preset or the mesh is not valid.
-    """
+    """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
     parser = Parser(
         "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "

@@ -22,7 +22,6 @@ MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 
 
 def add_flags(parser: Parser) -> None:
-    """The flags of a search."""
     group = parser.add_argument_group("search")
     group.add_argument(
         "--search",
@@ -36,7 +35,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises `UserError` if a flag of a search is there without it."""
+    """Refuse flags of a search without `--search`."""
     for name in ("devices", "best", "plot"):
         if getattr(args, name, None) is not None and not args.search:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
@@ -45,18 +44,8 @@ def check_flags(args: argparse.Namespace) -> None:
 def print_search(
     args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any]
 ) -> None:
-    """Print what is found.
-
-    Args:
-        args: the command's arguments.
-        config: the run, on whatever mesh.
-        original: the preset's.
-        machine: the GPUs.
-        given: values that are not searched, by key.
-
-    Raises:
-        UserError: nothing fits, there is no such mesh, or the picture cannot be written.
-    """
+    """Search the meshes for `config`, where values of `given` stay, and print the best; `original` is the preset's
+    own."""
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot = Path(args.plot) if args.plot else None
     if plot:
@@ -80,10 +69,10 @@ def print_search(
         title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
         with plot_atomically(plot) as new:
             draw_search(new, title, found, machine)
-    told = args.preset, original, machine, compiled
-    print(json.dumps(figures(found, *told)) if args.json else "\n".join(lines(found, *told)))
+    about = args.preset, original, machine, compiled
+    print(json.dumps(figures(found, *about)) if args.json else "\n".join(lines(found, *about)))
 
 
 def scanned(config: Config) -> Config:
-    """With the layers as one scan: the same step, whose program does not grow with their number."""
+    """With the layers as one scan: the same step, in a program that does not grow with their number."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))

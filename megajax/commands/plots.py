@@ -15,16 +15,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_plot(plot: Path, mark: bytes, what: str) -> None:
-    """Check that a picture can be written, and replaces none but its own kind.
-
-    Args:
-        plot: the file.
-        mark: that pictures of its kind bear.
-        what: its kind, in words.
-
-    Raises:
-        UserError: it cannot be, or would.
-    """
+    """Check that a picture can be written, and would replace only its own kind: `what` in words, bearing `mark`."""
     if plot.suffix.lower() not in FORMATS:
         raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(FORMATS)}")
     check_place(plot, "--plot")
@@ -35,11 +26,7 @@ def check_plot(plot: Path, mark: bytes, what: str) -> None:
 
 @contextlib.contextmanager
 def plot_atomically(plot: Path) -> Iterator[Path]:
-    """The place to draw a picture at, which then becomes `plot`.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """The place to draw a picture that then becomes `plot`."""
     try:
         with file_atomically(plot) as new:
             yield new

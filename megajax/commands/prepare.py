@@ -14,12 +14,7 @@ from megajax.runs.ownership import check_outside_runs
 
 
 def main(argv: Sequence[str]) -> None:
-    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx.
-
-    Raises:
-        UserError: a flag or the input cannot be used, or the output cannot be written.
-        RunError: a worker process ended.
-    """
+    """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
     parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
     parser.add_argument(

@@ -35,11 +35,7 @@ _TIME = between(1e-6, 10**6)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print a pipeline schedule: its table, ticks, bubble and chunks in flight.
-
-    Raises:
-        UserError: a flag is not valid, or the plot cannot be written.
-    """
+    """Print a pipeline schedule: its table, ticks, bubble and chunks in flight."""
     parser = Parser(
         "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick, then the "
         "weight gradients that waited for it.",

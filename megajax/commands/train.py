@@ -5,18 +5,12 @@ from collections.abc import Sequence
 from megajax.config import Config
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
-from megajax.flags import read_command, tell_left_out
+from megajax.flags import print_left_out, read_command
 from megajax.paths import check_path, check_place
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
-    """Train; with `--print-config` print the configuration, with `--dry-run` do what comes before training, with
-    `--profile-pipeline` measure the stages of a pipeline.
-
-    Raises:
-        UserError: a flag, the preset or the data cannot be used.
-        RunError: the training cannot go on.
-    """
+    """Train; or with `--print-config`, `--dry-run` or `--profile-pipeline`, do what these say instead."""
     given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.", prog)
     if given.print_config:
         from megajax.origins import printed
@@ -26,7 +20,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     config = given.config(decay_follows=False)
     if given.dry_run and config.profile_pipeline:
         raise UserError("--dry-run with --profile-pipeline, which trains nothing anyway; valid: one of them")
-    tell_left_out(given, config)
+    print_left_out(given, config)
     _check_paths(config)
     if given.dry_run:
         from megajax.training.dry_run import dry_run
@@ -47,7 +41,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Raises `UserError` where a path of the configuration cannot be looked at, or the run directory not be made."""
+    """Refuse paths of the configuration that cannot be looked at, and a run directory that cannot be made."""
     if not config.profile_pipeline:
         check_place(config.run_dir, "--run-dir")
     texts = [("--data.path", config.data.path)] + [("--data.sources", source.path) for source in config.data.sources]

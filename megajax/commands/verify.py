@@ -1,4 +1,4 @@
-"""`megajax verify`: hold a configuration on its mesh against one device, in small, on simulated devices."""
+"""`megajax verify`: compare a configuration on its mesh with one device, in small, on simulated devices."""
 
 import dataclasses
 import json
@@ -22,11 +22,7 @@ _OPTIONS = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does.
-
-    Raises:
-        UserError: a flag, the preset or the mesh is not valid, or the configuration cannot be shrunk.
-    """
+    """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does."""
     parser = Parser(
         "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
         "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
@@ -43,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
     validate_imagined(config)
 
-    from megajax.verify.shrink import shrink  # which imports JAX: mistakes are told without it
+    from megajax.verify.shrink import shrink  # which imports JAX: mistakes are found without it
 
     small = shrink(config, devices)
     _start(small.config.mesh.num_devices, small.config)
@@ -64,14 +60,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _start(devices: int, config: Config) -> None:
-    """Simulated devices in this process, whatever machine it is on."""
+    """Simulate devices in this process, on any machine."""
     if in_cluster(os.environ):
         raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
     start(dataclasses.replace(config, simulate_devices=devices, precision="fp32", distributed=DistributedConfig()))
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON has: what is not finite as text."""
+    """`value` with infinite numbers as text, since JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

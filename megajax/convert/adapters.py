@@ -37,15 +37,10 @@ FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of transformers' model.
+    """A module of transformers' model."""
 
-    Attributes:
-        name: with `{layer}` in it.
-        products: ours that are in it, as in `Adapters.products`, and where each is.
-    """
-
-    name: str
-    products: dict[tuple[str, ...], Place]
+    name: str  # with `{layer}` in it
+    products: dict[tuple[str, ...], Place]  # ours that are in it, as in `Adapters.products`, and where each is
 
     @property
     def target(self) -> str:
@@ -54,11 +49,7 @@ class _Module:
 
 
 def check_has_adapters(run_dir: Path, config: Config) -> None:
-    """Check that a run has adapters.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Check that a run has adapters."""
     if not config.lora.rank:
         raise UserError(
             f"--adapter: RUN {run_dir} was trained without; valid: a run of --lora.rank 1 or more, or without --adapter"

@@ -17,14 +17,14 @@ from megajax.convert.origin import Origin
 from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects, write_tokenizer
 from megajax.convert.weights import Tensor, tensors_of
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
 from megajax.tasks.registry import TASKS
 
@@ -38,7 +38,7 @@ def export_config(run_dir: Path) -> Config:
         UserError: there is no run, or no class of transformers can hold its model.
     """
     check_run(run_dir, "RUN")
-    config = kept_config(run_dir, {})
+    config = stored_config(run_dir, {})
     exchange_of_run(run_dir, config, Origin.read(run_dir))
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 
@@ -73,7 +73,7 @@ def export_hf(
     check_new(folder, "PATH")
     model, origin = config.model, Origin.read(run_dir)
     own = run_dir / "data" / "tokenizer"
-    tokenizer = kept_tokenizer(run_dir / "data") if reading.kind(own) else None
+    tokenizer = corpus_tokenizer(run_dir / "data") if reading.kind(own) else None
     exchange, dtype = exchange_of_run(run_dir, config, origin), dtype or origin.dtype
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)

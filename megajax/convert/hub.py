@@ -11,11 +11,7 @@ _FILES += ["special_tokens_map.json", "generation_config.json", "chat_template.j
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a model: `path` itself, or, if that is the name of a model on the hub, a download of it.
-
-    Raises:
-        UserError: there is no such folder, and the model cannot be downloaded.
-    """
+    """The folder of a model: `path` itself, or, if that is the name of a model on the hub, a download of it."""
     folder = Path(path)
     if folder.is_dir():
         return folder

@@ -38,11 +38,7 @@ class Origin:
 
     @classmethod
     def of(cls, fields: Fields, architecture: str, dtype: str, length: int) -> "Origin":
-        """Of a model's folder.
-
-        Raises:
-            UserError: an id of a token is none, or generation_config.json no JSON object.
-        """
+        """Of a model's folder."""
         file = fields.file.with_name(_GENERATION)
         generation = reading.read_json(file) if reading.is_file(file) else {}
         if not isinstance(generation, dict):
@@ -56,11 +52,7 @@ class Origin:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Origin":
-        """Of a run.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Of a run."""
         file = run_dir / IMPORTED
         if not reading.kind(file):
             return cls()
@@ -74,11 +66,7 @@ class Origin:
         return cls(**content)
 
     def write(self, run_dir: Path) -> None:
-        """Into a new run.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Into a new run."""
         write_atomically(run_dir / IMPORTED, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def put_into(self, settings: dict[str, dict[str, Any]], model_length: int, *, rotary: bool) -> None:

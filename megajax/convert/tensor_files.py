@@ -29,9 +29,6 @@ class TensorFiles:
     Attributes:
         folder: as given.
         shapes: of all tensors, by name.
-
-    Raises:
-        UserError: there are no such files, or one is missing or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -62,9 +59,6 @@ class TensorFiles:
     def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
         """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16. `kind` is the model
         that has them all, for error messages.
-
-        Raises:
-            UserError: they are not.
         """
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
@@ -80,11 +74,7 @@ class TensorFiles:
                 raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
     def check_no_others(self, names: set[str], architecture: str) -> None:
-        """Check that there are no tensors of other names than those of this class of transformers.
-
-        Raises:
-            UserError: there are.
-        """
+        """Check that there are no tensors of other names than those of this class of transformers."""
         others = sorted(self.shapes.keys() - names)
         if others:
             raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a {architecture} has")
@@ -96,11 +86,7 @@ class TensorFiles:
         return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor in fp32.
-
-        Raises:
-            UserError: it has values that are NaN or infinite.
-        """
+        """A tensor in fp32."""
         tensor = self._files[name].get_tensor(name).astype(np.float32)
         if not np.isfinite(tensor).all():
             raise UserError(f"{self._paths[name]}: {name} has values that are NaN or infinite; valid: finite numbers")

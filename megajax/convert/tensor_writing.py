@@ -48,9 +48,6 @@ def write_tensors(
         tensors: all of them in some order, with their names.
         dtype: that they are written in, as in `DTYPES`.
         shard_bytes: how many of them there are in a file at most.
-
-    Raises:
-        UserError: the files cannot be written, or a tensor has numbers that are too large for the dtype.
     """
     places = _planned(shapes, _NUMPY[dtype].itemsize, shard_bytes)
     with contextlib.ExitStack() as stack:

@@ -98,20 +98,20 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """The samples of several corpora to evaluate on, in turn: any first part has of each in proportion to its size."""
+    """The samples of several corpora to evaluate on, in turn: any beginning has of each in proportion to its size."""
 
-    def __init__(self, parts: Sequence[CorpusSamples]) -> None:
-        self._parts = parts
-        self._order = Blend([len(part) for part in parts])
-        self.sequence_length, self.form = parts[0].sequence_length, parts[0].form
+    def __init__(self, corpora: Sequence[CorpusSamples]) -> None:
+        self._corpora = corpora
+        self._order = Blend([len(corpus) for corpus in corpora])
+        self.sequence_length, self.form = corpora[0].sequence_length, corpora[0].form
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return sum(map(len, self._corpora))
 
     def __getitem__(self, number: int) -> Sample:
-        part, own = self._order.place(number)
-        return self._parts[part][own]
+        corpus, own = self._order.place(number)
+        return self._corpora[corpus][own]
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
-        return itertools.chain.from_iterable(part.documents() for part in self._parts)
+        return itertools.chain.from_iterable(corpus.documents() for corpus in self._corpora)

@@ -2,7 +2,7 @@
 text.
 
 C chunks, D documents, S sentences. The map is worked out for a million sentences at a time, in all their documents at
-once, so that it takes little memory beside its result, and is the same for any such part.
+once, so that it takes little memory beside its result, and is the same for any such block.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from megajax.data.tokens import SequenceDocuments
 
 Numbers = npt.NDArray[np.int64]
 
-_PART = 1 << 20  # sentences looked at in one go
+_BLOCK = 1 << 20  # sentences looked at in one go
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SentenceCounts:
 def count_sentences(documents: SequenceDocuments, numbers: Numbers | None = None) -> SentenceCounts:
     """Count the sentences of some documents (None: of all)."""
     counts = np.zeros(5, np.int64)
-    for part in _parts(documents, np.arange(documents.num_documents) if numbers is None else numbers):
-        sizes = part.ends - part.begins
-        counts += [(sizes > 0).sum(), sizes.sum(), (sizes == 1).sum(), (sizes == 0).sum(), part.num_empty]
+    for block in _blocks(documents, np.arange(documents.num_documents) if numbers is None else numbers):
+        sizes = block.ends - block.begins
+        counts += [(sizes > 0).sum(), sizes.sum(), (sizes == 1).sum(), (sizes == 0).sum(), block.num_empty]
     return SentenceCounts(*counts.tolist())
 
 
@@ -59,16 +59,16 @@ def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbe
     `numbers` are those of the documents, ascending; `target` goes from the first sentences of chunks to the tokens
     wanted.
     """
-    found = [_joined(part, target) for part in _parts(documents, numbers)]
+    found = [_joined(block, target) for block in _blocks(documents, numbers)]
     return Chunks(
-        np.concatenate([np.empty(0, np.int64), *(part.begins for part in found)]),
-        np.concatenate([np.empty(0, np.int32), *(part.sizes for part in found)]),
-        np.concatenate([np.empty(0, np.int32), *(part.targets for part in found)]),
+        np.concatenate([np.empty(0, np.int64), *(block.begins for block in found)]),
+        np.concatenate([np.empty(0, np.int32), *(block.sizes for block in found)]),
+        np.concatenate([np.empty(0, np.int32), *(block.targets for block in found)]),
     )
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Block:
     """Sentences of some documents, those without a token left out."""
 
     ids: Numbers  # [S], numbers in the dataset
@@ -78,17 +78,17 @@ class _Part:
     num_empty: int  # sentences left out
 
 
-def _parts(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Part]:
+def _blocks(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Block]:
     begun = 0
     totals = np.cumsum(documents.document_index[numbers + 1] - documents.document_index[numbers])
     while begun < len(numbers):
         done = int(totals[begun - 1]) if begun else 0
-        end = max(begun + 1, int(np.searchsorted(totals, done + _PART, side="right")))
-        yield _part(documents, numbers[begun:end])
+        end = max(begun + 1, int(np.searchsorted(totals, done + _BLOCK, side="right")))
+        yield _block(documents, numbers[begun:end])
         begun = end
 
 
-def _part(documents: SequenceDocuments, numbers: Numbers) -> _Part:
+def _block(documents: SequenceDocuments, numbers: Numbers) -> _Block:
     firsts, lasts = documents.document_index[numbers], documents.document_index[numbers + 1]
     ends = np.cumsum(lasts - firsts)
     shifts = firsts - np.concatenate([[0], ends[:-1]])
@@ -98,17 +98,17 @@ def _part(documents: SequenceDocuments, numbers: Numbers) -> _Part:
     num_filled = np.concatenate([[0], np.cumsum(filled)])
     begins, ends = num_filled[np.concatenate([[0], ends[:-1]])], num_filled[ends]
     totals = np.concatenate([[0], np.cumsum(lengths[filled], dtype=np.int64)])
-    return _Part(ids[filled], totals, begins, ends, int(len(ids) - num_filled[-1]))
+    return _Block(ids[filled], totals, begins, ends, int(len(ids) - num_filled[-1]))
 
 
-def _joined(part: _Part, target: Callable[[Numbers], Numbers]) -> Chunks:
-    """Chunks of a part: one of every document at a time."""
-    open_ = part.begins < part.ends
-    place, end = part.begins[open_], part.ends[open_]
+def _joined(block: _Block, target: Callable[[Numbers], Numbers]) -> Chunks:
+    """Chunks of a block: one of every document at a time."""
+    open_ = block.begins < block.ends
+    place, end = block.begins[open_], block.ends[open_]
     found = [(np.empty(0, np.int64),) * 3]
     while len(place):
-        wanted = target(part.ids[place])
-        stop = np.searchsorted(part.totals, part.totals[place] + wanted)
+        wanted = target(block.ids[place])
+        stop = np.searchsorted(block.totals, block.totals[place] + wanted)
         stop = np.maximum(stop, place + 2)
         stop = np.where(end - stop <= 1, end, stop)
         found.append((place, stop, wanted))
@@ -116,5 +116,5 @@ def _joined(part: _Part, target: Callable[[Numbers], Numbers]) -> Chunks:
         place, end = stop[goes_on], end[goes_on]
     places, stops, targets = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     order = np.argsort(places)
-    begins, lasts = part.ids[places[order]], part.ids[stops[order] - 1]
+    begins, lasts = block.ids[places[order]], block.ids[stops[order] - 1]
     return Chunks(begins, (lasts + 1 - begins).astype(np.int32), targets[order].astype(np.int32))

@@ -37,7 +37,7 @@ class DataConfig:
     dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train"] = ()
     validation_fraction: Annotated[
         float,
-        "share of the tokens kept for validation, in whole documents; of a task's records, with whole contexts",
+        "share of the tokens held out for validation, document by document; of a task's records, context by context",
         POSITIVE_SHARE,
         SAMPLES,
     ] = 0.03

@@ -43,7 +43,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     index_file, tokens_file = dataset_files(prefix)
     again = f"or, {report.source} being unchanged, no {folder}: then the corpus is made again"
     advice = f"valid: the file as it was, {again}"
-    tokenizer = _kept_tokenizer(folder, report, vocab_size, advice)
+    tokenizer = _own_tokenizer(folder, report, vocab_size, advice)
     if report.dataset:
         advice = "valid: the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
@@ -64,7 +64,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     return Corpus(tokens, tokenizer, report)
 
 
-def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
+def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
     """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests."""
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
@@ -73,7 +73,7 @@ def kept_tokenizer(output_dir: str | Path) -> Tokenizer:
     return load_tokenizer(own)
 
 
-def _kept_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
+def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
     own = folder / "tokenizer"
     check_tokenizer(own, report.digests, advice)
     if report.dataset and not reading.kind(own):

@@ -210,7 +210,7 @@ class _TokenStream:
             end = int(self._ends[place])
             shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # from here to the corpus
             until = min(stop, end)
-            window[done - start : until - start] = self._documents.part(done + shift, until + shift)
+            window[done - start : until - start] = self._documents.read(done + shift, until + shift)
             done, place = until, place + 1
         return window
 

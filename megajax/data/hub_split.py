@@ -112,8 +112,7 @@ class HubSplit:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """`datasets` and the hub's library show no bars and no warnings of their own: what ends the reading is told in one
-    line."""
+    """`datasets` and the hub's library show neither progress bars nor warnings; errors become one line of ours."""
     import datasets
     from huggingface_hub.utils import logging
 

@@ -38,12 +38,12 @@ class IndexedDataset(SequenceDocuments):
         index = _map(index_file, "<u1")
         token_type, num_sequences, num_entries = _read_header(index, index_file)
 
-        def part(start: int, count: int, dtype: str) -> npt.NDArray[Any]:
+        def array_at(start: int, count: int, dtype: str) -> npt.NDArray[Any]:
             return index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
-        lengths = part(_HEADER.size, num_sequences, "<i4")
-        pointers = part(_HEADER.size + 4 * num_sequences, num_sequences, "<i8")
-        document_index = part(_HEADER.size + 12 * num_sequences, num_entries, "<i8")
+        lengths = array_at(_HEADER.size, num_sequences, "<i4")
+        pointers = array_at(_HEADER.size + 4 * num_sequences, num_sequences, "<i8")
+        document_index = array_at(_HEADER.size + 12 * num_sequences, num_entries, "<i8")
         tokens = _map(tokens_file, token_type)
         _check_sequences(lengths, pointers, tokens, index_file, tokens_file)
         _check_documents(document_index, num_sequences, index_file)

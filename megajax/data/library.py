@@ -52,8 +52,8 @@ def _collect(node: ast.AST, found: dict[str, None]) -> None:
     text = None
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node, clean=False)
-    if text and (kept := _without_examples(inspect.cleandoc(text))):
-        found[kept] = None
+    if text and (words := _without_examples(inspect.cleandoc(text))):
+        found[words] = None
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.expr):
             _collect(child, found)

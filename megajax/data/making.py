@@ -63,7 +63,7 @@ def make_corpus(
             train one with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
-        check: raises `UserError` where the corpus is not what the caller needs; it is then not kept.
+        check: raises `UserError` where the corpus is not what the caller needs; it is then removed.
         flag: the flag that named the path, for error messages.
         sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
         kind: of the tokenizer that is trained.

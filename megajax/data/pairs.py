@@ -164,7 +164,7 @@ def _sample(
     first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
     offsets = documents.sequence_offsets(first, first + size)
     offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # without the sentences that have no token
-    tokens = documents.part(int(offsets[0]), int(offsets[-1])).astype(np.int32)
+    tokens = documents.read(int(offsets[0]), int(offsets[-1])).astype(np.int32)
     if len(offsets) == 2:
         segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
     else:

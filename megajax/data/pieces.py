@@ -41,7 +41,7 @@ def joined(blocks: Iterable[str]) -> str:
 
 
 def check_length(parts: Sequence[str]) -> None:
-    """Check that parts of a document are no more than it may be.
+    """Check that the pieces of a document are together no longer than it may be.
 
     Raises:
         TooLong: they are.

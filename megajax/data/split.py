@@ -1,13 +1,13 @@
-"""What is held out of a corpus, or of a task's records, in whole parts."""
+"""What is held out of a corpus or a task: groups that stay together, documents or the records of a context."""
 
 import numpy as np
 import numpy.typing as npt
 
 
 def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
-    """The first parts of an order that have about a share of all sizes; not all parts, and at least one.
+    """The first groups of an order that have about a share of all sizes; not all groups, and at least one.
 
-    A part larger than that share is not held out; if all are, it is the smallest.
+    A group larger than that share is not held out; if all are, it is the smallest.
     """
     budget = fraction * int(sizes.sum())
     candidates = order[sizes[order] <= budget]

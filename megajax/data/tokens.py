@@ -15,7 +15,7 @@ class TokenDocuments:
     """D documents with N tokens in all.
 
     Attributes:
-        tokens: ids, an integer array [N], possibly memory-mapped; `part` and `document` read them checked.
+        tokens: ids, an integer array [N], possibly memory-mapped; `read` and `document` read them checked.
         document_offsets: int64 [D + 1]; document d is `tokens[document_offsets[d]:document_offsets[d + 1]]`.
         name: file or path, for error messages.
         checked: what is wrong with the tokens is found by this, if anything.
@@ -47,22 +47,22 @@ class TokenDocuments:
         return len(self.tokens)
 
     def document(self, number: int) -> npt.NDArray[np.integer]:
-        """Tokens of one document, a view [length]; see `part`."""
-        return self.part(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
+        """Tokens of one document, a view [length]; see `read`."""
+        return self.read(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
-    def part(self, start: int, stop: int) -> npt.NDArray[np.integer]:
+    def read(self, start: int, stop: int) -> npt.NDArray[np.integer]:
         """The tokens from `start` to `stop`, a view [stop - start]."""
         if self.checked:
             self.checked.check(start, stop)
         return self.tokens[start:stop]
 
     def max_token(self) -> int:
-        """The largest id, -1 without tokens. Reads all tokens, a part at a time."""
+        """The largest id, -1 without tokens. Reads all tokens, a block at a time."""
         chunks = range(0, self.num_tokens, _SCAN_TOKENS)
         return max((int(self.tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that every id is one of 0 … size - 1. Reads all tokens, a part at a time."""
+        """Check that every id is one of 0 … size - 1. Reads all tokens, a block at a time."""
         if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
             return
         for start in range(0, self.num_tokens, _SCAN_TOKENS):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.data.text import TextDocuments
@@ -37,21 +36,12 @@ def split_last_word(text: str) -> tuple[str, str]:
     return text.rstrip().removesuffix(word).rstrip(), word
 
 
-@dataclass(frozen=True)
-class LastWords:
-    """The figures of the last words of many passages."""
+def last_word_figures(words: Sequence[Continuation]) -> dict[str, float]:
+    """The figures of at least one last word.
 
-    accuracy: float  # share of words whose every subword is the most probable one
-    loss: float  # mean cross-entropy of a word, in nats
-
-    @classmethod
-    def of(cls, words: Sequence[Continuation]) -> "LastWords":
-        """The figures of at least one word."""
-        mean = -math.fsum(word.log_probability for word in words) / len(words)
-        accuracy = sum(word.greedy for word in words) / len(words)
-        return cls(accuracy, mean)
-
-    @property
-    def perplexity(self) -> float:
-        """The perplexity per word, exp(loss)."""
-        return exponential(self.loss)
+    `accuracy` is the share of words whose every subword is the most probable one, `loss` the mean cross-entropy of a
+    word in nats, `perplexity` that per word.
+    """
+    loss = -math.fsum(word.log_probability for word in words) / len(words)
+    accuracy = sum(word.greedy for word in words) / len(words)
+    return {"accuracy": accuracy, "perplexity": exponential(loss), "loss": loss}

@@ -51,12 +51,7 @@ def exponential(loss: float) -> float:
 
 
 def perplexities(
-    program: Program,
-    params: Any,
-    samples: Samples,
-    *,
-    batches: int = 0,
-    between: Callable[[], None] = lambda: None,
+    program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
 ) -> dict[str, Perplexity]:
     """Every loss of the model by name, on `samples`; the arguments are those of `score_samples`."""
     found: dict[str, list[SampleScores]] = defaultdict(list)
@@ -72,6 +67,6 @@ def perplexity(program: Program, params: Any, samples: Samples) -> Perplexity:
     return only
 
 
-def total_loss(parts: dict[str, Perplexity]) -> float:
+def total_loss(losses: dict[str, Perplexity]) -> float:
     """What training minimises: the sum of the losses, each the mean over its own targets."""
-    return math.fsum(part.loss for part in parts.values())
+    return math.fsum(each.loss for each in losses.values())

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
+from megajax.data.gpt import EvaluationSamples
 from megajax.data.prepared import prepared_prefix
 from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.lambada import LastWords, read_lambada
+from megajax.evaluation.lambada import last_word_figures, read_lambada
 from megajax.evaluation.options import PAPER_OVERLAP
 from megajax.evaluation.perplexity import Perplexity, perplexities, perplexity, total_loss
 from megajax.evaluation.scoring import compile_scores, score_continuations
@@ -54,10 +55,10 @@ def perplexity_figures(
 ) -> dict[str, Any]:
     """The figures of `evaluate_perplexity` of any weights on some samples; `tokenizer` is that of their text, None
     where that was given tokenized."""
-    parts = perplexities(program, params, samples)
+    losses = perplexities(program, params, samples)
     if not FAMILIES[program.config.model.family].continues_text:
-        return {"loss": total_loss(parts)} | _figures(parts)
-    (result,) = parts.values()
+        return {"loss": total_loss(losses)} | _figures(losses)
+    (result,) = losses.values()
     bits_per_byte = None
     if tokenizer:
         sizes = [tokenizer.num_bytes(document) for document in samples.documents()]
@@ -78,8 +79,8 @@ def evaluate_wikitext103(
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
     overlap = _advance(overlap, length, default=min(PAPER_OVERLAP, length))
-    text = read_wikitext(data, run_tokenizer(run_dir, config))
-    samples = text.samples(length, overlap)
+    words, text = read_wikitext(data, run_tokenizer(run_dir, config))
+    samples = EvaluationSamples(text, sequence_length=length, overlap=overlap)
     trained = TrainedModel.restore(run_dir, config, step)
     compile_scores(trained.program, trained.params, length)
     began = time.perf_counter()
@@ -88,9 +89,9 @@ def evaluate_wikitext103(
     return {
         "task": "wikitext103",
         "step": trained.step,
-        "perplexity": result.per(text.original_tokens),
-        "loss": result.total_loss / text.original_tokens,
-        "T_o": text.original_tokens,
+        "perplexity": result.per(words),
+        "loss": result.total_loss / words,
+        "T_o": words,
         "T": result.tokens,
         "windows": len(samples),
         "overlap": overlap,
@@ -106,24 +107,17 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     config = evaluation_config(run_dir, overrides)
     passages = read_lambada(data, run_tokenizer(run_dir, config))
     trained = TrainedModel.restore(run_dir, config, step)
-    result = LastWords.of(score_continuations(trained.program, trained.params, passages))
-    return {
-        "task": "lambada",
-        "step": trained.step,
-        "accuracy": result.accuracy,
-        "perplexity": result.perplexity,
-        "loss": result.loss,
-        "passages": len(passages),
-        "several_subwords": sum(len(ids) - first > 1 for ids, first in passages),
-    }
+    figures = last_word_figures(score_continuations(trained.program, trained.params, passages))
+    several = sum(len(ids) - first > 1 for ids, first in passages)
+    return {"task": "lambada", "step": trained.step, **figures, "passages": len(passages), "several_subwords": several}
 
 
-def _figures(parts: Mapping[str, Perplexity]) -> dict[str, Any]:
+def _figures(losses: Mapping[str, Perplexity]) -> dict[str, Any]:
     """Of every loss by name."""
     figures: dict[str, Any] = {}
-    for name, part in parts.items():
-        figures |= {f"{name}_loss": part.loss, f"{name}_perplexity": part.perplexity}
-        figures |= {f"{name}_accuracy": part.accuracy, f"{name}_targets": part.tokens}
+    for name, found in losses.items():
+        figures |= {f"{name}_loss": found.loss, f"{name}_perplexity": found.perplexity}
+        figures |= {f"{name}_accuracy": found.accuracy, f"{name}_targets": found.tokens}
     return figures
 
 

@@ -39,23 +39,14 @@ class SampleScores:
 
 
 def score_samples(
-    program: Program,
-    params: Any,
-    samples: Samples,
-    *,
-    batches: int = 0,
-    between: Callable[[], None] = lambda: None,
+    program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
 ) -> Iterator[dict[str, SampleScores]]:
     """Scores of every sample in order, for every loss by name, dropout off.
 
-    Args:
-        program: compiled for batches of its global batch; the last batch is padded.
-        params: weights on the program's mesh.
-        samples: what to predict; no longer than the model's sequences.
-        batches: at most this many batches; 0: all.
-        between: called before every batch; what it raises ends the scoring.
+    The program's global batch is the batch; the last one is padded. There are at most `batches`, unless that is 0.
+    `between` is called before every batch; what it raises ends the scoring.
     """
-    for row in _rows(program, scores(program), params, samples, batches=batches, between=between):
+    for row in _rows(program, scores(program), params, samples, between, batches):
         yield {name: SampleScores.of(loss, hit) for name, (loss, hit) in row.items()}
 
 
@@ -64,37 +55,31 @@ def answer_samples(
 ) -> npt.NDArray[np.float32]:
     """The logits that a task's samples are answered by (`Model.task_logits`), in order, [samples, …], dropout off; the
     arguments are those of `score_samples`."""
-    rows = _rows(program, task_logits(program), params, samples, batches=0, between=between)
+    rows = _rows(program, task_logits(program), params, samples, between)
     return np.stack([row.astype(np.float32) for row in rows])
 
 
 def _rows(
-    program: Program,
-    function: Callable[[Any, Any], Any],
-    params: Any,
-    samples: Samples,
-    *,
-    batches: int,
-    between: Callable[[], None],
+    program: Program, function: Callable, params: Any, samples: Samples, between: Callable[[], None], limit: int = 0
 ) -> Iterator[Any]:
     """What a function of weights and a batch makes of every sample, in order, in the host's memory."""
     rows, size = program.local_rows, program.config.train.global_batch
-    number, running = 0, deque[Any]()
+    left, running = len(samples), deque[Any]()
 
     def read() -> Iterator[Any]:
+        nonlocal left
         found = jax.tree.map(np.asarray, running.popleft())
-        for row in range(min(size, len(samples) - number)):
+        for row in range(min(size, left)):
             yield jax.tree.map(operator.itemgetter(row), found)
+        left -= size
 
-    for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=batches):
+    for batch in evaluation_batches(samples, rows=rows, global_batch=size, limit=limit):
         between()
         running.append(function(params, program.put_batch(batch, rows)))
         if len(running) > _AHEAD:
             yield from read()
-            number += size
     while running:
         yield from read()
-        number += size
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 import itertools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megajax.data.gpt import EvaluationSamples
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
@@ -21,29 +19,20 @@ _REST = [("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°")]
 _REST += [(" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")]
 
 
-@dataclass(frozen=True)
-class WikiText:
-    """A test text."""
+def read_wikitext(path: str, tokenizer: Tokenizer) -> tuple[int, TokenDocuments]:
+    """The file `wiki.test.tokens`, or another text in its form.
 
-    original_tokens: int  # words and punctuation marks of the text in the file, the paper's T_o
-    ids: list[int]  # subwords of the text without its word tokenization
-    name: str  # the file
-
-    def samples(self, sequence_length: int, overlap: int) -> EvaluationSamples:
-        """Windows over the text."""
-        documents = TokenDocuments.from_documents([np.array(self.ids, np.int32)], self.name)
-        return EvaluationSamples(documents, sequence_length=sequence_length, overlap=overlap)
-
-
-def read_wikitext(path: str, tokenizer: Tokenizer) -> WikiText:
-    """The file `wiki.test.tokens`, or another text in its form."""
+    Returns its words and punctuation marks, the paper's T_o, and the subwords of the text without its word tokenization
+    as one document.
+    """
     refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
         raise refusal
     text, *more = itertools.islice(TextDocuments(path, cut=False, flag="--data"), 2)
     if more:
         raise refusal
-    return WikiText(len(text.strip().split(" ")), tokenizer.with_begin(tokenizer.encode(detokenize(text))), path)
+    ids = np.array(tokenizer.with_begin(tokenizer.encode(detokenize(text))), np.int32)
+    return len(text.strip().split(" ")), TokenDocuments.from_documents([ids], path)
 
 
 def detokenize(text: str) -> str:

@@ -53,16 +53,11 @@ Stop = Literal["end", "length", "context"]
 
 
 class Piece(NamedTuple):
-    """Some more ids of one continuation.
+    """Some more ids of one continuation."""
 
-    Attributes:
-        number: of the prompt, from 0.
-        stopped_by: why these are the last: the end id, the number of tokens that was asked for, or the context's end.
-    """
-
-    number: int
+    number: int  # of the prompt, from 0
     ids: list[int]
-    stopped_by: Stop | None
+    stopped_by: Stop | None  # why these are the last: the end id, the number of tokens asked for, the context's end
 
 
 class Decoder:
@@ -151,38 +146,28 @@ class Decoder:
     def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
         """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
         num_slots = inputs["tokens"].shape[1] + _round_up(most - 1, TOKENS_AT_ONCE)
-        state, tokens_BN = self._run(("read", num_slots), self._read_program, inputs)
+        prefill_ = partial(self._prefill, num_slots)
+        state, tokens_BN = self._run(("prefill", num_slots), prefill_, inputs, ROWS)
         for _ in range(1, most, TOKENS_AT_ONCE):
-            state, following_BN = self._run(("follow", num_slots), self._follow_program, state)
+            state, following_BN = self._run(("decode", num_slots), self._decode, state, STATE_SPECS, donate_argnums=1)
             yield np.asarray(tokens_BN)
             tokens_BN = following_BN
         yield np.asarray(tokens_BN)
 
-    def _run(self, name: tuple, program: Callable, argument: State) -> tuple[State, Array]:
-        """Run a program, compiled before if it was not yet for such an argument."""
+    def _run(self, name: tuple, function: Callable, argument: State, specs: Tree, **jit: Any) -> tuple[State, Array]:
+        """Run a function of the weights and a state in the region, compiled before if not yet for such a state."""
         key = *name, *(leaf.shape for leaf in jax.tree.leaves(argument))
         if key not in self._programs:
             began = time.perf_counter()
-            self._programs[key] = program(name[1]).lower(self._weights, argument).compile()
+            out_specs, in_specs = (STATE_SPECS, PartitionSpec()), (self._specs, specs)
+            region = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+            self._programs[key] = jax.jit(region, **jit).lower(self._weights, argument).compile()
             self.compile_seconds += time.perf_counter() - began
         return self._programs[key](self._weights, argument)
 
-    def _read_program(self, num_slots: int) -> Callable:
-        return self._compile(partial(self._read, num_slots), ROWS)
-
-    def _follow_program(self, _: int) -> Callable:
-        return self._compile(self._follow, STATE_SPECS, donate_argnums=1)
-
-    def _compile(self, function: Callable, specs: Tree, **options: Any) -> Callable:
-        out_specs = STATE_SPECS, PartitionSpec()
-        region = jax.shard_map(
-            function, mesh=self._mesh, in_specs=(self._specs, specs), out_specs=out_specs, check_vma=True
-        )
-        return jax.jit(region, **options)
-
     # Inside the region from here on: arrays are this device's shards.
 
-    def _read(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
+    def _prefill(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
         x_BTD, caches = self._through_layers(weights, x_BTD, context, [prefill(num_slots)] * self._config.num_layers)
@@ -199,7 +184,7 @@ class Decoder:
         state, tokens_B = self._choose(weights, x_B1D, state)
         return state, gather_shards(tokens_B[:, None], 0, ROW_AXES, invariant=True)
 
-    def _follow(self, weights: Tree, state: State) -> tuple[State, Array]:
+    def _decode(self, weights: Tree, state: State) -> tuple[State, Array]:
         """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
 
         def goes_on(carry: tuple[Array, Array, Array, State]) -> Array:

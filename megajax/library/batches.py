@@ -25,11 +25,7 @@ def continues_text(config: Config) -> bool:
 
 
 def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
-    """The arrays that a model reads, of ids or a batch.
-
-    Raises:
-        UserError: they are not those of the model.
-    """
+    """The arrays that a model reads, from ids or a batch."""
     if isinstance(given, Mapping):
         return _named(config, form, given, _INPUTS & form.entries.keys())
     tokens_BT = _ids(config, given, more=0)
@@ -37,11 +33,7 @@ def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
 
 
 def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
-    """A batch with its targets, of ids [B, T + 1], each of which is predicted by those before it, or as it is.
-
-    Raises:
-        UserError: it is not one of the model's.
-    """
+    """A batch with its targets, as it is or from ids [B, T + 1], each of which is predicted by those before it."""
     if isinstance(given, Mapping):
         return _named(config, form, given, form.entries.keys())
     ids = _ids(config, given, more=1)
@@ -67,11 +59,7 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
 
 
 def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
-    """The token ids of a prompt, which is the `number`-th.
-
-    Raises:
-        UserError: they are not ids of the model, or not as many as it can continue.
-    """
+    """The token ids of the `number`-th prompt."""
     length, vocabulary = config.model.sequence_length, config.model.vocab_size
     valid = f"valid: 1 to {length}, from 0 to {vocabulary - 1}"
     try:
@@ -103,7 +91,7 @@ def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Co
 
 
 def _largest(config: Config, name: str, length: int) -> int:
-    """The largest number that an array of a batch of so many tokens may hold."""
+    """The largest number in an array of a batch of `length` tokens."""
     ids = config.model.vocab_size - 1
     known = {
         **{"tokens": ids, "targets": ids, "token_types": 1, "length": length, "order": 1},
@@ -114,7 +102,7 @@ def _largest(config: Config, name: str, length: int) -> int:
 
 
 def _beyond(array: Any, low: int, high: int) -> int | None:
-    """A number of an array that is not from `low` to `high`; None: there is none, or JAX traces it."""
+    """A number of an array that is not from `low` to `high`; None without one, or while JAX traces the array."""
     if not isinstance(array, np.ndarray):
         return None
     least, most = int(array.min()), int(array.max())
@@ -122,7 +110,7 @@ def _beyond(array: Any, low: int, high: int) -> int | None:
 
 
 def _array(given: Any, valid: str) -> Any:
-    """Whole numbers: an array of the host, or, while JAX traces, what it traces."""
+    """Whole numbers, as an array of the host or a tracer."""
     try:
         array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     except ValueError:  # rows of different lengths
@@ -133,7 +121,7 @@ def _array(given: Any, valid: str) -> Any:
 
 
 def padded(form: BatchSpec, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
-    """A batch filled up to so many rows."""
+    """A batch padded to so many rows."""
     free = rows - len(batch["tokens"])
     nothing = form.padding(free, tokens=batch["tokens"].shape[-1])
     return {name: np.concatenate([array, nothing[name]]) for name, array in batch.items()}

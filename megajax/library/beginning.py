@@ -9,15 +9,14 @@ import jax
 from megajax import presets
 from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.launch import start
 from megajax.library.model import Model
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.runs.directory import kept_config
-from megajax.runs.init import check_first_weights, first_state, init_tokenizer
-from megajax.runs.trained import check_run, restore_params, restore_state, run_tokenizer
+from megajax.runs.directory import stored_config
+from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
+from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.training.horizon import in_steps
 from megajax.validation import validate
 
@@ -26,7 +25,7 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     """The configuration of a preset.
 
     Args:
-        name_or_file: a name as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
+        name_or_file: a name such as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
         overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
             those of preset files; `megajax train --help` lists them as flags.
 
@@ -74,21 +73,14 @@ def init(config: Config | str | Path) -> Model:
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that `init` names, else the one that is given; None where neither has one."""
-    theirs = init_tokenizer(config) if config.init else None
-    if not config.tokenizer.path:
-        return theirs
-    given = named_tokenizer(config.tokenizer.path)
-    if theirs is not None and given != theirs:
+    """`named_or_init_tokenizer`, if its ids fit the model."""
+    tokenizer = named_or_init_tokenizer(config)
+    if tokenizer is not None and config.tokenizer.path and tokenizer.size > config.model.vocab_size:
         raise UserError(
-            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
-        )
-    if given.size > config.model.vocab_size:
-        raise UserError(
-            f"--tokenizer.path {config.tokenizer.path} has {given.size} ids; valid: at most model.vocab_size "
+            f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: at most model.vocab_size "
             f"{config.model.vocab_size}"
         )
-    return given
+    return tokenizer
 
 
 def restore(
@@ -113,9 +105,7 @@ def restore(
     """
     folder = Path(run_dir)
     check_run(folder, "restore")
-    program = make_program(kept_config(folder, overrides or {}))
+    program = make_program(stored_config(folder, overrides or {}))
     check_memory(program, training=training, rows=program.config.train.microbatch)
     tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
-    if training:
-        return Model(program, *restore_state(program, folder, str(step)), tokenizer)
-    return Model(program, *restore_params(program, folder, str(step)), tokenizer)
+    return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer)

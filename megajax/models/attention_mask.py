@@ -16,14 +16,10 @@ from jax import Array
 class Pieces:
     """Where the tokens of an array stand in their sequence: the array is made of equal pieces, each of tokens that
     follow one another.
-
-    Attributes:
-        starts: where each piece starts.
-        start_P: the same where it is known on the device only, int32, in place of `starts`.
     """
 
-    starts: tuple[int, ...] | None = field(default=(0,), metadata={"static": True})
-    start_P: Array | None = None
+    starts: tuple[int, ...] | None = field(default=(0,), metadata={"static": True})  # where each piece starts
+    start_P: Array | None = None  # the same where it is known on the device only, int32, in place of `starts`
 
     @property
     def count(self) -> int:

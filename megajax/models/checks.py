@@ -8,11 +8,7 @@ from megajax.traits import ReadWith
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check that a model's options fit each other and its family.
-
-    Raises:
-        UserError: they do not, with their flags.
-    """
+    """Check that a model's options fit each other and its family."""
     family = FAMILIES[model.family]
     if model.layer_order not in family.layer_orders:
         raise UserError(
@@ -83,11 +79,7 @@ def _check_rotary(model: ModelConfig) -> None:
 
 
 def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
-    """Check that a model can have adapters.
-
-    Raises:
-        UserError: it cannot, with the flags.
-    """
+    """Check that a model can have adapters."""
     for word in lora.targets:
         if word not in LORA_TARGETS:
             near = suggest(word, LORA_TARGETS, otherwise="")

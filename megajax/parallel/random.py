@@ -85,15 +85,10 @@ class RandomBits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Dropout of one microbatch: the rate, and the bits of each of its samples.
+    """Dropout of one microbatch: the rate, and the bits of each of its samples."""
 
-    Attributes:
-        rate: probability of dropping, 0 turns dropout off.
-        bits_B: hash state of (seed, step, layer, site, global sample), shape [B].
-    """
-
-    rate: float = dataclasses.field(metadata={"static": True})
-    bits_B: RandomBits
+    rate: float = dataclasses.field(metadata={"static": True})  # probability of dropping, 0 turns dropout off
+    bits_B: RandomBits  # hash state of (seed, step, layer, site, global sample), shape [B]
 
     @classmethod
     def at(cls, rate: float, seed: int | Array, step: Array, sample_B: Array) -> "Dropout":

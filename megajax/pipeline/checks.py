@@ -8,11 +8,7 @@ _MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
 
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
-    """Check a schedule's chunks against the stages, and against the layers where there is a model.
-
-    Raises:
-        UserError: the schedule cannot have them.
-    """
+    """Check a schedule's chunks against the stages, and against the layers where there is a model."""
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
     if not SCHEDULES[pipeline.schedule].chunked:
@@ -54,9 +50,6 @@ def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: st
         pipe: stages.
         microbatches: of a step.
         name: of their number, for error messages.
-
-    Raises:
-        UserError: it is.
     """
     if not has_table(pipeline, pipe, microbatches):
         size = pipe * pipeline.chunks * microbatches

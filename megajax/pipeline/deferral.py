@@ -1,21 +1,21 @@
-"""Weight gradients that wait for idle time (arXiv 2401.10241): where they run in a schedule's table. No JAX here.
+"""Deferred weight gradients (arXiv 2401.10241): place them in a schedule's idle time. No JAX here.
 
-The backward of a chunk is then two passes: the gradient of its input, which the stage before waits for, and, at any
-later time, the gradients of its weights, for which nobody waits. A stage that has no forward or no backward in a tick
-while others have one runs weight gradients in its place. What is kept until then are the two factors of every product.
+The backward of a chunk is then two passes: the gradient of its input, for which the stage before waits, and, at any
+later time, the gradients of its weights, for which nobody waits. A stage without a forward or backward in a tick in
+which others have one runs weight gradients instead. Until then both factors of every product are buffered.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-_ROUNDING = 1e-9  # of a number of passes that fit, and of the time of a table
-_Table = tuple[float, np.ndarray, np.ndarray]
+_ROUNDING = 1e-9  # relative
+_Table = tuple[float, np.ndarray, np.ndarray]  # time, weight gradients early and late
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Time of a stage's passes over a microbatch, in any unit; of a chunk the same parts."""
+    """Times of a stage's passes over a microbatch, in any unit; its chunks share them equally."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -27,16 +27,16 @@ class Deferring:
     """How weight gradients are deferred.
 
     Attributes:
-        times: what they are placed by.
-        most: chunks of a stage whose weight gradients may wait when a tick ends; None: 2(p-1), which no schedule needs
-            more than. Where fewer give the same time, fewer wait.
+        times: pass times that determine the placement.
+        most: limit of chunks per stage whose weight gradients are pending at the end of a tick; None: 2(p-1), more
+            never help. If fewer give the same time, fewer are pending.
     """
 
     times: PassTimes = PassTimes()
     most: int | None = None
 
     def waiting(self, num_stages: int) -> int:
-        """The most that wait on a stage."""
+        """The most that may be pending on a stage."""
         helps = 2 * (num_stages - 1)
         return helps if self.most is None else min(self.most, helps)
 
@@ -44,7 +44,7 @@ class Deferring:
 def place(
     forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many weight gradients every stage runs in every tick.
+    """Choose how many weight gradients every stage runs in every tick.
 
     A tick has two halves, because a hand-over to the neighbours ends it: the forward, or weight gradients in its place,
     and the backward with weight gradients after it. The first is as long as its slowest stage; the second begins on a
@@ -53,9 +53,9 @@ def place(
     microbatches have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with
     more than `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
 
-    Where a weight gradient takes longer than a forward or an input gradient, it would not fit in the place of one. A
-    second rule then lets it make the half longer, and the shorter of the two tables is taken. Of equally short ones
-    that with the fewest chunks that may wait is: GPipe has no use for more than p-1.
+    A weight gradient that takes longer than a forward or an input gradient does not fit in the place of one. A second
+    rule then lets it make the half longer, and the shorter of the two tables is taken; among equally short ones the
+    one with the lowest limit of pending chunks: GPipe never needs more than p-1.
 
     With times tF, tB, tW, v chunks and m >= 2p microbatches this leaves 1F1B, interleaved or not, a bubble of
     (p-1)(tF + tB - tW)/v where tW is at most tF and tB; with at most c <= 2(p-1) pending chunks
@@ -63,12 +63,12 @@ def place(
     is less (tested).
 
     Args:
-        forward, backward: where a stage runs one, bool [ticks, stages].
+        forward, backward: whether a stage runs one, bool [ticks, stages].
         deferring: times and limit.
-        ring: the last stage sends to the first, as it does with several chunks.
+        ring: whether the last stage sends to the first, as with several chunks.
 
     Returns:
-        Numbers before the forward's hand-over and after the backward, int32 [ticks, stages].
+        Numbers before the forward is sent and after the backward, int32 [ticks, stages].
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
@@ -93,7 +93,7 @@ def place(
 
 
 def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: int, ring: bool, widen: bool) -> _Table:
-    """By the first rule, or `widen` by the second: the time all ticks take, and the two tables."""
+    """The table by the first rule, or with `widen` by the second."""
     num_ticks, num_stages = forward.shape
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
@@ -106,7 +106,7 @@ def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: in
         return np.minimum(pending, np.minimum(room, num_ticks * num_stages)).astype(np.int32)
 
     def widened(length: float, taken: np.ndarray, active: np.ndarray) -> float:
-        """A half in which some stages run a pass: long enough for one weight gradient on another."""
+        """The length of a half in which some stages run a pass, extended for one weight gradient on another stage."""
         others = taken[~active & (pending > 0)] + times.weight_gradient
         return max(length, others.min()) if widen and active.any() and others.size else length
 

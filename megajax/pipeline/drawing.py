@@ -1,4 +1,4 @@
-"""A schedule as text for the eye, one row a stage."""
+"""Draw a schedule as text, one row per stage."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -16,36 +16,36 @@ STYLES = (
     ("magenta", "red", "bright_magenta", "bright_red"),
 )
 _NOTHING = (".", "bright_black")
-_MOST_NAMES = 4  # of weight gradients in a cell of the text; of more the first and the last
-_Parts = list[tuple[str, str]]  # of a cell: text and style of forward, backward, waiting weight gradients
+_MOST_NAMES = 4  # weight gradients named in a cell; of more, the first and the last
+_Texts = list[tuple[str, str]]  # text and style of forward, backward, deferred weight gradients
 
 
 def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
-    """A microbatch, with a letter for the chunk where there are several: `3`, `3b`."""
+    """A microbatch, and a letter for the chunk if there are several: `3`, `3b`."""
     letter = "" if num_chunks == 1 else chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"
     return f"{microbatch}{letter}"
 
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
-    """Lines of the table: ticks from left to right, one row a stage, in every tick the forward, then the backward, then
-    the weight gradients that waited, as `w3,4`. Those that run in the place of a forward stand there.
+    """Lines of the table: ticks from left to right, one row per stage. Every tick shows the forward, the backward, and
+    deferred weight gradients as `w3,4`; weight gradients that replace a forward are shown in its column.
 
-    A row longer than `width` characters is continued below. Of a large schedule parts are drawn, each with its name
-    above it, and what is left out is said below.
+    A row longer than `width` characters continues below. A large schedule is drawn in excerpts, each under its name,
+    and the last line says what is left out.
     """
     from rich.text import Text
 
     shown, cell = excerpt(schedule), _cell_of(schedule)
     for part in shown.parts:
-        if not shown.is_whole:
+        if not shown.is_complete:
             yield Text(part.words())
         yield from _draw_part(schedule, part, shown.stages, cell, width)
-    if not shown.is_whole:
+    if not shown.is_complete:
         yield Text(f"left out: {shown.left_out()}, which --json has")
 
 
-def _cell_of(schedule: Schedule) -> Callable[[int, int], _Parts]:
-    """A function from tick and stage to what runs there."""
+def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
+    """A function from tick and stage to the texts and styles of the cell."""
     rows, num_chunks = schedule.cells(), schedule.num_chunks
 
     def text(kind: int, ran: list[tuple[int, int]]) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Parts]:
         shown = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
         return "w" * (kind == 2) + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
 
-    def cell(tick: int, stage: int) -> _Parts:
+    def cell(tick: int, stage: int) -> _Texts:
         early, forward, backward, late = rows[tick][stage]
         first = text(2, early) if early else text(0, forward)
         return [first, text(1, backward), *([text(2, late)] if schedule.deferral else [])]
@@ -64,7 +64,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Parts]:
 
 
 def _draw_part(
-    schedule: Schedule, part: Part, stages: tuple[int, ...], cell: Callable[[int, int], _Parts], width: int | None
+    schedule: Schedule, part: Part, stages: tuple[int, ...], cell: Callable[[int, int], _Texts], width: int | None
 ) -> "list[Text]":
     from rich.text import Text
 

@@ -1,5 +1,5 @@
-"""What is drawn cell by cell of a schedule that is too large for the eye: its warm-up, one steady group of microbatches
-and its cool-down, of the first and the last stages. No JAX here."""
+"""Excerpts of schedules too large to draw in full: warm-up, one group of microbatches of the steady state, and
+cool-down, for the first and the last stages. No JAX here."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ import numpy as np
 
 from megajax.pipeline.table import Schedule
 
-MOST_CELLS = 2000  # that are drawn without leaving any out
-_MOST_TICKS = 48  # of a part
+MOST_CELLS = 2000  # of a schedule that is drawn in full
+_MOST_TICKS = 48  # of an excerpt's part
 _MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
 class Part:
-    """Ticks that follow each other, from `first` to before `past`."""
+    """Consecutive ticks, `first` inclusive, `past` exclusive."""
 
     name: str
     first: int
@@ -26,13 +26,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """What is shown of a schedule.
+    """What is drawn of a schedule.
 
     Attributes:
-        parts: in order, without a tick in two of them.
+        parts: in order, not overlapping.
         stages: in order.
-        of: ticks and stages that there are.
-        cells: passes over a microbatch and chunk that there are.
+        of: number of ticks and stages of the schedule.
+        cells: number of passes of the schedule.
     """
 
     parts: tuple[Part, ...]
@@ -41,11 +41,11 @@ class Excerpt:
     cells: int
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.of == (sum(part.past - part.first for part in self.parts), len(self.stages))
 
     def left_out(self) -> str:
-        """In words; empty if nothing is."""
+        """What is not drawn, in words; empty if nothing is left out."""
         ticks, stages = self.of[0] - sum(part.past - part.first for part in self.parts), self.of[1] - len(self.stages)
         words = [f"{ticks:,} of {self.of[0]:,} ticks"] * (ticks > 0)
         if stages:
@@ -55,7 +55,7 @@ class Excerpt:
 
 
 def excerpt(schedule: Schedule) -> Excerpt:
-    """All of a schedule with few cells, and the parts of any other."""
+    """The entire schedule if it is small, else its parts."""
     ticks, p = schedule.num_ticks, schedule.num_stages
     passes = int(schedule.forward.active.sum() + schedule.backward.active.sum())
     cells = passes + (schedule.num_microbatches * schedule.num_virtual if schedule.deferral else 0)
@@ -96,8 +96,7 @@ def _last(active: np.ndarray) -> int:
 
 
 def _group(schedule: Schedule, tick: int) -> int:
-    """The tick nearest to another in which the first stage begins a group of as many microbatches as there are
-    stages."""
+    """The tick nearest to `tick` in which the first stage begins a group of as many microbatches as stages."""
     forward = schedule.forward
     begins = (forward.chunk[:, 0] == 0) & (forward.microbatch[:, 0] % schedule.num_stages == 0)
     groups = np.flatnonzero(begins)

@@ -1,4 +1,4 @@
-"""The parts of a pipeline's step one by one, for measuring them."""
+"""Run the parts of a pipeline step one by one, to measure them."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -21,10 +21,10 @@ Part = OfStage | Literal["embed", "head", "embed_backward", "p2p_transfer"]
 def repeat_part(
     pipeline: Pipeline, part: Part, k: Array, repeats: Array, grad_dtype: Any, num_slots: int, num_factor_slots: int
 ) -> Array:
-    """Run one part of a step over and over; returns a number that depends on the results.
+    """Run one part of a step repeatedly; returns a number that depends on the results.
 
-    The buffers are as large as the step's and their slots are used in turn, since a pass takes longer where what it
-    reads and writes is not in a cache.
+    Buffers are as large as in the step and their slots are used in turn, since a pass takes longer if its data is not
+    in a cache.
 
     Args:
         part: `forward`, `both` (and backward, where weight gradients are deferred without them) or `all` (and the
@@ -75,7 +75,7 @@ def repeat_part(
         return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
 
     def fill(x: Array, buffer: Tree) -> Tree:
-        """The residuals of one forward in every slot."""
+        """Fill every slot with the residuals of one forward."""
         work = work_of(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
         nowhere = End(here=False, anywhere=False, microbatch=work.microbatch)
         filled = pipeline.forward_chunk(Row(work, work, nowhere, nowhere, nowhere, nowhere), x, buffer)[1]
@@ -102,5 +102,5 @@ def repeat_part(
 
 
 def _filled(slots: Array) -> Array:
-    """The same random numbers in every slot."""
+    """Fill every slot with the same random numbers."""
     return slots + jax.random.normal(jax.random.key(0), (1, *slots.shape[1:]), slots.dtype)

@@ -1,5 +1,5 @@
-"""The timeline of a schedule as a picture: every pass of every stage, or of a large schedule an overview of the whole
-step and, cell by cell, the parts that `excerpt.py` chooses."""
+"""Draw the timeline of a schedule as a picture: every pass of every stage. A large schedule gets an overview of the
+step, and the passes of the excerpts (`excerpt.py`) below."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from megajax.pipeline.excerpt import Excerpt, Part, excerpt
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import Span, StageTimes, timeline
 
-MARK = b"megajax schedule"  # in the pictures, as the program that drew them
-COLOURS = (  # one per chunk, then from the beginning; forward, backward, and weight gradients apart
+MARK = b"megajax schedule"  # the program that drew a picture, in its metadata
+COLOURS = (  # of forward, backward and weight gradients; four chunks, then they repeat
     ("#4477aa", "#66ccee", "#88a9cc", "#a6dff5"),
     ("#228833", "#ccbb44", "#7cbb88", "#e3d98f"),
     ("#aa3377", "#ee99aa", "#cc79a7", "#f4c6d0"),
@@ -27,7 +27,7 @@ _COLUMNS = 2000  # of an overview
 
 
 def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes, unit: str) -> None:
-    """Draw when every stage runs what, into a PNG or SVG.
+    """Draw the timeline into a PNG or SVG.
 
     Raises `OSError` if the file cannot be written.
     """
@@ -39,36 +39,36 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     longest = max(end - begin for begin, end in ranges)
     shortest = min(span.end - span.start for span in spans)
     inches = min(_INCHES[1], max(_INCHES[0], _SHORTEST * longest / shortest))
-    height = 0.5 if shown.is_whole else 0.34
+    height = 0.5 if shown.is_complete else 0.34
     heights = [0.8 + height * len(shown.stages)] * len(ranges)
-    if not shown.is_whole:
+    if not shown.is_complete:
         heights.insert(0, 1.4 + min(5.0, 0.2 * schedule.num_stages))
     figure = Figure(figsize=(inches, 0.8 + sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0].tolist()
-    if shown.is_whole:
+    if shown.is_complete:
         panels[0].set_title(title, loc="left")
     else:
         _overview(panels.pop(0), title, spans, shown, ranges, inches)
     for axes, part, (begin, end) in zip(panels, shown.parts, ranges, strict=True):
         within = [span for span in spans if span.start < end and span.end > begin]
         _cells(axes, within, shown, (begin, begin + longest), inches / longest, schedule.num_chunks)
-        if not shown.is_whole:
+        if not shown.is_complete:
             axes.set_title(part.words(), loc="left", fontsize=_size(inches))
             axes.axvspan(end, begin + longest, color="white", zorder=3)  # what is beyond the part
     panels[-1].set_xlabel(f"time ({unit})", fontsize=_size(inches))
-    legend, size = _legend(schedule), 8 if shown.is_whole else _size(inches)
+    legend, size = _legend(schedule), 8 if shown.is_complete else _size(inches)
     figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=size)
     save(figure, path, MARK)
 
 
 def _size(inches: float) -> float:
-    """Of letters, in points, which stay legible where a wide picture is made small."""
+    """Font size in points; larger in wide pictures, which are scaled down."""
     return min(20.0, max(10.0, 0.6 * inches))
 
 
 def _range(spans: Sequence[Span], part: Part) -> tuple[float, float]:
-    """When a part's first pass begins and its last one ends."""
+    """The time when the first pass of a part begins, and when its last one ends."""
     within = [span for span in spans if part.first <= span.tick < part.past]
     return min(span.start for span in within), max(span.end for span in within)
 
@@ -96,7 +96,7 @@ def _letters(colour: int, num_chunks: int) -> str:
 def _cells(
     axes: Any, spans: Sequence[Span], shown: Excerpt, limits: tuple[float, float], scale: float, num_chunks: int
 ) -> None:
-    """Every pass as a bar with its microbatch, where there is room for it; `scale` is in inches per unit of time."""
+    """Draw every pass as a bar, with its microbatch if there is room; `scale` is in inches per unit of time."""
     from matplotlib.collections import PolyCollection
 
     row = _rows(shown)
@@ -119,7 +119,7 @@ def _cells(
 
 
 def _rows(shown: Excerpt) -> dict[int, int]:
-    """From stages to their rows, with an empty one where stages are left out."""
+    """Map stages to rows, with an empty row where stages are left out."""
     gaps = (stage != number for number, stage in enumerate(shown.stages))
     return {stage: number + gap for number, (stage, gap) in enumerate(zip(shown.stages, gaps, strict=True))}
 
@@ -133,7 +133,7 @@ def _ticks(axes: Any, row: dict[int, int]) -> None:
 def _overview(
     axes: Any, title: str, spans: Sequence[Span], shown: Excerpt, ranges: Sequence[tuple[float, float]], inches: float
 ) -> None:
-    """The whole step, the colours of what runs in a column mixed, and where its parts are."""
+    """Draw the entire step, with mixed colours where a column has several passes, and frames around the excerpts."""
     num_stages, end = shown.of[1], max(span.end for span in spans)
     axes.imshow(
         _mixed(spans, num_stages, end),
@@ -159,7 +159,7 @@ def _overview(
 
 
 def _mixed(spans: Sequence[Span], num_stages: int, end: float) -> np.ndarray:
-    """Colours of an overview, [stages, columns, 3]."""
+    """The colours of an overview, [stages, columns, 3]."""
     from matplotlib.colors import to_rgb
 
     edges = np.linspace(0.0, end, _COLUMNS + 1)

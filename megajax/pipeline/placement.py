@@ -27,7 +27,7 @@ class Placement:
 
     @property
     def layers_per_chunk(self) -> int:
-        """Layers of the fullest virtual stage, and so slots of all."""
+        """Slots of every virtual stage: the number of layers of the fullest one."""
         return -(-self.num_layers // self.num_virtual)
 
     @property

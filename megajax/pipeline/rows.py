@@ -1,6 +1,7 @@
-"""A stage's entries of one tick of a schedule's table, as the executor reads them.
+"""One stage's entries for one tick of a schedule's table, as the executor reads them.
 
-What is the same in every tick is a Python number or bool, decided while tracing; the rest are scalars of a scan's row.
+Entries that are the same in every tick are Python numbers or bools, so that branches are resolved during tracing; the
+others are scalars from the rows that the loop scans over.
 """
 
 import dataclasses
@@ -27,10 +28,10 @@ class Work:
     Attributes:
         runs: whether it runs anything.
         microbatch, chunk: what.
-        slot: of the ring buffer, for what the backward needs of the forward.
-        arrival: inbox slot for what the neighbour sent in the tick before; a spare one where it sent nothing.
-        source: inbox slot of the input; a spare one where there is none.
-        factor_slot: of the buffer of factors, where a backward leaves them whose weight gradients are deferred.
+        slot: slot of the ring buffer for the residuals.
+        arrival: inbox slot for what the neighbour sent in the previous tick; a spare slot if it sent nothing.
+        source: inbox slot of the input; a spare slot if there is none.
+        factor_slot: slot of the factor buffer, where a backward leaves the factors of deferred weight gradients.
     """
 
     runs: Predicate
@@ -45,7 +46,7 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Turns:
-    """Which of a stage's deferred weight gradients run, `count` of them from number `first` on."""
+    """Which of a stage's deferred weight gradients run: `count` of them, starting with number `first`."""
 
     first: Number
     count: Number
@@ -54,12 +55,12 @@ class Turns:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class End:
-    """Whether a direction passes an end of the model.
+    """Whether a pass reaches an end of the model.
 
     Attributes:
-        here: on this stage.
-        anywhere: on any stage.
-        microbatch: which, on any stage.
+        here: whether on this stage.
+        anywhere: whether on any stage.
+        microbatch: the microbatch, on whichever stage.
     """
 
     here: Predicate
@@ -92,7 +93,8 @@ class Row:
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
-    """What changes from tick to tick in the table of `stage`, to scan over; and the row of such values of one tick."""
+    """The values in the table of `stage` that change from tick to tick, to scan over; and a function that makes a row
+    of one tick's values."""
     up, down, last = schedule.forward, schedule.backward, schedule.num_virtual - 1
     tables = Row(
         forward=_work(up),
@@ -129,7 +131,7 @@ def _work(table: Pass) -> Any:
 
 
 def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
-    """Tables with the turns of deferred weight gradients."""
+    """The tables with the turns of deferred weight gradients."""
 
     def turns(first: np.ndarray, count: np.ndarray) -> Any:
         return Turns(first.astype(np.int32), count) if count.any() else None  # type: ignore[arg-type]
@@ -152,7 +154,7 @@ def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:
 
 
 def _column(table: np.ndarray | int, stage: Array) -> Array | bool | int:
-    """A stage's column of a table [ticks, stages], or a table [ticks]; its one value where it has no other."""
+    """A stage's column of a table [ticks, stages], or a table [ticks]; a Python scalar if all values are equal."""
     if isinstance(table, int):
         return table
     if (table == table.flat[0]).all():

@@ -22,28 +22,18 @@ from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_
 
 @dataclass(frozen=True)
 class Ticks:
-    """When every stage runs every chunk of every microbatch; int arrays [microbatches, chunks, stages].
+    """When every stage runs every chunk of every microbatch; int arrays [microbatches, chunks, stages]."""
 
-    Attributes:
-        forward: tick of the forward pass.
-        backward: tick of the backward pass; None where there is none (evaluation).
-    """
-
-    forward: np.ndarray
-    backward: np.ndarray | None = None
+    forward: np.ndarray  # tick of the forward pass
+    backward: np.ndarray | None = None  # tick of the backward pass; None where there is none (evaluation)
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A way to schedule a step.
+    """A way to schedule a step."""
 
-    Attributes:
-        ticks: (stages, microbatches, chunks) -> when everything runs.
-        chunked: takes two or more chunks; else one.
-    """
-
-    ticks: Callable[[int, int, int], Ticks]
-    chunked: bool = False
+    ticks: Callable[[int, int, int], Ticks]  # (stages, microbatches, chunks) -> when everything runs
+    chunked: bool = False  # takes two or more chunks; else one
 
 
 SCHEDULES: dict[str, ScheduleKind] = {}

@@ -1,4 +1,4 @@
-"""The table of a step: what every stage runs in every tick, and where it finds and leaves it. No JAX here.
+"""The table of a step: what every stage runs in every tick, and the buffer slots it uses. No JAX here.
 
 `check` runs a table with symbols in place of arrays.
 """
@@ -31,8 +31,8 @@ class Pass:
 
     Attributes:
         microbatch, chunk: what runs.
-        slot: slot of the stage's ring buffer for what the backward needs: written by the forward, read by the backward.
-        arrival: inbox slot for what the neighbour sent in the tick before.
+        slot: slot of the stage's ring buffer for the residuals: written by the forward, read by the backward.
+        arrival: inbox slot for what the neighbour sent in the previous tick.
         source: inbox slot of the input; none at the virtual stage where the direction begins.
         inbox_depth: number of inbox slots.
     """
@@ -51,20 +51,19 @@ class Pass:
 
     @property
     def direct(self) -> bool:
-        """Everything that arrives is used in the very next tick: no inbox is needed."""
+        """Whether everything is used in the tick in which it arrives, so that no inbox is needed."""
         return bool((self.arrival == self.source).all())
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """When the weight gradients run of a schedule whose backward is the gradient of the input alone. Every stage runs
-    them in the order of its backwards. Tables are int32.
+    """When deferred weight gradients run. Every stage runs them in the order of its backwards, which then compute the
+    gradient of the input alone. Tables are int32.
 
     Attributes:
-        early, late: how many run in a tick, before the forward's hand-over and after the backward; [ticks, stages].
-        microbatch, chunk: of a stage's n-th backward, and so of its n-th weight gradient; [microbatches · chunks,
-            stages].
-        num_slots: size of the ring buffer of factors; the n-th backward leaves them in slot n mod num_slots.
+        early, late: numbers in a tick, before the forward is sent and after the backward; [ticks, stages].
+        microbatch, chunk: those of a stage's n-th backward and n-th weight gradient; [microbatches · chunks, stages].
+        num_slots: size of the ring buffer of factors; the n-th backward writes slot n mod num_slots.
     """
 
     early: np.ndarray
@@ -74,14 +73,13 @@ class Deferral:
     num_slots: int
 
     def ended(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many weight gradients a stage has run before those of a tick's beginning, and before those of its end;
-        [ticks, stages]."""
+        """How many weight gradients a stage has run before a tick's early and before its late ones, [ticks, stages]."""
         through = (self.early + self.late).cumsum(0)
         before = through - self.early - self.late
         return before, before + self.early
 
     def weight_gradients(self) -> tuple[list[list], list[list]]:
-        """The pairs of microbatch and chunk whose weight gradients run early, and late, by stage and tick."""
+        """The pairs of microbatch and chunk whose weight gradients run early, and late, per stage and tick."""
         orders = [
             list(zip(*pair, strict=True))
             for pair in zip(self.microbatch.T.tolist(), self.chunk.T.tolist(), strict=True)
@@ -102,12 +100,12 @@ class Schedule:
 
     Attributes:
         forward, backward: the two directions; a forward-only schedule has an empty `backward`.
-        num_chunks, num_microbatches: of every stage, of a step.
+        num_chunks, num_microbatches: chunks per stage, microbatches per step.
         num_slots: size of the ring buffer.
-        fused: a single stage that runs a microbatch backward in the tick of its forward: what the backward needs does
-        not pass through a buffer. (In a pipe it does also on the last stage: run as one, its forward would wait for the
-        other stages' forwards of the tick, and their backwards for it.)
-        deferral: of the weight gradients, where they are not part of the backward.
+        fused: a single stage runs a microbatch's backward in the tick of its forward, without a buffer for residuals.
+            (The last stage of a pipe could not: its forward would wait for the other stages' forwards of the tick, and
+            their backwards for it.)
+        deferral: when weight gradients run if they are deferred.
     """
 
     forward: Pass
@@ -136,12 +134,12 @@ class Schedule:
 
     @property
     def size(self) -> str:
-        """In words."""
+        """Stages, chunks and microbatches, in words."""
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         return f"{self.num_stages} stages{chunks}, {self.num_microbatches} microbatches"
 
     def cells(self) -> list[list[Cell]]:
-        """All of the table, by tick and stage."""
+        """What runs, per tick and stage."""
         passes = [
             [[] if pair[0] == IDLE else [pair] for pair in zip(microbatch, chunk, strict=True)]
             for table in (self.forward, self.backward)
@@ -157,7 +155,7 @@ class Schedule:
 
     @property
     def turns_at_once(self) -> bool:
-        """Every microbatch leaves the last virtual stage in the tick in which it came there."""
+        """Whether the last virtual stage runs every microbatch's backward in the tick of its forward."""
         last = self.num_virtual - 1
         here, there = self.at_virtual(self.forward, last), self.at_virtual(self.backward, last)
         return bool((here == there).all() and (self.forward.microbatch == self.backward.microbatch)[here].all())
@@ -169,12 +167,12 @@ class Schedule:
 
 
 def most_kept(begun: np.ndarray, ended: np.ndarray | int, last: np.ndarray | int) -> np.ndarray:
-    """The most that each stage keeps at once, [stages].
+    """The most entries that each stage holds at once, [stages].
 
     Args:
-        begun: how many begin to be kept in a tick, [ticks, stages].
-        ended: how many end in a tick before it counts.
-        last: how many end when the tick does.
+        begun: how many are added in a tick, [ticks, stages].
+        ended: how many are removed in a tick before counting.
+        last: how many are removed at the end of the tick.
     """
     return (begun.cumsum(0) - np.cumsum(np.broadcast_to(ended + last, begun.shape), 0) + last).max(0)
 

@@ -1,7 +1,7 @@
-"""How long a schedule takes and what it holds, from its table alone. No JAX here.
+"""How long a schedule takes and how much it buffers, from its table alone. No JAX here.
 
-Time is simulated with every stage on a machine of its own: after the forward of a tick a stage waits for what its
-upstream neighbour sends, after the backward for what its downstream neighbour sends. Times are in the caller's unit.
+The simulation gives every stage its own machine: after a tick's forward a stage waits for its upstream neighbour to
+send, after the backward for its downstream neighbour. Times are in the caller's unit.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from megajax.pipeline.table import Pass, Schedule, most_kept
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What the parts of a step take.
+    """Times of the parts of a step.
 
     Attributes:
-        forward, backward: of one microbatch through one chunk, arrays [chunks, stages]; of a schedule that defers
-            weight gradients, `backward` is without them.
-        weight_gradient: of a chunk's deferred weight gradients, [chunks, stages].
-        embed, head, embed_backward: of a vocabulary that all stages compute together, each after the slowest of them.
-        p2p_transfer: of sending to one neighbour while receiving from the other.
+        forward, backward: one microbatch through one chunk, arrays [chunks, stages]; `backward` excludes deferred
+            weight gradients.
+        weight_gradient: deferred weight gradients of a chunk, [chunks, stages].
+        embed, head, embed_backward: ends that all stages compute together, each after the slowest stage is ready.
+        p2p_transfer: sending to one neighbour while receiving from the other.
     """
 
     forward: np.ndarray
@@ -35,7 +35,7 @@ class StageTimes:
 
     @classmethod
     def equal(cls, schedule: Schedule, times: PassTimes | None = None) -> "StageTimes":
-        """Stages that need the same, `times` for all their chunks together; by default 1, 1 and 1."""
+        """Equal stages; `times` are those of all chunks of a stage together, by default 1, 1 and 1."""
         times = times or PassTimes()
         ones = np.ones((schedule.num_chunks, schedule.num_stages)) / schedule.num_chunks
         if schedule.deferral is None:
@@ -43,7 +43,7 @@ class StageTimes:
         return cls(times.forward * ones, times.input_gradient * ones, times.weight_gradient * ones)
 
     def busy(self, schedule: Schedule) -> np.ndarray:
-        """What each stage computes in a step, [stages]."""
+        """How long each stage computes in a step, [stages]."""
         work = self.forward.sum(0) + self.embed
         if schedule.backward.active.any():
             work = work + (self.backward + self.weight_gradient).sum(0) + self.head + self.embed_backward
@@ -52,7 +52,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work in a timeline; `part` is 0 of a forward, 1 of a backward, 2 of a weight gradient apart."""
+    """One pass in a timeline; `part` is 0 for a forward, 1 for a backward, 2 for a deferred weight gradient."""
 
     tick: int
 
@@ -70,7 +70,7 @@ class StepTime:
 
     Attributes:
         wall: from the first forward to the end of the last work on any stage.
-        busy: what the busiest stage works.
+        busy: how long the busiest stage works.
     """
 
     wall: float
@@ -92,7 +92,7 @@ def step_time(schedule: Schedule, times: StageTimes) -> StepTime:
 
 
 def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
-    """Everything that runs, with when it runs."""
+    """All passes with their times."""
     return _run(schedule, times)[1]
 
 
@@ -107,13 +107,13 @@ def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> floa
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """The most chunks that each stage has run forward and not yet backward; both in one tick counts."""
+    """The most chunks per stage between their forward and the end of their backward."""
     backward = schedule.backward.active
     return most_kept(schedule.forward.active, 0, backward).tolist()
 
 
 def pending_weights(schedule: Schedule) -> list[int]:
-    """The most chunks of each stage whose weight gradients wait when a tick ends."""
+    """The most chunks per stage whose weight gradients are pending at the end of a tick."""
     if schedule.deferral is None:
         return [0] * schedule.num_stages
     ran = schedule.deferral.early + schedule.deferral.late
@@ -121,23 +121,23 @@ def pending_weights(schedule: Schedule) -> list[int]:
 
 
 def kept_entries(schedule: Schedule) -> list[int]:
-    """The most chunks of each stage of which it keeps something: what the backward needs, or the factors of the weight
-    gradients; `in_flight` where these do not wait."""
+    """The most chunks per stage with residuals or factors of pending weight gradients; `in_flight` if weight gradients
+    are not deferred."""
     if schedule.deferral is None:
         return in_flight(schedule)
     return most_kept(schedule.forward.active, schedule.deferral.early, schedule.deferral.late).tolist()
 
 
 def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> float | None:
-    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2; None of a schedule that is not in there."""
+    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2; None for a schedule that is not in that paper."""
     published = name in ("gpipe", "1f1b", "interleaved")
     return (num_stages - 1) / (num_chunks * num_microbatches) if published else None
 
 
 def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int] | None:
-    """Chunks in flight per stage: of GPipe all, in Megatron-LM its warm-up forwards and the one that follows them.
+    """Chunks in flight per stage: all for GPipe; for Megatron-LM the warm-up forwards and the one that follows them.
 
-    None where nothing is published; Megatron-LM interleaves only if p divides m.
+    None if nothing is published; Megatron-LM interleaves only if p divides m.
     """
     p, m, v = num_stages, num_microbatches, num_chunks
     if name not in ("gpipe", "1f1b", "interleaved") or (v > 1 and m % p):
@@ -151,8 +151,8 @@ def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_c
 def deferred_bubble(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int, deferring: Deferring
 ) -> float | None:
-    """Time that a stage is idle with weight gradients that wait, as a formula; None where there is none: with fewer
-    than 2p microbatches, or a limit below 2(p-1) and a weight gradient longer than the other passes."""
+    """Idle time of a stage with deferred weight gradients, by formula. None if there is no formula: with fewer than 2p
+    microbatches, or with a limit below 2(p-1) and a weight gradient that is longer than the other passes."""
     steps, times = num_stages - 1, deferring.times
     forward, backward, weight = times.forward, times.input_gradient, times.weight_gradient
     helps = steps if name == "gpipe" else 2 * steps  # pending chunks
@@ -168,8 +168,8 @@ def deferred_bubble(
 
 
 def published_zero_bubble(num_stages: int, times: PassTimes) -> dict[str, tuple[float, int]]:
-    """Idle time of the schedules of arXiv 2401.10241, and the microbatches that they have in flight; they have one
-    chunk a stage, and the second has no bubble where the formula is negative."""
+    """Idle time and microbatches in flight of the schedules of arXiv 2401.10241, which have one chunk per stage. ZB-H2
+    has no bubble if the formula is negative."""
     steps, both = num_stages - 1, times.forward + times.input_gradient
     return {
         "ZB-H1": (max(0.0, steps * (both - times.weight_gradient)), num_stages),

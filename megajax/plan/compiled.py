@@ -23,23 +23,14 @@ _QUICK = {"xla_backend_optimization_level": 0}
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What a compiler makes of a train step.
+    """What a compiler makes of a train step."""
 
-    Attributes:
-        compiler: which, and what for, in words.
-        gpus: whether it is for GPUs.
-        state: bytes of its arguments on a device: weights, optimizer state and the batch.
-        temporaries: bytes of everything else that a device needs to run it.
-        collectives: its communication, as traced: what conditionals skip is counted too.
-        seconds: that tracing and compiling took.
-    """
-
-    compiler: str
-    gpus: bool
-    state: int
-    temporaries: int
-    collectives: tuple[Collective, ...]
-    seconds: float
+    compiler: str  # which, and what for, in words
+    gpus: bool  # whether it is for GPUs
+    state: int  # bytes of its arguments on a device: weights, optimizer state and the batch
+    temporaries: int  # bytes of everything else that a device needs to run it
+    collectives: tuple[Collective, ...]  # its communication, as traced: what conditionals skip is counted too
+    seconds: float  # that tracing and compiling took
 
 
 def traced_step(config: Config, devices: list[jax.Device]) -> Traced:

@@ -16,15 +16,10 @@ from megajax.program.communication import Collective
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a mesh axis, or of several together.
+    """The devices of a mesh axis, or of several together."""
 
-    Attributes:
-        size: how many.
-        neighbours: how many of them a server has.
-    """
-
-    size: int
-    neighbours: int
+    size: int  # how many
+    neighbours: int  # how many of them a server has
 
     @property
     def in_server(self) -> bool:

@@ -185,22 +185,14 @@ MACHINES = {
 
 
 def machine_of(name: str) -> Machine:
-    """The machine with GPUs of this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The machine with GPUs of this name."""
     if name not in MACHINES:
         raise UserError(f"--gpu {name!r} is not in the table; valid: {', '.join(MACHINES)}")
     return MACHINES[name]
 
 
 def peak_of(machine: Machine, precision: str) -> float:
-    """FLOP/s of products in a precision.
-
-    Raises:
-        UserError: this GPU has none in it.
-    """
+    """FLOP/s of products in a precision."""
     if precision not in machine.peak:
         valid = ", ".join(sorted(machine.peak))
         raise UserError(

@@ -1,11 +1,11 @@
-"""What a training step needs of a device's memory, in bytes by part: arithmetic on a configuration.
+"""What a training step needs of a device's memory, in bytes by part.
 
 Weights, main weights, moments and the sums of gradients are exact (`program.memory.state_bytes`), so are what is kept
-of activations and the factors of weight gradients that wait. The rest is a model (`plan/temporaries.py`), of which
-docs/plan.md says how far it is from what XLA allocates.
+of activations and the factors of weight gradients that wait, which are those of a traced layer (`plan/traced.py`). The
+rest is a model (`plan/temporaries.py`), of which docs/plan.md says how far it is from what XLA allocates.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -13,11 +13,11 @@ from megajax.backend import GPU, Backend
 from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
-from megajax.plan.activations import LayerSizes, chunk_bytes, factor_bytes
 from megajax.plan.machines import Machine
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
 from megajax.plan.temporaries import Temporaries
+from megajax.plan.traced import ends_cost, layer_cost
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
@@ -61,7 +61,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
 
 def backend_of(machine: Machine) -> Backend:
@@ -71,27 +71,43 @@ def backend_of(machine: Machine) -> Backend:
 
 def memory(config: Config, backend: Backend = GPU) -> Memory:
     """What a step of a valid configuration needs on a device of its mesh."""
-    step, weights = Sizes(config), held(config)
-    layer = LayerSizes.of(step)
-    pipeline, pipe = config.pipeline, config.mesh.pipe
-    table = _table(pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
-    form = batch_form(config)
-    others = weights.trained * step.wide if step.summed != step.wide or config.lora.rank else 0
-    losses = len(form.targets | form.measures) * max(4, step.summed)
-    batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
-    kept = max(1, table.slots) * chunk_bytes(config, layer, backend)
-    factors = table.factor_slots * factor_bytes(config, layer)
-    return Memory(
-        weights=weights.computed * step.item,
-        main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
-        moments=2 * weights.trained * step.wide + _COUNTERS,
-        batch=batch * _WORD // config.mesh.row_shards,
-        gradients=weights.computed * step.summed + losses + others,
-        kept=kept,
-        factors=factors,
-        p2p_transfers=table.activations * layer.between,
-        temporaries=Temporaries(step, layer, weights, backend, kept, factors).phases.most,
-    )
+    return MemoryModel(config, backend).memory(config)
+
+
+class MemoryModel:
+    """The memory of a configuration under every schedule, number of chunks and global batch."""
+
+    def __init__(self, config: Config, backend: Backend):
+        self._backend = backend
+        self._layer = layer_cost(config, backend, config.train.remat)
+        self._without_remat = layer_cost(config, backend, "none")
+        self._ends = ends_cost(config, backend)
+
+    def memory(self, config: Config) -> Memory:
+        """Of a configuration that differs in these three at most."""
+        step, weights, pipeline = Sizes(config), held(config), config.pipeline
+        table = _table(pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
+        form = batch_form(config)
+        others = weights.trained * step.wide if step.summed != step.wide or config.lora.rank else 0
+        losses = len(form.targets | form.measures) * max(4, step.summed)
+        batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
+        residuals = step.layers_of_chunk * self._layer.residual_bytes(step.microbatch)
+        kept = max(1, table.slots) * (step.activation_bytes if step.recomputes_stage else residuals)
+        factors = table.factor_slots * step.layers_of_chunk * self._layer.factor_bytes(step.microbatch)
+        temporaries = Temporaries(
+            step, self._layer, self._without_remat, self._ends, weights, self._backend, kept, factors
+        )
+        return Memory(
+            weights=weights.computed * step.item,
+            main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
+            moments=2 * weights.trained * step.wide + _COUNTERS,
+            batch=batch * _WORD // config.mesh.row_shards,
+            gradients=weights.computed * step.summed + losses + others,
+            kept=kept,
+            factors=factors,
+            p2p_transfers=table.activations * step.activation_bytes,
+            temporaries=temporaries.most,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Which mesh, schedule and memory options train a model fastest on so many GPUs: all of them, by the model of a step's
-time (`plan/time.py`) and of its memory (`plan/memory.py`). Nothing is traced.
+time (`plan/time.py`) and of its memory (`plan/memory.py`).
 """
 
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megajax.axes import AXES
+from megajax.axes import AXES, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
@@ -19,9 +19,10 @@ from megajax.pipeline.checks import has_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
-from megajax.plan.memory import Memory, backend_of, memory
+from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
+from megajax.plan.traced import layer_cost
 from megajax.validation import validate, validate_mesh
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)
@@ -114,7 +115,7 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
                 smallest = least[0], replace(each, pipeline=least[1])
             fit = [(size, pipeline) for size, pipeline in sizes if size <= machine.usable]
             if fit:
-                like = _as_fast(each)
+                like = _as_fast(each, backend)
                 model = models[like] = models.get(like) or StepModel(each, machine)
                 fitting += [
                     Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
@@ -213,11 +214,14 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
         )
 
 
-def _as_fast(config: Config) -> Config:
+def _as_fast(config: Config, backend: Backend) -> Config:
     """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
-    model sees, unless a norm needs the result of the MLP."""
-    selective = config.train.remat == "selective" and config.model.layer_order == "pre"
-    return replace(config, train=replace(config.train, remat="none")) if selective else config
+    model sees, unless it is a product or a collective."""
+    if config.train.remat != "selective":
+        return config
+    selective, none = (layer_cost(config, backend, remat) for remat in ("selective", "none"))
+    same = (selective.regions, selective.backward) == (none.regions, none.backward)
+    return replace(config, train=replace(config.train, remat="none")) if same else config
 
 
 def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[tuple[int, PipelineConfig]]:
@@ -230,6 +234,7 @@ def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[t
         config.train.global_batch // (config.mesh.row_shards * config.train.microbatch),
     )
     rows, layers = mesh.row_shards * train.microbatch, config.model.num_layers
+    model = MemoryModel(config, backend)
     for pipeline in _pipelines(config.pipeline, mesh.pipe, layers):
         if any(
             f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
@@ -241,7 +246,7 @@ def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[t
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)
-        found = memory(replace(config, train=short, pipeline=pipeline), backend)
+        found = model.memory(replace(config, train=short, pipeline=pipeline))
         yield sum(vars(found).values()) + found.batch * (m - fewer) // fewer, pipeline
 
 
@@ -279,8 +284,9 @@ def _nothing(
                 return error
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
+    rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES)
     return UserError(
-        f"--devices {devices}{stays}: no mesh of so many; --mesh.data has to divide --train.global-batch {batch}, "
+        f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
         f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
         f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"

@@ -1,12 +1,16 @@
-"""The sizes of a training step: plain numbers that its communication and its time are computed from."""
+"""The sizes of a training step: plain numbers that its memory, its communication and its time are computed from."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
+from megajax.backend import Backend
 from megajax.batch import most_masked
 from megajax.config import Config
+from megajax.models.attention_mask import AttentionMask
+from megajax.models.config import ModelConfig
 from megajax.models.family import family_of
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
@@ -42,6 +46,17 @@ def steady_state_microbatches(schedule: str, pipe: int, microbatches: int) -> in
     return min(microbatches, 4 * pipe) if settles else microbatches
 
 
+@lru_cache(maxsize=64)
+def scores_of_head(model: ModelConfig, backend: Backend) -> int:
+    """How many scores a head has of a sequence, where attention is computed in blocks of queries."""
+    length = model.sequence_length
+    visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(length))
+    block = backend.block_of(length)
+    ends = [(start, min(start + block, length)) for start in range(0, length, block)]
+    ranges = [(end - start, visible.key_range(start, end, length)) for start, end in ends]
+    return sum(queries * (last - first) for queries, (first, last) in ranges)
+
+
 class Sizes:
     """The sizes of a step.
 
@@ -49,20 +64,18 @@ class Sizes:
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
         counted: bytes of a count.
-        microbatches, rows, tokens: of a step, of a microbatch (texts, of a choice), of a sequence.
+        microbatches, microbatch: how many a device has in a step, and the rows of one.
+        rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
         predicted: tokens of a sequence that the head of pretraining predicts.
         whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
-        ticks: of the schedule's table.
-        layers_of_chunk: slots of a chunk.
-        layers_of_stage: layers of every stage.
         defers: weight gradients are computed later.
         regathers: a product's input is gathered again for its weight's gradient.
         recomputes_stage: a stage runs forward again in its backward.
     """
 
     def __init__(self, config: Config):
-        self.config, model, mesh, pipeline = config, config.model, config.mesh, config.pipeline
+        self.config, model, mesh = config, config.model, config.mesh
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.zero = config.optimizer.zero
         self.item = ITEM_SIZE[config.precision]
@@ -71,28 +84,62 @@ class Sizes:
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
         self.counted = 8 if config.precision == "fp64" else 4  # JAX counts in 64 bits where it computes in them
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
-        rows = config.train.global_batch // (mesh.row_shards * self.microbatches)
-        self.rows = rows * (model.num_classes if model.head == "choice" else 1)
+        self.microbatch = config.train.global_batch // (mesh.row_shards * self.microbatches)
+        self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
         self.bidirectional = family_of(model).bidirectional
         self.predicted = most_masked(self.tokens) if self.bidirectional else self.tokens
         shared_by = mesh.tensor if self.splits_sequence else 1
         self.whole: Shape = (self.rows, self.tokens, model.hidden_size)
         self.own: Shape = (self.rows, self.tokens // shared_by, model.hidden_size)
-        self.ticks = num_ticks(pipeline.schedule, mesh.pipe, self.microbatches, pipeline.chunks)
-        self.placement = Placement(model.num_layers, mesh.pipe, pipeline.chunks)
-        self.layers_of_chunk = self.placement.layers_per_chunk
-        self.layers_of_stage: list[int] = _layers_of_stage(self.placement).tolist()
-        self.most_layers = max(self.layers_of_stage)
-        self.defers = mesh.pipe > 1 and pipeline.weight_gradients == "deferred"
+        self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.regathers = self.splits_sequence and config.train.remat != "layer"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of what stages hand over."""
+        return prod(self.own) * self.item
 
     @cached_property
     def weights(self) -> tuple[Placed, ...]:
         return held(self.config).weights
 
+    # What the schedule and its chunks change.
+
+    @cached_property
+    def ticks(self) -> int:
+        """Ticks of the schedule's table."""
+        pipeline = self.config.pipeline
+        return num_ticks(pipeline.schedule, self.config.mesh.pipe, self.microbatches, pipeline.chunks)
+
+    @cached_property
+    def placement(self) -> Placement:
+        config = self.config
+        return Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
+
+    @property
+    def layers_of_chunk(self) -> int:
+        """Slots of a chunk, as many as its fullest one has layers."""
+        return self.placement.layers_per_chunk
+
+    @cached_property
+    def most_layers(self) -> int:
+        """Layers of the fullest stage."""
+        return int(layers_of_chunks(self.placement).sum(axis=0).max())
+
+    @property
+    def of_end(self) -> Times:
+        """How often the loop over ticks has an end of the model."""
+        return Times(self.ticks, self.microbatches)
+
+    @property
+    def of_layer(self) -> Times:
+        """How often the loop over ticks has a layer."""
+        return Times(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
+
 
 @lru_cache(maxsize=1024)
-def _layers_of_stage(placement: Placement) -> np.ndarray:
-    return (placement.layer_index >= 0).sum(axis=(0, 2))
+def layers_of_chunks(placement: Placement) -> np.ndarray:
+    """How many layers every chunk of every stage has, [chunks, stages]."""
+    return (placement.layer_index >= 0).sum(axis=2)

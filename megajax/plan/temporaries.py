@@ -2,40 +2,24 @@
 
 At any time one of four is under way, and the one that needs most counts: a chunk's forward, the head, a chunk's
 backward, the optimizer. What each needs was read off XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is said
-where it is computed; docs/plan.md has a table of how far it is from them.
+where it is computed, by the arrays of a traced layer (`plan/traced.py`); docs/plan.md has a table of how far it is from
+them.
 
 **CPUs compute in fp32 what is in half precision**, and XLA moves the conversions. Those of bf16 it takes out of the
 loop over layers, so that the weights of a chunk and all that is kept of it are there once more in fp32, and those of
 the ends twice, outside of the loop over microbatches; a buffer that a conditional writes to is copied.
 fp16 it converts layer by layer. GPUs compute in half precision and hold nothing twice.
-
-Letters: as `plan/activations.py`.
 """
 
 from dataclasses import dataclass
 from math import prod
 
 from megajax.backend import CPU, Backend
-from megajax.models.attention_mask import AttentionMask
-from megajax.plan.activations import LayerSizes, chunk_layers, fused, layer_bytes
 from megajax.plan.shapes import Held
-from megajax.plan.sizes import Sizes
+from megajax.plan.sizes import Sizes, scores_of_head
+from megajax.plan.traced import EndsCost, LayerCost, Region
 
 _FP32 = 4
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Bytes that the parts of a step need beside what is there all the time."""
-
-    forward: int
-    head: int
-    backward: int
-    optimizer: int
-
-    @property
-    def most(self) -> int:
-        return max(self.forward, self.head, self.backward, self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -43,22 +27,27 @@ class Temporaries:
     """The model for one configuration on one kind of device.
 
     Attributes:
-        step, layer: its sizes.
+        step: its sizes.
+        layer, without_remat: a layer, and one that recomputes nothing.
+        ends: embedding and head.
         held: its weights.
         backend: kind of device.
         kept, factors: bytes of the buffers of activations and of factors that wait.
     """
 
     step: Sizes
-    layer: LayerSizes
+    layer: LayerCost
+    without_remat: LayerCost
+    ends: EndsCost
     held: Held
     backend: Backend
     kept: int
     factors: int
 
     @property
-    def phases(self) -> Phases:
-        return Phases(self._forward(), self._head(), self._backward(), self._optimizer())
+    def most(self) -> int:
+        """Bytes that the part of the step that needs most has beside what is there all the time."""
+        return max(self._forward(), self._head(), self._backward(), self._optimizer())
 
     @property
     def _on_cpu(self) -> bool:
@@ -67,16 +56,20 @@ class Temporaries:
     @property
     def _wide(self) -> int:
         """Bytes of a number that products give."""
-        return max(_FP32, self.layer.width) if self._on_cpu else self.layer.width
+        return max(_FP32, self.step.item) if self._on_cpu else self.step.item
 
     @property
     def _ratio(self) -> int:
-        return self._wide // self.layer.width
+        return self._wide // self.step.item
 
     @property
     def _converts(self) -> bool:
         """Whether XLA holds whole chunks in fp32, too."""
         return self._on_cpu and self.step.config.precision == "bf16"
+
+    @property
+    def _piped(self) -> bool:
+        return self.step.config.mesh.pipe > 1
 
     @property
     def _gathers(self) -> bool:
@@ -88,39 +81,43 @@ class Temporaries:
         """Numbers in one layer's weights on a device."""
         return sum(prod(placed.whole) for placed in self.held.weights if placed.weight.stacked)
 
+    @property
+    def _residuals(self) -> int:
+        """Bytes of a chunk's residuals."""
+        return self.step.layers_of_chunk * self.layer.residual_bytes(self.step.microbatch)
+
     def _forward(self) -> int:
         """A chunk's residuals, before they are put in their slot; of a pipe of one stage they are never elsewhere."""
-        if self.step.config.mesh.pipe == 1:
+        if not self._piped:
             return 0
-        return self._chunk(self.step.config.train.remat) + (self.kept if self._converts else 0)
+        residuals = self.step.activation_bytes if self.step.recomputes_stage else self._residuals
+        return residuals + (self.kept if self._converts else 0)
 
     def _head(self) -> int:
         """Logits and, on CPUs, where XLA does not overwrite them, their gradients; and the gradient of the table,
         beside the table if it is gathered. Of a converted pair one stays as it was."""
-        ends = [prod(placed.whole) for placed in self.held.weights if not placed.weight.stacked]
+        weights = [prod(placed.whole) for placed in self.held.weights if not placed.weight.stacked]
+        logits = prod(self.ends.logits.shape(self.step.microbatch))
         pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
-        table = max(ends) * (pair if self._gathers else self._wide)
-        return self._logits() * (pair if self._on_cpu else self._wide) + table
+        table = max(weights) * (pair if self._gathers else self._wide)
+        return logits * (pair if self._on_cpu else self._wide) + table
 
     def _backward(self) -> int:
         """What is kept of the chunk, out of its slot; what is converted; and one layer's, or before the first layer, if
         that is more, the last array that is converted."""
-        config, remat = self.step.config, self.step.config.train.remat
-        again = "none" if remat == "stage" else remat
-        chunk, piped = self._chunk(again), config.mesh.pipe > 1
-        layer = self._one_layer(again)
+        chunk, layer = self._residuals, self._one_layer()
         if not self._converts:
-            return (chunk if piped else 0) + layer
+            return (chunk if self._piped else 0) + layer
         # A stage's residuals that are made here do not come out of a slot: XLA writes them in fp32.
-        native = chunk if piped and remat != "stage" else 0
-        last = 0 if native else self._largest(again)
+        native = chunk if self._piped and not self.step.recomputes_stage else 0
         own = chunk * self._ratio + native + 2 * self.factors
-        own -= 0 if piped else chunk  # it is counted as kept
+        own -= 0 if self._piped else chunk  # it is counted as kept
         if not self._gathers:
-            own += _FP32 * chunk_layers(config) * self._layer_weights
-        if not piped and self.step.microbatches > 1:
+            own += _FP32 * self.step.layers_of_chunk * self._layer_weights
+        if not self._piped and self.step.microbatches > 1:
             own += 2 * _FP32 * sum(placed.size for placed in self.held.weights if not placed.weight.stacked)
-        return own + max(layer, last)
+        largest = max(operand.num_bytes(self.step.microbatch) for operand in self.layer.residuals)
+        return own + max(layer, 0 if native else self.step.layers_of_chunk * largest)
 
     def _optimizer(self) -> int:
         """The reduced gradients beside their sums, where activations were."""
@@ -128,52 +125,36 @@ class Temporaries:
             return 0
         return max(0, self.held.trained * self.step.wide - self.kept - self.factors)
 
-    def _chunk(self, remat: str) -> int:
-        """What a chunk keeps."""
-        if remat == "stage":
-            return self.layer.between
-        config = self.step.config
-        return chunk_layers(config) * layer_bytes(config, self.layer, self.backend, remat)
-
-    def _largest(self, remat: str) -> int:
-        """The largest array that a chunk keeps."""
-        layer = self.layer
-        one = layer.between if remat == "layer" else max(layer.between, layer.inner, layer.queries)
-        return chunk_layers(self.step.config) * one
-
-    def _logits(self) -> int:
-        """How many a microbatch has."""
-        config, model, layer = self.step.config, self.step.config.model, self.layer
-        if model.head != "pretraining":
-            return 0
-        split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
-        return layer.rows * self.step.predicted * (model.padded_vocab_size // split)
-
-    def _one_layer(self, remat: str) -> int:
-        """A layer's backward: what is computed again, the gradients of its input and output, and of its two halves the
-        larger; with ZeRO-3 its gathered weights and their gradients."""
-        layer, config = self.layer, self.step.config
-        kept = (layer_bytes(config, layer, self.backend, kind) for kind in ("none", remat))
-        again = next(kept) - next(kept)
-        attention = self._ratio * 4 * (layer.queries + layer.keys) + self._scores()
-        mlp = self._ratio * ((layer.gates + 2) * layer.inner + layer.whole)
+    def _one_layer(self) -> int:
+        """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the
+        largest; with ZeRO-3 its gathered weights and their gradients."""
+        rows = self.step.microbatch
+        again = self.without_remat.residual_bytes(rows) - self.layer.residual_bytes(rows)
+        entered = prod(self.step.whole) * self.step.item
+        regions = max(self._region(region) for region in self.layer.regions)
         gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0
-        return self._ratio * (again + 2 * layer.whole) + max(attention, mlp) + gathered
+        return self._ratio * (again + 2 * entered) + regions + gathered
+
+    def _region(self, region: Region) -> int:
+        """A region's backward: what its first product gave and its gradient, and what its last product takes, with its
+        gradient. Without attention the former is kept, and the result's gradient is there."""
+        first, last = (product.shape(self.step.microbatch) for product in (region.products[0], region.products[-1]))
+        given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
+        if region.attends:
+            return self._wide * 2 * (given + taken) + self._scores()
+        return self._wide * (given + 2 * taken + result)
 
     def _scores(self) -> int:
         """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
         these are unrolled, and XLA runs them in any order."""
-        layer, model = self.layer, self.step.config.model
-        if fused(self.step.config, self.backend):
+        if self.layer.fused:
             return 0
-        visible = AttentionMask(causal=not self.step.bidirectional, window=model.window_in(layer.tokens))
-        block, group = self.backend.block_of(layer.tokens), layer.heads // layer.kv_heads
-        ends = [(start, min(start + block, layer.tokens)) for start in range(0, layer.tokens, block)]
-        ranges = ((end - start, visible.key_range(start, end, layer.tokens)) for start, end in ends)
-        seen = sum(queries * (last - first) for queries, (first, last) in ranges)
-        heads = layer.rows * layer.kv_heads
+        step, model = self.step, self.step.config.model
+        all_heads = model.num_heads // step.config.mesh.tensor
+        kv_heads = max(1, model.num_kv_heads // step.config.mesh.tensor)
+        group, heads = all_heads // kv_heads, step.rows * kv_heads
         if self.backend.scores_bytes is not None:
-            of_block = group * min(block, layer.tokens) * layer.tokens * layer.wide
+            of_block = group * min(self.backend.block_of(step.tokens), step.tokens) * step.tokens * step.wide
             fit = (count for count in range(1, heads + 1) if heads % count == 0)
             heads = max((count for count in fit if count * of_block <= self.backend.scores_bytes), default=1)
-        return 3 * heads * group * seen * layer.wide
+        return 3 * heads * group * scores_of_head(model, self.backend) * step.wide

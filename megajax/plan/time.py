@@ -22,10 +22,12 @@ from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
-from megajax.plan.communication import Communication, communication
+from megajax.plan.communication import communication
 from megajax.plan.links import seconds_of
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes, num_ticks
+from megajax.plan.memory import backend_of
+from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
+from megajax.plan.weight_traffic import Communication
 from megajax.plan.work import Seconds, Work
 
 _LONGEST_TABLE = 4096  # forwards of all stages; a longer table's time is a formula's
@@ -74,12 +76,6 @@ def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Defe
     return make_schedule(name, pipe, microbatches, chunks, deferring)
 
 
-@lru_cache(maxsize=1024)
-def _layers(placement: Placement) -> np.ndarray:
-    """How many layers every chunk of every stage has, [chunks, stages]."""
-    return (placement.layer_index >= 0).sum(axis=2).astype(float)
-
-
 @dataclass(frozen=True)
 class _Visit:
     """What a stage does with a microbatch and one layer, or at an end: computing, and collectives that nothing
@@ -101,7 +97,7 @@ class StepModel:
         self.sizes = Sizes(config)
         self.work = Work(config, self.sizes, machine)
         self._by_part: dict[str, list[tuple[Communication, float]]] = defaultdict(list)  # with their seconds
-        for each in communication(config):
+        for each in communication(config, backend_of(machine)):
             self._by_part[each.part].append((each, seconds_of(each, config.mesh, machine)))
         self._layer = self._visits_of_a_layer()
         embedding = self.work.embedding()
@@ -127,7 +123,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the stage that works longest, what it waits, hand-overs; and
         what share it waits."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = _layers(Placement(self.config.model.num_layers, pipe, pipeline.chunks))
+        layers = layers_of_chunks(Placement(self.config.model.num_layers, pipe, pipeline.chunks)).astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:

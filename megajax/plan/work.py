@@ -4,14 +4,17 @@ A part that is computed again in the backward pass counts as often as it runs.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
 
 from megajax.backend import GPU
 from megajax.config import Config
-from megajax.plan.activations import fused
 from megajax.plan.machines import Machine, peak_of
+from megajax.plan.memory import backend_of
 from megajax.plan.shapes import held
-from megajax.plan.sizes import Sizes
+from megajax.plan.sizes import Sizes, scores_of_head
+from megajax.plan.traced import ends_cost, layer_cost
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 _SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several
@@ -43,14 +46,10 @@ class Work:
     def __init__(self, config: Config, sizes: Sizes, machine: Machine):
         self.config, self.sizes, self.machine = config, sizes, machine
         self.peak = peak_of(machine, config.precision)
-        model, tensor = config.model, config.mesh.tensor
+        backend, model = backend_of(machine), config.model
+        self.layer, self.ends = layer_cost(config, backend, config.train.remat), ends_cost(config, backend)
         self.hidden, self.tokens = model.hidden_size, sizes.rows * sizes.tokens
-        self.heads = model.num_heads // tensor
-        self.queries = self.heads * model.head_size
-        self.keys = max(1, model.num_kv_heads // tensor) * model.head_size
-        self.gated = 2 if model.activation == "swiglu" else 1
-        self.width = model.mlp_size // tensor
-        self.vocabulary = model.padded_vocab_size // (tensor * (config.mesh.pipe if sizes.splits_vocabulary else 1))
+        self.heads = model.num_heads // config.mesh.tensor
         auto = model.scan_layers == "auto" and config.optimizer.zero == 3  # `program.scans_layers` on GPUs
         self.scanned = auto or model.scan_layers == "true"
 
@@ -70,35 +69,29 @@ class Work:
         """Bytes that memory gives or takes."""
         return num_bytes / (self.machine.bandwidth * self.machine.efficiency.traffic)
 
-    @property
-    def _shapes(self) -> list[tuple[int, int]]:
-        """Of a layer's products: inner dim and columns; the last one is the MLP's second."""
-        return [
-            (self.hidden, self.queries + 2 * self.keys),
-            (self.queries, self.hidden),
-            (self.hidden, self.gated * self.width),
-            (self.width, self.hidden),
-        ]
+    @cached_property
+    def _shapes(self) -> list[tuple[int, int, int]]:
+        """Of a layer's products with weights: rows, inner dim and columns."""
+        return [product.shape(self.sizes.microbatch) for product in self.layer.products]
 
     def layer_forward(self) -> Seconds:
         """Of a microbatch."""
-        products = sum(self.product(self.tokens, inner, columns) for inner, columns in self._shapes)
+        products = sum(self.product(*shape) for shape in self._shapes)
         attention, traffic = self._attention()
         return Seconds(products, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
 
     def layer_again(self) -> Seconds:
         """Of the forward, what the backward pass computes again."""
-        remat, forward = self.config.train.remat, self.layer_forward()
-        if remat == "stage" and self.sizes.recomputes_stage:
-            return forward
-        if remat != "layer":
-            return Seconds()
-        last = self.product(self.tokens, *self._shapes[-1]) if self.config.model.layer_order == "pre" else 0.0
-        return forward + Seconds(products=-last)  # nothing needs the MLP's result
+        if self.sizes.recomputes_stage:
+            return self.layer_forward()
+        products = zip(self.layer.products, self._shapes, strict=True)
+        again = sum(self.product(*shape) for product, shape in products if product.again)
+        forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
+        return replace(forward, products=again)
 
     def layer_backward(self) -> Seconds:
         """Without what is computed again, and without the weights' gradients."""
-        products = sum(self.product(self.tokens, columns, inner) for inner, columns in self._shapes)
+        products = sum(self.product(rows, columns, inner) for rows, inner, columns in self._shapes)
         attention, traffic = self._attention()
         return Seconds(
             products, 2.5 * attention, (traffic + self._traffic) * 2 / 3, self.machine.efficiency.fixed * 2 / 3
@@ -106,16 +99,20 @@ class Work:
 
     def weight_gradients(self) -> Seconds:
         """Of a layer and a microbatch, added to their sums."""
-        products = sum(self.product(inner, self.tokens, columns) for inner, columns in self._shapes)
-        weights = sum(inner * columns for inner, columns in self._shapes)
-        return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * weights))
+        products = sum(self.product(inner, rows, columns) for rows, inner, columns in self._shapes)
+        return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * self._weights))
+
+    @property
+    def _weights(self) -> int:
+        """Numbers in the weights of a layer's products."""
+        return sum(inner * columns for _, inner, columns in self._shapes)
 
     @property
     def _traffic(self) -> float:
         """Seconds of a layer's passes over activations, forward and backward."""
         passes, sizes = self.machine.traffic, self.sizes
         own = self.tokens // (self.config.mesh.tensor if sizes.splits_sequence else 1)
-        inside = 2 * (self.queries + self.keys) + (self.gated + 1) * self.width
+        inside = self._weights // self.hidden  # one side of every product is an activation between regions
         numbers = passes.between * own * self.hidden + passes.inside * self.tokens * inside
         if sizes.splits_sequence:
             numbers += passes.gathered * self.tokens * self.hidden
@@ -125,18 +122,12 @@ class Work:
         """Of a layer: seconds of the products forward, backward being 2.5 times as many, and of the scores' traffic
         forward and backward."""
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency
-        length = self.sizes.tokens
-        seen: float = length
-        if not self.sizes.bidirectional and not passes.all_scores:
+        length, heads = self.sizes.tokens, self.sizes.rows * self.heads
+        if self.layer.fused:
             window = model.window_in(length) or length
-            seen = window * (1 - window / (2 * length))  # on average, of a token
-        scores = self.sizes.rows * self.heads * length * seen
-        flops = 4 * scores * model.head_size
-        if self.machine.fused_attention and fused(self.config, GPU):
-            return flops / (self.peak * efficiency.attention), 0.0
-        if not passes.all_scores and not self.sizes.bidirectional:  # by blocks, each with its last query's keys
-            block = GPU.block_of(length)
-            scores *= min(length, seen + block / 2) / seen
+            of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
+            return 4 * heads * length * of_token * model.head_size / (self.peak * efficiency.attention), 0.0
+        scores = heads * (length**2 if passes.all_scores else scores_of_head(model, GPU))
         padded = -(-model.head_size // _TILE) * _TILE / model.head_size
         products = 4 * scores * model.head_size * padded / (self.peak * efficiency.products)
         return products, self.moved(passes.scores * scores * self.sizes.item / 2)
@@ -147,15 +138,12 @@ class Work:
 
     def head(self) -> Seconds:
         """Forward and backward, of a microbatch."""
-        model = self.config.model
-        if model.head != "pretraining":
-            return Seconds()
-        rows = self.sizes.rows * self.sizes.predicted
-        shapes = [(rows, self.hidden, self.vocabulary), (rows, self.vocabulary, self.hidden)]
-        products = sum(self.product(*each) for each in [*shapes, (self.hidden, rows, self.vocabulary)])
-        passes = self.machine.traffic
-        traffic = passes.logits * self.sizes.item * rows * self.vocabulary
-        return Seconds(products, traffic=self.moved(traffic + passes.accumulated * self.hidden * self.vocabulary))
+        passes, rows = self.machine.traffic, self.sizes.microbatch
+        products = sum(self.product(*product.shape(rows)) for product in self.ends.products)
+        weights = sum(gradient.of_row[0] * gradient.of_row[2] for gradient in self.ends.weight_gradients)
+        logits = prod(self.ends.logits.shape(rows))
+        traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights
+        return Seconds(products, traffic=self.moved(traffic))
 
     def update(self) -> Seconds:
         """The optimizer, of what a device owns; with LoRA the merged weights, too."""

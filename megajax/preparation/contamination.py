@@ -96,8 +96,8 @@ class TestSets:
         with opened(file) as content, np.load(content) as data:
             words = data["words"].tobytes().decode().split("\n")
             ends = np.cumsum(data["sizes"])
-            parts = zip(ends - data["sizes"], ends, strict=True)
-            members = [data["members"][begin:end] for begin, end in parts]
+            ranges = zip(ends - data["sizes"], ends, strict=True)
+            members = [data["members"][begin:end] for begin, end in ranges]
             return cls(words, data["grams"], members, data["too_short"].tolist())
 
 

@@ -55,11 +55,11 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 
     @functools.cache
     def temporary_around(folder: Path) -> Path | None:
-        return next((part for part in (folder, *folder.parents) if temporary.is_marked(part)), None)
+        return next((place for place in (folder, *folder.parents) if temporary.is_marked(place)), None)
 
     @functools.cache
     def written_around(folder: Path) -> Path | None:
-        return next((written[part] for part in (folder, *folder.parents) if part in written), None)
+        return next((written[place] for place in (folder, *folder.parents) if place in written), None)
 
     for name, file in inputs:
         folder = resolved(file.parent)

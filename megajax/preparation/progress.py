@@ -18,7 +18,7 @@ class Show:
         self._shown = shown
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
-        self._name, self._total, self._told = "", 0.0, 0.0
+        self._name, self._total, self._last_line = "", 0.0, 0.0
         if shown and self._console.is_terminal and not self._console.is_dumb_terminal:
             name = TextColumn("{task.description}", markup=False)
             columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
@@ -28,7 +28,7 @@ class Show:
 
     def begin(self, name: str, total: float = 0) -> None:
         """Begin a stage, which has done `total` at its end, in any unit; 0: unknown."""
-        self._name, self._total, self._told = name, total, time.monotonic()
+        self._name, self._total, self._last_line = name, total, time.monotonic()
         if self._bar:
             self._bar.reset(self._task, description=name, total=total or None)
         elif self._shown:
@@ -38,8 +38,8 @@ class Show:
         """Show that `amount` of the stage's total is done."""
         if self._bar:
             self._bar.update(self._task, completed=amount)
-        elif self._shown and time.monotonic() - self._told > _EVERY:
-            self._told = time.monotonic()
+        elif self._shown and time.monotonic() - self._last_line > _EVERY:
+            self._last_line = time.monotonic()
             print(f"{self._name}: {amount / self._total:.0%}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 COLLECTIVES = {
     "psum": "all-reduce",
@@ -49,22 +49,25 @@ def collectives(function: Callable, *args: Any) -> list[Collective]:
 
 def collectives_of(traced: ClosedJaxpr) -> list[Collective]:
     """Communication of a function that was traced."""
-    return list(_walk(traced.jaxpr, 1))
+    return [_collective(eqn, count) for eqn, count in equations(traced.jaxpr) if eqn.primitive.name in COLLECTIVES]
 
 
-def _walk(jaxpr: Jaxpr, count: int) -> Iterator[Collective]:
+def _collective(eqn: JaxprEqn, count: int) -> Collective:
+    axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    avals: list[Any] = [var.aval for var in eqn.invars]
+    num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    return Collective(COLLECTIVES[eqn.primitive.name], axes, tuple(aval.shape for aval in avals), num_bytes, count)
+
+
+def equations(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """All equations, each followed by those inside it, with how often each runs."""
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in COLLECTIVES:
-            axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
-            axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            avals: list[Any] = [var.aval for var in eqn.invars]
-            num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-            yield Collective(COLLECTIVES[name], axes, tuple(aval.shape for aval in avals), num_bytes, count)
-        inner = count * eqn.params["length"] if name == "scan" else count
+        yield eqn, count
+        inner = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
         for value in eqn.params.values():
             for part in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(part, ClosedJaxpr):
-                    yield from _walk(part.jaxpr, inner)
+                    yield from equations(part.jaxpr, inner)
                 elif isinstance(part, Jaxpr):
-                    yield from _walk(part, inner)
+                    yield from equations(part, inner)

@@ -17,7 +17,7 @@ from jax.stages import Wrapped
 from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
 from megajax.config import Config
-from megajax.mesh import ROWS, batch_specs, make_mesh, shardings
+from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.boundary import RegionBoundary
@@ -44,9 +44,9 @@ class Program:
         gradient_dtype: what gradients are summed in.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, backend: Backend | None = None):
         self.config, self.mesh = config, mesh
-        self.backend = backend_of(mesh)
+        self.backend = backend or backend_of(mesh)
         self.model = CutModel(config.model, training_boundary(config), self.backend)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
@@ -60,6 +60,12 @@ class Program:
     def on(cls, config: Config, devices: list[jax.Device] | None = None) -> "Program":
         """On the mesh that the configuration asks for, of `devices`, or of all there are."""
         return cls(config, make_mesh(devices, **config.mesh.sizes))
+
+    @classmethod
+    def abstract(cls, config: Config, backend: Backend) -> "Program":
+        """On the mesh that the configuration asks for, without devices: to be traced as on those of a `backend`."""
+        mesh: Any = make_abstract_mesh(**config.mesh.sizes)  # is enough for tracing
+        return cls(config, mesh, backend)
 
     @cached_property
     def unsharded_model(self) -> CutModel:

@@ -129,7 +129,7 @@ class Transfer:
     def to_canonical(self, stacked: bool, source: PartitionSpec, target: PartitionSpec) -> Callable[..., Array]:
         """The compiled conversion of a leaf on the stages to its canonical form; for one that goes by stages, of it and
         a stage's number to that stage's slots."""
-        steps, by_stages = _steps(source, target, stacked), self._goes_by_stages(stacked, target)
+        steps, by_stages = self._steps(source, target, stacked), self._goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
         def local(x: Array, *stage: Array) -> Array:
@@ -149,7 +149,7 @@ class Transfer:
     ) -> Callable[[Array], Array]:
         """The compiled conversion of a canonical leaf to one on the stages, in another `dtype` if one is given; one
         that goes by stages is on them already."""
-        steps, by_stages = _steps(target, source, stacked), self._goes_by_stages(stacked, source)
+        steps, by_stages = self._steps(target, source, stacked), self._goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
         def local(x: Array) -> Array:
@@ -167,6 +167,17 @@ class Transfer:
 
         given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
         return self._compiled(("pipelined", stacked, source, target, dtype), local, given, target)
+
+    def _steps(self, pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
+        """What the canonical form of a leaf is divided by further than the pipelined one, the layers aside: pipelined
+        dims and axes, in this order."""
+        pipelined, canonical = (_dividing(spec, self._layout.mesh) for spec in (pipelined, canonical))
+        entries = [None, None, None, *canonical[1:]] if stacked else list(canonical)
+        return [
+            (dim, axis)
+            for dim, entry in enumerate(entries)
+            for axis in entry_axes(entry)[len(entry_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
+        ]
 
     def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
         """The canonical form in host memory of a leaf that goes by stages."""
@@ -237,17 +248,6 @@ def _placed(shape: tuple[int, ...], sharding: Any, parts: dict[Any, np.ndarray])
         for device, part in parts.items()
     ]
     return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
-
-
-def _steps(pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
-    """What the canonical form of a leaf is divided by further than the pipelined one, the layers aside: pipelined dims
-    and axes, in this order."""
-    entries = [None, None, None, *canonical[1:]] if stacked else list(canonical)
-    return [
-        (dim, axis)
-        for dim, entry in enumerate(entries)
-        for axis in entry_axes(entry)[len(entry_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
-    ]
 
 
 def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

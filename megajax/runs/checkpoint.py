@@ -31,11 +31,7 @@ _OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. All processes make one and call its methods together.
-
-    Attributes:
-        saved: the newest step that was restored as a state, or saved and is known to be complete; None without one.
-    """
+    """The folder `checkpoints/` of a run. All processes make one and call its methods together."""
 
     def __init__(
         self,
@@ -44,14 +40,10 @@ class Checkpoints:
         keep: Retention | int | None = None,
         max_failures: int = 1,
     ):
-        """What `keep` does not keep is removed when a checkpoint is complete; without it nothing is ever written. So
-        many failed writes in a row as `max_failures` end the run.
-
-        Raises:
-            UserError: there is no folder to write to.
-        """
+        """With `keep`, checkpoints can be written; a complete one removes those that `keep` lets go. `max_failures`
+        failed writes in a row end the run."""
         self.folder = Path(run_dir).absolute() / "checkpoints"
-        self.saved: int | None = None
+        self.saved: int | None = None  # the newest step that was restored as a state, or saved completely
         self._layout, self._transfer = layout, Transfer(layout)
         self._reader = Reader(self.folder)
         self._keep = Retention(keep) if isinstance(keep, int) else keep
@@ -72,14 +64,12 @@ class Checkpoints:
         self._losses = validation_losses(self.folder.parent)
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints there are, ascending."""
+        """The steps of all checkpoints, ascending."""
         return numbers_of_first_process(step_folders.complete(self.folder))
 
     def save(self, step: int, state: TrainState, validation_loss: float | None = None) -> None:
-        """Begin to write the `state` after `step` steps, whose validation loss may be known.
-
-        When this returns, the state is copied; the files are complete later (`wait`). If the write before failed, or
-        this one cannot begin, that is news (`news`).
+        """Begin to write the `state` after `step` steps. When this returns, the state is copied; the files are complete
+        later (`wait`). Failures of this write or the one before are `news`.
 
         Raises:
             RunError: too many writes in a row have failed.
@@ -94,10 +84,8 @@ class Checkpoints:
         self._begin(step, self._transfer.to_host(state))
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
-        """Begin to write the state before the first step, of which nothing is in memory before its turn.
-
-        Args:
-            weight: path and shape of a canonical main weight -> that weight; called in another thread.
+        """Begin to write the state before the first step; `weight` makes each canonical main weight from its path and
+        shape, in another thread, when its turn comes.
 
         Raises:
             RunError: too many writes have failed.
@@ -116,19 +104,19 @@ class Checkpoints:
         """Wait until what was saved is complete.
 
         Raises:
-            RunError: the last state that was saved could not be written.
+            RunError: the last state could not be written.
         """
         self._settle()
         if self._problem:
             raise RunError(f"{self._problem}; last good checkpoint: {self.last_good}")
 
     def close(self) -> None:
-        """Wait for what this process writes, whatever became of the others; to be sure of a checkpoint, `wait`."""
+        """Wait for this process's own write, without the other processes; only `wait` makes sure of a checkpoint."""
         if self._write is not None:
             self._write.abandon()
 
     def news(self) -> list[str]:
-        """What went wrong in writing and was not told yet, a line for each failed write.
+        """A line for each failed write since the last call.
 
         Raises:
             RunError: too many writes in a row have failed.
@@ -140,7 +128,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> int | None:
-        """The step whose checkpoint this process is writing; None where it writes none."""
+        """The step whose checkpoint this process is writing; None without one."""
         return self._write.step if self._write is not None and self._write.is_under_way else None
 
     @property
@@ -195,8 +183,7 @@ class Checkpoints:
         """The state after `step` steps, on this mesh.
 
         Raises:
-            DamagedCheckpoint: it cannot be read, or not all of it is what was written.
-            UserError: a newer version of this program wrote it.
+            DamagedCheckpoint: it cannot be read, or differs from what was written.
         """
         self._reader.check_files(step)
         state = self._transfer.to_devices(self._reader.read(step, self._transfer.targets))
@@ -204,23 +191,20 @@ class Checkpoints:
         return state
 
     def restore_params(self, step: int) -> Any:
-        """The weights after `step` steps, as layers compute with them on this mesh; nothing else is read, so that the
-        digests of files are not compared.
+        """The weights after `step` steps on this mesh, as layers compute with them. Only the weights are read and
+        compared with their checksums, not the files with their digests.
 
         Raises:
-            DamagedCheckpoint: they cannot be read, or are not what was written.
-            UserError: a newer version of this program wrote them.
+            DamagedCheckpoint: they cannot be read, or differ from what was written.
         """
         return self._transfer.params_to_devices(self.read_weights(step))
 
     def read_weights(self, step: int) -> Any:
-        """The canonical main weights after `step` steps in host memory, with what their adapters add; otherwise as
-        `restore_params`."""
+        """The canonical main weights in host memory, LoRA merged into them; otherwise as `restore_params`."""
         return self._transfer.merged(self._reader.read(step, weights_of(self._transfer.targets)).params)
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
-        """Canonical main weights and adapters after `step` steps by their paths in the tree of weights, those of
-        `paths` alone, as they are stored; otherwise as `restore_params`."""
+        """The canonical main weights and adapters at `paths`, as they are stored; otherwise as `restore_params`."""
         targets = weights_of(self._transfer.targets)
         wanted: dict[Any, Any] = {}
         for path, target in jax.tree_util.tree_leaves_with_path(targets.params):
@@ -234,13 +218,11 @@ class Checkpoints:
         return {path: np.asarray(found[path]) for path in paths}
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
-        """The newest state that can be read, after how many steps it was saved, and what is wrong with newer ones.
-
-        The state is None where there is no checkpoint.
+        """The newest readable state, its step, and what is wrong with newer ones; the state is None without any
+        checkpoint.
 
         Raises:
             RunError: there are checkpoints, and none can be read.
-            UserError: a newer version of this program wrote the newest.
         """
         damaged: list[str] = []
         for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
@@ -254,11 +236,7 @@ class Checkpoints:
         return None, 0, damaged
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of later steps than `after`, so that they can be written again.
-
-        Raises:
-            UserError: they cannot be renamed.
-        """
+        """Rename the checkpoints of steps after `after`, so that these can be written again."""
 
         def rename() -> None:
             for step in step_folders.candidates(self.folder):
@@ -273,11 +251,7 @@ class Checkpoints:
 
 
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
-    """The checkpoint that `latest`, `best` (lowest validation loss) or a number means.
-
-    Raises:
-        UserError: there is none like that.
-    """
+    """The step that `latest`, `best` (lowest validation loss) or a number means."""
     if not steps:
         raise UserError(f"{run_dir} holds no checkpoint; valid: the run directory of a training that wrote one")
     if wanted == "latest":

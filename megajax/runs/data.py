@@ -1,6 +1,6 @@
-"""The data of a run: what it trains on, one corpus or several blended, and what it is validated on."""
+"""The data of a run: its corpus, or several blended, and its validation sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +24,13 @@ _VALIDATION = "validation-"  # starts the folders of named validation sets
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples and where they come from.
+    """Samples and where they come from."""
 
-    Attributes:
-        corpora: one, or one for each source.
-        tokenizer: None if all was given tokenized and without one.
-        train: an endless sequence.
-        validation: of what is kept of all corpora for validation.
-        validation_sets: of each named one.
-    """
-
-    corpora: list[Corpus]
-    tokenizer: Tokenizer | None
-    train: EpochSamples | BlendedSamples
-    validation: CorpusSamples
-    validation_sets: dict[str, CorpusSamples]
+    corpora: list[Corpus]  # one, or one for each source
+    tokenizer: Tokenizer | None  # None if all was given tokenized and without one
+    train: EpochSamples | BlendedSamples  # an endless sequence
+    validation: CorpusSamples  # held-out samples of all corpora
+    validation_sets: dict[str, CorpusSamples]  # of each named one
 
     def lines(self, config: Config) -> Iterator[str]:
         """A line for every corpus; in an epoch every sample of the corpus is seen once."""
@@ -60,13 +52,11 @@ class RunData:
 
 
 def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run in its folder, or find them made. One process calls this, then all may `open_run_data`.
+    """Make the corpora of a run in its folder, unless they are there. One process calls this, then all may
+    `open_run_data`.
 
-    Of one corpus the files lie in `folder` itself, of several each in a folder of its own; the tokenizer, which is the
-    same for all, in `folder/tokenizer` in both cases.
-
-    Raises:
-        UserError: a source or the tokenizer cannot be used, or the folder holds other corpora.
+    One corpus lies in `folder` itself, each of several in a folder of its own; their common tokenizer is in
+    `folder/tokenizer` in both cases.
     """
     data, vocab_size = config.data, config.model.vocab_size
     family, kind = FAMILIES[config.model.family], _kind(config)
@@ -97,11 +87,7 @@ def make_run_data(config: Config, folder: Path) -> None:
 
 
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open what `make_run_data` made; reads only, on any process. `overlap` is that of `EvaluationSamples`.
-
-    Raises:
-        UserError: a file is missing, damaged or was changed.
-    """
+    """Open the data of `make_run_data`, on any process. `overlap` is that of `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
     names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
     corpora = [open_corpus(folder / name, vocab_size) for name in names]
@@ -120,7 +106,7 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
-    """Whether `make_run_data` was here."""
+    """Whether `make_run_data` has begun there."""
     return has_corpus(folder / "source-0" if config.data.sources else folder)
 
 
@@ -134,17 +120,14 @@ def has_whole_run_data(config: Config, folder: Path) -> bool:
 def given_samples(
     config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
 ) -> CorpusSamples:
-    """Samples of any text, or of a prepared dataset, to evaluate a run's model on.
+    """Samples of `path`, any text or prepared dataset, to evaluate a run's model on.
 
     Args:
-        config: of the run.
+        config: the run's.
         path: as `--data.path`.
-        tokenizer: the run's; None: it has none, or the dataset needs none.
+        tokenizer: the run's; None if the run has none, or the dataset needs none.
         overlap: that of `EvaluationSamples`.
-        flag: the flag that named the path, for error messages.
-
-    Raises:
-        UserError: the text or the dataset cannot be used.
+        flag: names the path in error messages.
     """
     kind = _kind(config)
     if prefix := prepared_prefix(path, flag=flag):
@@ -157,72 +140,67 @@ def given_samples(
     return kind.all(config, tokens, tokenizer, overlap)
 
 
-def _kind(config: Config) -> "_Kind":
+def _kind(config: Config) -> "_TextSamples":
     return _KINDS[FAMILIES[config.model.family].samples]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Samples of a kind.
+class _TextSamples:
+    """Samples of a language model: documents packed into fixed-length sequences."""
 
-    Attributes:
-        sentences: documents are cut in sentences.
-        check: raises `UserError` for a configuration that no corpus has samples for.
-        split: samples of the training and of the validation split; the number is the overlap of `EvaluationSamples`.
-        all: samples of all documents, to evaluate on; the tokenizer is that of the tokens.
-    """
+    sentences = False  # documents are split into sentences
 
-    sentences: bool
-    check: Callable[[Config], None]
-    split: Callable[[Config, Corpus, int], tuple[EpochSamples, CorpusSamples]]
-    all: Callable[[Config, SequenceDocuments, Tokenizer | None, int], CorpusSamples]
+    def check(self, config: Config) -> None:
+        """Refuse a configuration that no corpus has samples for."""
 
+    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+        """Samples of the training and the validation split; `overlap` is that of `EvaluationSamples`."""
+        return gpt.train_and_validation(
+            corpus.tokens,
+            sequence_length=config.model.sequence_length,
+            validation_fraction=config.data.validation_fraction,
+            seed=config.seed,
+            overlap=overlap,
+            with_positions=config.data.reset_attention,
+        )
 
-def _split_text(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-    return gpt.train_and_validation(
-        corpus.tokens,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        overlap=overlap,
-        with_positions=config.data.reset_attention,
-    )
-
-
-def _all_text(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
-    length, resets = config.model.sequence_length, config.data.reset_attention
-    return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
+    def all(
+        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
+    ) -> CorpusSamples:
+        """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
+        length, resets = config.model.sequence_length, config.data.reset_attention
+        return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
 
 
-def _check_pairs(config: Config) -> None:
-    pairs.check_length(config.model.sequence_length)
+class _PairSamples(_TextSamples):
+    """Samples of BERT: pairs of segments of masked sentences."""
 
+    sentences = True
 
-def _split_pairs(config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-    return pairs.train_and_validation(
-        corpus.tokens,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.seed,
-        vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
-    )
+    def check(self, config: Config) -> None:
+        pairs.check_length(config.model.sequence_length)
 
+    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
+        return pairs.train_and_validation(
+            corpus.tokens,
+            sequence_length=config.model.sequence_length,
+            validation_fraction=config.data.validation_fraction,
+            seed=config.seed,
+            vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
+        )
 
-def _all_pairs(config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
-    pairs.check_sentences(tokens)
-    length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
-    return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
+    def all(
+        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
+    ) -> CorpusSamples:
+        pairs.check_sentences(tokens)
+        length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
+        return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
 
 
 def _pieces(tokens: SequenceDocuments, tokenizer: Tokenizer | None) -> WordPieces:
     return WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
 
 
-_KINDS = {
-    "text": _Kind(sentences=False, check=lambda config: None, split=_split_text, all=_all_text),
-    "pairs": _Kind(sentences=True, check=_check_pairs, split=_split_pairs, all=_all_pairs),
-}
-"""What `Entry.samples` of the registry names."""
+_KINDS = {"text": _TextSamples(), "pairs": _PairSamples()}  # by `Entry.samples` of the registry
 
 
 def _flag(is_source: bool) -> str:
@@ -230,11 +208,7 @@ def _flag(is_source: bool) -> str:
 
 
 def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: list[str]) -> Tokenizer | None:
-    """The one tokenizer of all corpora: that of the run, else the one given, else that of the prepared datasets.
-
-    Raises:
-        UserError: there is none for a text, or a dataset has another one.
-    """
+    """The tokenizer of all corpora: the run's, else the given one, else that of the prepared datasets."""
     flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]

@@ -28,17 +28,11 @@ _LARGEST = 64 * 2**20  # bytes of such a file; 150 a line: far more files than a
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `checkpoint.json`.
+    """The content of `checkpoint.json`."""
 
-    Attributes:
-        format: of the checkpoint; with one of the future, nothing else is read.
-        arrays: the checksum of every array, by its name.
-        files: size and digest of every file, by its path in the folder.
-    """
-
-    format: int
-    arrays: dict[str, int]
-    files: dict[str, list[Any]]
+    format: int  # of the checkpoint; with one of the future, nothing else is read
+    arrays: dict[str, int]  # the checksum of every array, by its name
+    files: dict[str, list[Any]]  # size and digest of every file, by its path in the folder
 
     @classmethod
     def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":

@@ -1,4 +1,4 @@
-"""A run directory: whether it may be used by a new run, or to go on with the run it holds, and its configuration."""
+"""A run directory: whether a run may begin or go on there, and its configuration."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -21,22 +21,14 @@ from megajax.traits import Changes
 
 
 def claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says, and mark it as this program's.
-
-    Raises:
-        UserError: it may not, and is as it was.
-    """
+    """`check_claim`, then mark the folder as a run directory."""
     check_claim(run_dir, config)
     if marked_format(run_dir) is None:
         mark(run_dir)
 
 
 def check_claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Check that the run directory may be used as `--resume` says."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
@@ -67,11 +59,11 @@ def check_claim(run_dir: Path, config: Config) -> None:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Whether a run has one to go on from."""
+    """Whether a run has a checkpoint to go on from."""
     return bool(named(run_dir / "checkpoints"))
 
 
-def kept_decay(run_dir: Path) -> int:
+def stored_decay(run_dir: Path) -> int:
     """The `optimizer.decay_steps` that a run began with, 0 where none has trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return 0
@@ -80,12 +72,8 @@ def kept_decay(run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
-    """`claim` for a block that begins the run, and take its lock, which is held when the block has succeeded. If it
-    fails and leaves nothing, the run directory is as it was before.
-
-    Raises:
-        UserError: the run directory may not be used.
-    """
+    """`claim` and lock a run directory for the block that begins the run; the lock outlives a block that succeeds. If
+    the block fails and leaves nothing, the run directory is restored."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     before = {MARK, *entries(run_dir)}
     new = not (run_dir / MARK).exists()
@@ -145,13 +133,9 @@ def _paths(config: Config) -> list[str]:
     return [source.path for source in config.data.sources] or [config.data.path]
 
 
-def kept_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of the run in a directory with `overrides` by key; what belongs to a start and its mesh, not to
-    the run, is left out.
-
-    Raises:
-        UserError: it cannot be read, or an override does not fit it.
-    """
+def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a run with `overrides`; its mesh and other keys that only concern one start have their
+    defaults."""
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }

@@ -1,4 +1,4 @@
-"""What Orbax and TensorStore say, and leave behind, when a read or a write of theirs fails."""
+"""Errors of Orbax and TensorStore: what they print, what they leave behind, and what they mean in one line."""
 
 import gc
 import logging
@@ -13,9 +13,8 @@ for _name in ("absl", "asyncio"):
 
 
 def forget_abandoned() -> None:
-    """Remove what Orbax left of reads or writes beside one that failed: later, anywhere, it would print tracebacks.
-
-    What TensorStore still works at lives on until it is done; from now on its end is unheard, too."""
+    """Collect the reads and writes that Orbax abandoned beside one that failed; later they would print tracebacks. What
+    TensorStore still works on is silenced, too."""
     expect_abandoned()
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -25,8 +24,8 @@ def forget_abandoned() -> None:
 
 
 def expect_abandoned() -> None:
-    """Let reads and writes that Orbax abandons end unheard: TensorStore tells their ends to an event loop that is gone,
-    and a read that is given up raises."""
+    """Silence reads and writes that Orbax abandons: TensorStore reports their ends to an event loop that is gone, and
+    an abandoned read raises."""
     before = sys.unraisablehook
     if getattr(before, "expects_abandoned", False):
         return
@@ -43,7 +42,7 @@ def expect_abandoned() -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What an exception of the system, Orbax or TensorStore says."""
+    """The message of an exception of the system, Orbax or TensorStore, in one line."""
     text = " ".join(str(error).split()).partition(" See full")[0]
     if code := _SYSTEM.search(text):  # TensorStore's words around it are many
         return os.strerror(int(code[1] or code[2])).lower()

@@ -1,4 +1,4 @@
-"""The state that a new run begins with: fresh, or with the weights of another run (`--init`), on any mesh."""
+"""The state that a new run begins with: fresh weights, or those of another run (`--init`), on any mesh."""
 
 import dataclasses
 from pathlib import Path
@@ -10,10 +10,10 @@ from jax import Array
 
 from megajax import reading
 from megajax.config import Config
-from megajax.data.corpus import kept_tokenizer
+from megajax.data.corpus import corpus_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder
+from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
@@ -25,7 +25,7 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import complete
 from megajax.runs.stored import DamagedCheckpoint
@@ -37,11 +37,7 @@ _OUTPUT = "head.output."  # the names of the weights that a task's answers are m
 
 
 def check_first_weights(config: Config) -> None:
-    """Check that a new run can begin with the weights that its configuration says, fresh or those of `--init`.
-
-    Raises:
-        UserError: as `check_init`; fresh weights would be frozen.
-    """
+    """Check that a new run can begin with the weights of its configuration, fresh or those of `--init`."""
     if config.init:
         check_init(config)
     elif config.lora.rank:
@@ -52,14 +48,10 @@ def check_first_weights(config: Config) -> None:
 
 
 def check_init(config: Config) -> None:
-    """Check that the run that `--init` names has the weights of this model.
-
-    Raises:
-        UserError: it is none, or is of another model; all flags that would be valid are named.
-    """
+    """Check that the run of `--init` has the weights of this model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
-    model, theirs = config.model, kept_config(run_dir, {"precision": config.precision}).model
+    model, theirs = config.model, stored_config(run_dir, {"precision": config.precision}).model
     differ = _differing(model, theirs, Changes.WEIGHTS)
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
@@ -77,22 +69,25 @@ def check_init(config: Config) -> None:
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run that `--init` names; None if it has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The tokenizer of the run of `--init`; None if it has none."""
     folder = Path(config.init) / "data"
-    return kept_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+    return corpus_tokenizer(folder) if reading.kind(folder / "tokenizer") else None
+
+
+def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer of `--tokenizer.path`, which `--init` must agree with, or else that of `--init`."""
+    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    theirs = init_tokenizer(config) if config.init else None
+    if given and theirs and given != theirs:
+        raise UserError(
+            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
+        )
+    return given or theirs
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
-    """Put the tokenizer of the run that `--init` names in a new run's folder of data, where its corpora are made with
-    it: the weights know no other ids.
-
-    Raises:
-        UserError: it cannot be read, there is none, or an earlier start has made the corpora with another.
-    """
+    """Put the tokenizer of `--init` in a new run's folder of data, to tokenize its corpora: the weights know no other
+    ids."""
     tokenizer = init_tokenizer(config)
     if tokenizer is not None:
         keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")
@@ -103,36 +98,31 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
 
 
 def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
-    """Put the tokenizer of a model's weights in a folder of data, unless corpora were made there already.
-
-    Raises:
-        UserError: another one is there; `source` says where this one is from, and `valid` what to do.
-    """
+    """Put the tokenizer of a model's weights in a folder of data that holds no corpora yet. If another one is there,
+    the error says where this one is from (`source`) and what to do (`valid`)."""
     if is_tokenizer_folder(folder / "tokenizer"):
-        if kept_tokenizer(folder) != tokenizer:
+        if corpus_tokenizer(folder) != tokenizer:
             raise UserError(f"{source}: not the tokenizer in {folder}; valid: {valid}")
     elif not has_run_data(config, folder):
         tokenizer.save(folder / "tokenizer")
 
 
 def first_state(program: Program) -> tuple[TrainState, str]:
-    """The state before the first step on the program's mesh, and where its weights are from, in words.
+    """The state before the first step on the program's mesh, and a line that says where its weights are from.
 
-    With `--init` every weight is that of the other run's newest checkpoint that has the same name there, with what its
-    adapter adds: not those of a head that it lacks, nor what answers are made by where those are others, of learned
-    positions the first ones, and of the optimizer nothing.
+    With `--init`, every weight that the newest checkpoint of the other run has by the same name comes from there, LoRA
+    merged. Differing heads and the optimizer start fresh; learned positions are truncated.
 
     Raises:
-        UserError: the run of `--init` has no checkpoint, or is of another model.
-        RunError: its checkpoint is damaged.
+        RunError: the checkpoint of `--init` is damaged.
     """
     config, state = program.config, program.layout.init()
     if not config.init:
         return state, "weights: fresh"
     check_init(config)
     run_dir = Path(config.init)
-    kept = kept_config(run_dir, {"precision": config.precision})
-    theirs, layout = kept.model, _layout(config, kept, program)
+    other = stored_config(run_dir, {"precision": config.precision})
+    theirs, layout = other.model, _layout(config, other, program)
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
     try:
@@ -140,8 +130,6 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     except DamagedCheckpoint as error:
         check_fits(checkpoints.folder / str(step), theirs)
         raise RunError(f"--init: damaged checkpoint: {error}") from None
-    finally:
-        checkpoints.close()
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)
     del state
@@ -159,13 +147,13 @@ def first_state(program: Program) -> tuple[TrainState, str]:
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
 
     params = jax.tree_util.tree_map_with_path(choose, canonical.params)
-    told = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
-    told += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
+    origin = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    origin += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
-        told += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
+        origin += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _differing(config.model, theirs, Changes.COMPUTATION):
-        told += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
-    return transfer.to_devices(dataclasses.replace(canonical, params=params)), told
+        origin += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
+    return transfer.to_devices(dataclasses.replace(canonical, params=params)), origin
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:
@@ -174,19 +162,19 @@ def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> lis
 
 
 def _answers(model: ModelConfig) -> tuple[str, int]:
-    """What a model answers: what its head is, and how many classes it knows by their numbers."""
+    """The head of a model, and how many classes it distinguishes."""
     return model.head, model.num_classes if model.head == "classes" else 0
 
 
 def _layout(config: Config, theirs: Config, program: Program) -> StateLayout:
-    """Of another run's model, and its adapters, on the same mesh."""
+    """The layout of another run's model on the program's mesh."""
     model = dataclasses.replace(theirs.model, dropout=config.model.dropout)
     config = dataclasses.replace(config, model=model, lora=theirs.lora)
     return StateLayout(config, program.mesh, CutModel(model, F_AND_G, program.backend))
 
 
 def _first(theirs: Array, ours: Array) -> Array:
-    """The first rows of a table in host memory, where ours lies."""
+    """The first rows of a table in host memory, placed as ours."""
     place = ours.sharding.with_memory_kind(ours.addressable_shards[0].device.default_memory().kind)
     cut = jax.jit(lambda table: jnp.copy(table[: ours.shape[0]]), out_shardings=place)(moved(theirs))
     return moved(cut, ours.sharding.memory_kind)

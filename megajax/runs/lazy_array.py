@@ -1,5 +1,5 @@
-"""Arrays of a checkpoint that are made when it is their turn to be written, and dropped before the next one, of a state
-that has never been in memory. One process writes them."""
+"""Arrays of a checkpoint that are made when their turn to be written comes, and dropped before the next one: the state
+as a whole is never in memory. One process writes them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,33 +17,25 @@ from megajax.runs.digests import checksum
 
 @dataclass
 class LazyArray:
-    """An array that does not exist yet.
+    """An array that does not exist yet."""
 
-    Attributes:
-        shape: of it.
-        dtype: of it.
-        make: makes it.
-        sum: its checksum, once it has been written.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    make: Callable[[], np.ndarray]
-    sum: int | None = field(default=None, compare=False)
+    shape: tuple[int, ...]  # of it
+    dtype: np.dtype  # of it
+    make: Callable[[], np.ndarray]  # makes it
+    sum: int | None = field(default=None, compare=False)  # its checksum, once it has been written
 
     @property
     def nbytes(self) -> int:
-        """As of an array: Orbax asks for it."""
+        """Orbax asks for it, as for `size`."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @property
     def size(self) -> int:
-        """Likewise."""
         return int(np.prod(self.shape))
 
 
 def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
-    """The canonical state before the first step; `weight` makes a canonical main weight of its path and shape."""
+    """The canonical state before the first step; `weight` makes each canonical main weight from its path and shape."""
     shapes = layout.canonical_shapes
     begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
     begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
@@ -63,7 +55,7 @@ def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.n
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Writes them as Orbax writes arrays of numpy."""
+    """Writes them as Orbax writes numpy arrays."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -71,7 +63,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """One after the other: what is made for the first is gone before the second is made."""
+        """Write one after the other: the first is gone before the second is made."""
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             array = value.make()
             assert (array.shape, array.dtype) == (value.shape, value.dtype), (value.shape, array.shape)
@@ -83,6 +75,6 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 
 
 def writer() -> ocp.PyTreeCheckpointHandler:
-    """Writes a tree of them."""
+    """An Orbax handler for a tree of them."""
     registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _Handler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

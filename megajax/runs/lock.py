@@ -1,7 +1,8 @@
-"""One run, one writer: the lock of a run directory, a file that its holder touches every few seconds.
+"""One run, one writer: the lock of a run directory is a file that its holder touches every few seconds.
 
-Who finds it waits until it is touched, and so held, or has not been touched for a minute, and so is abandoned; the lock
-of a process of this machine that has ended is taken at once. Clocks of several hosts are never compared.
+A process that finds a lock waits until the file is touched (it is held) or has not been touched for a minute (it is
+abandoned). The lock of a process of this machine that has ended is taken at once. Clocks of two hosts are never
+compared.
 """
 
 import contextlib
@@ -25,20 +26,13 @@ TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as its file says.
+    """Who holds a lock, as its file says."""
 
-    Attributes:
-        host, process: its name and number.
-        since: when it took the lock, by the clock of its host.
-        machine: this boot of its machine, and the container: where process numbers mean the same.
-        started: when the process did, in the kernel's count; numbers of processes are used again.
-    """
-
-    host: str
-    process: int
-    since: str
-    machine: str
-    started: str
+    host: str  # its name and number
+    process: int  # its name and number
+    since: str  # when it took the lock, by the clock of its host
+    machine: str  # this boot of its machine, and the container: where process numbers mean the same
+    started: str  # when the process did, in the kernel's count; numbers of processes are used again
 
     @classmethod
     def me(cls) -> "Holder":
@@ -48,7 +42,7 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> "Holder | None":
-        """Who is named in a lock's file; None if it names nobody.
+        """The process named in a lock's file; None if it names none.
 
         Raises:
             OSError: it cannot be read.
@@ -69,7 +63,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended, if it is a process of this machine."""
+        """Whether a process of this machine still runs."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
@@ -83,7 +77,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of a run directory that exists; `take` it before anything is written there."""
+    """The lock of an existing run directory; `take` it before anything is written there."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._file = run_dir, run_dir / NAME
@@ -91,12 +85,8 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; waits up to a minute for one that may be abandoned, and says so.
-
-        Raises:
-            UserError: another process holds it, or the folder cannot be written.
-        """
-        seen, since, told = None, 0.0, False
+        """Take the lock. Waits up to a minute for one that may be abandoned, and says so."""
+        seen, since, announced = None, 0.0, False
         while True:
             try:
                 if (created := _create(self._file)) is not None:
@@ -106,7 +96,7 @@ class RunLock:
                 except FileNotFoundError:  # it was released just now
                     continue
                 if (holder, stamp) != seen:
-                    if told or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
+                    if announced or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
                         raise UserError(
                             f"--run-dir {self._run_dir} is in use by {holder or _UNKNOWN}; valid: another folder"
                         )
@@ -119,8 +109,8 @@ class RunLock:
                 raise UserError(
                     f"--run-dir {self._run_dir}: {error.strerror}; valid: a writable place with room"
                 ) from None
-            if not told and not dead:
-                told = True
+            if not announced and not dead:
+                announced = True
                 print(
                     f"{self._file} is of {holder or _UNKNOWN}: taken over if it is not touched for "
                     f"{ABANDONED_AFTER:.0f} s",
@@ -129,16 +119,16 @@ class RunLock:
             time.sleep(0.5)
 
     def check(self) -> None:
-        """See that the lock is still held, if it was taken.
+        """Check that the lock is still held, if it was taken.
 
         Raises:
-            RunError: it is not: another process has taken it, or the run directory was removed.
+            RunError: another process has taken it, or the run directory was removed.
         """
         if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
 
     def release(self) -> None:
-        """Remove the lock, if it is held; for whoever is next."""
+        """Remove the lock, if it is held."""
         if self._held is None:
             return
         self._ended.set()
@@ -149,7 +139,7 @@ class RunLock:
         self._held = None
 
     def _take_over(self) -> int | None:
-        """Replace a lock; None if another process has replaced ours after all who may do so have done it."""
+        """Replace the lock's file; None if another process that does the same came later."""
         mine = self._file.with_name(f"{NAME}.{os.getpid()}-{time.monotonic_ns()}")
         created = _create(mine)
         if created is None:

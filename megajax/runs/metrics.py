@@ -13,11 +13,7 @@ _BROKEN = 1000  # lines that a crash may leave
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; empty if there is none. Lines that are not whole are left out.
-
-    Raises:
-        UserError: it cannot be read, or none of its lines is one of figures: it is something else.
-    """
+    """The lines of a run's metrics.jsonl; empty without one. Incomplete lines are left out."""
     file = run_dir / "metrics.jsonl"
     if not reading.kind(file):
         return []
@@ -38,7 +34,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def validation_losses(run_dir: Path) -> dict[int, float]:
-    """The validation losses of a run by step, those that are finite."""
+    """The finite validation losses of a run, by step."""
     return {
         record["step"]: record["validation_loss"]
         for record in read_metrics(run_dir)
@@ -58,7 +54,7 @@ _ADVICE = "valid: the metrics.jsonl of a run, or none"
 
 
 def _records(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The figures in every whole line, None for a line that holds none."""
+    """The figures of every complete line; None for a line without any."""
     with reading.open_file(file) as content:
         for line in reading.lines(content, _LINE_BYTES):
             if line.endswith(b"\n"):  # else it was not finished

@@ -19,11 +19,7 @@ from megajax.traits import Size, Through
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
-    """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read.
-
-    Raises:
-        UserError: a size is another; the message names the key and both sizes.
-    """
+    """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read."""
     stored = _stored_shapes(checkpoint / "state")
     cut = CutModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
@@ -46,7 +42,7 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
 
 
 def _stored_shapes(state: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a checkpoint, by their places; none if it does not tell."""
+    """Shapes of a checkpoint's weights by path; none if it cannot be read."""
     import orbax.checkpoint as ocp
 
     shapes: dict[str, tuple[int, ...]] = {}

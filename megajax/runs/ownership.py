@@ -19,11 +19,7 @@ _ENTRIES = {
 
 
 def mark(run_dir: Path) -> None:
-    """Mark a folder as a run directory.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Mark a folder as a run directory."""
     write_atomically(run_dir / MARK, json.dumps({"program": "megajax", "format": FORMAT}) + "\n")
 
 
@@ -38,11 +34,7 @@ def marked_format(run_dir: Path) -> int | None:
 
 
 def check_format(number: int, name: str) -> None:
-    """Refuse a format of the future.
-
-    Raises:
-        UserError: `name` has it.
-    """
+    """Refuse a format of the future."""
     if number > FORMAT:
         raise UserError(
             f"{name} was written by a newer version of megajax, in format {number}; valid: format {FORMAT}, or that "
@@ -58,11 +50,7 @@ def entries(run_dir: Path) -> list[str]:
 
 def check_entries(run_dir: Path) -> None:
     """Check that every entry of a run is absent or what a run writes: a link would lead to somebody else's files, and
-    old checkpoints are removed.
-
-    Raises:
-        UserError: an entry is a link, or a file in the place of a folder.
-    """
+    old checkpoints are removed."""
     for name, wanted in _ENTRIES.items():
         entry = run_dir / name
         there = "a link" if entry.is_symlink() else reading.kind(entry)
@@ -79,9 +67,6 @@ def check_outside_runs(path: Path, name: str) -> None:
     Args:
         path: of the new file or folder.
         name: of its flag or argument, for error messages.
-
-    Raises:
-        UserError: it would.
     """
     place = path.parent.resolve() / path.name
     for run_dir in place.parents:

@@ -6,20 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints are kept; one that any of these keeps stays.
+    """How many checkpoints stay; one that any of these rules keeps, stays."""
 
-    Attributes:
-        newest: so many of the latest steps.
-        best: so many with the lowest validation losses; those without one do not count.
-        every: those whose step is a multiple of this, for good; 0: none.
-    """
-
-    newest: int
-    best: int = 0
-    every: int = 0
+    newest: int  # so many of the latest steps
+    best: int = 0  # so many with the lowest validation losses; those without one do not count
+    every: int = 0  # those whose step is a multiple of this, for good; 0: none
 
     def removed(self, steps: Sequence[int], losses: Mapping[int, float]) -> list[int]:
-        """Of the checkpoints of `steps`, those to remove; `losses` are validation losses by step."""
+        """The `steps` whose checkpoints go; `losses` are validation losses by step."""
         ascending = sorted(steps)
         measured = sorted((step for step in ascending if step in losses), key=lambda step: (losses[step], -step))
         kept = {*ascending[-self.newest :], *measured[: self.best]}

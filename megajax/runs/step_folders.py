@@ -1,6 +1,6 @@
-"""The folders in `checkpoints/`: one a step. What is half written or being removed has another name, which says so.
+"""The folders in `checkpoints/`, one a step. A folder that is half written or being removed has another name.
 
-Every name here is made by this program or by Orbax; whatever else lies in the folder is left alone.
+Every name here is made by this program or by Orbax; everything else in the folder is left alone.
 """
 
 import contextlib
@@ -16,30 +16,18 @@ _LARGEST = 2**31 - 1
 
 
 def named(folder: Path) -> list[int]:
-    """Steps, ascending, whose name a folder has, whatever it holds.
-
-    Raises:
-        UserError: it may not be read.
-    """
+    """Steps, ascending, that name a folder, whatever it holds."""
     names = [entry.name for entry in _readable(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
     return sorted(int(name) for name in names if int(name) <= _LARGEST)
 
 
 def candidates(folder: Path) -> list[int]:
-    """Those of `named` of which the folder is not empty.
-
-    Raises:
-        UserError: one may not be read.
-    """
+    """Steps, ascending, whose folder is not empty."""
     return [step for step in named(folder) if _readable(folder / str(step))]
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending.
-
-    Raises:
-        UserError: one may not be read.
-    """
+    """Steps of the checkpoints in a folder, ascending."""
     return [step for step in candidates(folder) if (folder / str(step) / "state").is_dir()]
 
 
@@ -61,7 +49,7 @@ def clear(folder: Path, step: int | None = None) -> None:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Remove a checkpoint, which loses its name first, so that nothing half removed has it.
+    """Remove a checkpoint. It loses its name first, so that no half-removed folder has it.
 
     Raises:
         OSError: it cannot be removed.
@@ -73,7 +61,7 @@ def discard(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Give what has a step's name another one.
+    """Rename the folder of a step to `damaged-STEP-N`.
 
     Raises:
         OSError: it cannot be renamed.
@@ -83,7 +71,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link to one, where there is one.
+    """Remove a folder with its content, or a link to one, if it exists.
 
     Raises:
         OSError: it cannot be removed.
@@ -96,11 +84,6 @@ def remove(path: Path) -> None:
 
 
 def _readable(folder: Path) -> list[Path]:
-    """What is in a folder, if it is one.
-
-    Raises:
-        UserError: it may not be read.
-    """
     try:
         return _entries(folder)
     except OSError as error:

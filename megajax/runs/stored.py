@@ -1,8 +1,6 @@
-"""Reading a checkpoint to the host's memory.
-
-Damage is found there, before anything goes to the devices: a restored state has the digests of all files compared
-first, and every array that is read is compared with its checksum (`digests.py`).
-"""
+"""Reading a checkpoint to the host's memory, where damage is found before anything goes to the devices: to restore a
+state, the digests of all files are compared first, and every array that is read is compared with its checksum
+(`digests.py`)."""
 
 import dataclasses
 import warnings
@@ -28,7 +26,7 @@ class DamagedCheckpoint(Exception):
 
 
 class Reader:
-    """The checkpoints in a folder. All processes make one and call its methods together."""
+    """Reads the checkpoints in a folder. All processes make one and call its methods together."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -37,8 +35,7 @@ class Reader:
         """Compare the files of a checkpoint with their digests.
 
         Raises:
-            DamagedCheckpoint: a file is not what was written.
-            UserError: a newer version of this program wrote it.
+            DamagedCheckpoint: a file differs.
         """
         folder, manifest = self._folder / str(step), self._manifest(step)
         problem = problem_of(folder, manifest) if is_first_process() else ""
@@ -46,12 +43,11 @@ class Reader:
             raise DamagedCheckpoint(f"{folder}: {problem or 'process 0 says why'}")
 
     def read(self, step: int, target: TrainState) -> TrainState:
-        """What `target` has of the canonical state, in host memory, its arrays compared with their checksums; without
-        an optimizer only the weights are read.
+        """The arrays of `target`, canonical, in host memory, compared with their checksums; only weights where `target`
+        has no optimizer.
 
         Raises:
-            DamagedCheckpoint: it cannot be read, or is not what was written.
-            UserError: a newer version of this program wrote it.
+            DamagedCheckpoint: it cannot be read, or differs from what was written.
         """
         folder, manifest = self._folder / str(step), self._manifest(step)
         stored = self._try(step, lambda: _read_arrays(folder / "state", target))
@@ -75,11 +71,8 @@ class Reader:
         return manifest
 
     def _try(self, step: int, read: Callable[[], T]) -> T:
-        """What is read, if all processes can: none may go on to the next collective alone.
-
-        Raises:
-            DamagedCheckpoint: one of them cannot.
-        """
+        """Call `read` on every process. If it fails anywhere, raise `DamagedCheckpoint` everywhere: no process may go
+        on to the next collective alone."""
         found: list[T] = []
         problem = "another process cannot read it"
         try:

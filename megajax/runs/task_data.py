@@ -1,7 +1,6 @@
-"""The records of a task that a run is fine-tuned on: its files are read at every start, and compared with what they
-were when the run began."""
+"""The records of the task that a run is fine-tuned on. Its files are read at every start, and their records must stay
+the same."""
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -10,13 +9,14 @@ from pathlib import Path
 
 from megajax import reading
 from megajax.config import Config
+from megajax.data.digests import Digester, root
 from megajax.data.files import write_atomically
 from megajax.data.masking import WordPieces
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, named_tokenizer, train_tokenizer, training_part
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
-from megajax.runs.init import init_tokenizer
+from megajax.runs.init import named_or_init_tokenizer
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
@@ -28,26 +28,17 @@ _SPLIT_SEED = 0  # of dev's share of the training records: the same records for 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Samples of a task, as `RunData` has those of corpora.
+    """Samples of a task, as `RunData` has those of corpora."""
 
-    Attributes:
-        tokenizer: of the run.
-        train: every record once an epoch, without end.
-        validation: of the dev records.
-        train_samples: of the training records, in order.
-        odd: what was odd in the files, a line each.
-        validation_sets: none.
-    """
-
-    tokenizer: Tokenizer
-    train: EpochOrder
-    validation: TaskSamples
-    train_samples: TaskSamples
-    odd: list[str]
-    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)
+    tokenizer: Tokenizer  # of the run
+    train: EpochOrder  # every record once an epoch, without end
+    validation: TaskSamples  # of the dev records
+    train_samples: TaskSamples  # of the training records, in order
+    odd: list[str]  # what was odd in the files, a line each
+    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)  # none
 
     def lines(self, config: Config) -> Iterator[str]:
-        """What a run says of its data before it starts."""
+        """The lines that a run prints about its data before it starts."""
         for name, samples in (("train", self.train_samples), ("dev", self.validation)):
             cut = "".join(f", {count:,} {what}" for what, count in samples.counts.items() if count)
             kind = f"in {len(samples):,} windows" if len(samples) != len(samples.records) else "each a sample"
@@ -63,18 +54,11 @@ class TaskData:
 
 
 def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
-    """Choose the tokenizer of a run and remember its records, in its folder. One process calls this, then all may
+    """Choose the tokenizer of a run and note its records in `folder`. One process calls this, then all may
     `open_task_data`.
 
-    The tokenizer is that of `--init`, or the one that is given, or is trained on the training records.
-
-    Args:
-        config: of the run.
-        folder: the data of the run.
-        again: also where an earlier start did so, which has trained nothing and may have had other files or weights.
-
-    Raises:
-        UserError: the files or the tokenizer cannot be used.
+    The tokenizer is that of `--init`, else the given one, else it is trained on the training records. With `again` this
+    is done anew where an earlier start did it and trained nothing: files or weights may have changed since.
     """
     if not again and has_task_data(folder):
         return
@@ -91,11 +75,7 @@ def has_task_data(folder: Path) -> bool:
 
 
 def open_task_data(config: Config, folder: Path) -> TaskData:
-    """The records of a run, on any process.
-
-    Raises:
-        UserError: a file or the tokenizer cannot be used, or is not what it was when the run began.
-    """
+    """The records of a run, on any process."""
     train, dev, odd = _records(config)
     before = reading.read_json(folder / _REPORT)
     for name, entries in (("train", train), ("dev", dev)):
@@ -112,7 +92,7 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
 
 
 def _check_samples(config: Config, train: Sequence[Record], dev: Sequence[Record], tokenizer: Tokenizer) -> None:
-    """Raises `UserError` for records that cannot be cut in samples: of instructions any, else the first ones."""
+    """Check that records can be made into samples: of instructions all, of other tasks the first."""
     if TASKS[config.task.name].continues_text:
         _samples(config, train, tokenizer, training=True)
         _samples(config, dev, tokenizer, training=False)
@@ -123,7 +103,7 @@ def _check_samples(config: Config, train: Sequence[Record], dev: Sequence[Record
 
 
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
-    """Those to train on, those of dev, and what was odd."""
+    """Training records, dev records, and lines about what is odd in the files."""
     if not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
     found = read_records(config.task.name, config.data.train, config.task, "--data.train")
@@ -147,14 +127,8 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 
 def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
-    """That of the run that `--init` names, or the one that is given, or one trained on the records."""
-    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
-    theirs = init_tokenizer(config) if config.init else None
-    if given and theirs and given != theirs:
-        raise UserError(
-            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
-        )
-    tokenizer = given or theirs
+    """The tokenizer of `--init`, or the given one, or one that is trained on the records."""
+    tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:
         raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
     if tokenizer is None:
@@ -174,15 +148,15 @@ def _check_size(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _texts(record: Record) -> Iterator[str]:
-    """What a tokenizer is trained on."""
+    """The texts of a record, to train a tokenizer on."""
     for name in ("texts", "text", "context", "options"):
         value = getattr(record, name, ())
         yield from [value] if isinstance(value, str) else value
 
 
 def _digest(entries: Sequence[Record]) -> str:
-    """Of the records, whatever files they are in."""
-    found = hashlib.sha256()
+    """A digest of records, whatever files they are in."""
+    found = Digester()
     for entry in entries:
         found.update(repr(entry).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+    return root(found.finish())

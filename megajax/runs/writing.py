@@ -1,9 +1,8 @@
-"""A checkpoint on its way from host memory to the disk, in a thread of every process, while training goes on.
+"""Writing a checkpoint from host memory to the disk, in a thread of every process, while training goes on.
 
-Every process writes the parts of the arrays that its devices hold. Process 0 waits for the others, of which it learns
-by files that they leave, joins what was written, adds digests and gives the folder its name: until then the checkpoint
-does not exist. Nobody waits for a process that failed: whether all of them wrote their parts, the main threads find out
-together (`Write.wait`).
+Every process writes the shards that its devices hold. Process 0 learns by files that the others have written theirs,
+merges everything, adds the manifest and gives the folder its name; until then the checkpoint does not exist. No thread
+waits for a process that failed: the main threads find out together whether all shards were written (`Write.wait`).
 """
 
 import asyncio
@@ -33,18 +32,13 @@ _POLL = 0.05  # seconds
 
 
 class Write:
-    """The writing of one checkpoint. Every process makes one at the same time.
-
-    Attributes:
-        step: of the checkpoint.
-        problem: what went wrong the last time something did, in one line; None if nothing has.
-    """
+    """The writing of one checkpoint. Every process makes one at the same time."""
 
     def __init__(self, folder: Path, step: int, canonical: Any, then: Callable[[], None] = lambda: None):
         """Begin to write the arrays of `canonical`, all of them `LazyArray` or none, to the folder of `step` in
         `folder`; process 0 calls `then` in its thread once they are complete."""
         self.step = step
-        self.problem: str | None = None
+        self.problem: str | None = None  # the newest failure, in one line
         self._folder, self._canonical, self._then = folder, canonical, then
         self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
         self._place = step_folders.temporary(folder, step)
@@ -63,7 +57,8 @@ class Write:
         return self._thread.is_alive()
 
     def wait(self) -> bool:
-        """Wait for the end, all processes together. Whether the checkpoint is complete; if not, nothing is left."""
+        """Wait for the end, all processes together; returns whether the checkpoint is complete. If not, nothing is
+        left."""
         self._part_tried.wait()
         self._others = all_agree(self._part_written)
         self._thread.join()
@@ -73,7 +68,7 @@ class Write:
         return done
 
     def abandon(self) -> None:
-        """Wait for what this process does, without the others: one of them may have ended."""
+        """Wait for this process's own work, without the others: one of them may have ended."""
         self._deadline = time.monotonic() + _PATIENCE
         self._thread.join()
 
@@ -94,7 +89,7 @@ class Write:
             self._then()
 
     def _twice(self, action: Callable[[], None]) -> bool:
-        """Whether `action` succeeds, the second time at the latest."""
+        """Try `action` up to two times; returns whether it succeeded."""
         for _ in range(2):
             try:
                 action()
@@ -105,7 +100,6 @@ class Write:
         return False
 
     def _write_all(self) -> None:
-        """What there is to do where one process is all."""
         try:
             self._write_part()
             self._finish()
@@ -137,12 +131,8 @@ class Write:
             handler.close()
 
     def _check_place(self) -> None:
-        """See that what was written lies in the folder that was made for it: TensorStore makes folders that have been
-        removed meanwhile anew, which are removed here, parents that hold nothing else included.
-
-        Raises:
-            FileNotFoundError: it does not, so that a part of it is lost.
-        """
+        """Check that the files lie in the folder that was made for them. If that was removed meanwhile, TensorStore has
+        made it anew: remove it, with parents that hold nothing else, and raise `FileNotFoundError`."""
         if identity(self._place) == self._made:
             return
         step_folders.remove(self._place)
@@ -152,7 +142,7 @@ class Write:
         raise FileNotFoundError(f"{self._place} was removed")
 
     def _tell(self) -> None:
-        """Leave word of what became of this process's part, if that can be written."""
+        """Leave a file that says whether this process's shards were written."""
         try:
             word = self._word(jax.process_index(), self._part_written)
             write_json(word.with_name(f"{word.name}.partial"), self._sums)
@@ -176,7 +166,7 @@ class Write:
         return self._others
 
     def _finish(self) -> None:
-        """Join what the processes have written and give it its name."""
+        """Merge what the processes have written and give it its name."""
         for process in range(jax.process_count()):
             word = self._word(process, True)
             if process and word.exists():  # not at the second try

@@ -1,4 +1,4 @@
-"""Texts as token ids, kept flat, and two of them as one input of the model.
+"""Texts as token ids in flat arrays, and two of them as one input of the model.
 
 N tokens of all texts, T the sequence length.
 """
@@ -19,7 +19,7 @@ _BATCH = 4096  # texts that are encoded at a time: their ids are Python's number
 
 
 class EncodedTexts:
-    """Ids of many texts; what is the same text is encoded and kept once."""
+    """Ids of many texts; equal texts are encoded and stored once."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, *, with_characters: bool = False) -> None:
         numbers: dict[str, int] = {}

@@ -35,7 +35,7 @@ class PairInputs:
         self._vocabulary = WordPieces.of(tokenizer)
         self._texts = [EncodedTexts([pair.texts[which] for pair in records], tokenizer) for which in (0, 1)]
         lengths = self._texts[0].lengths, self._texts[1].lengths
-        self._kept = cut_longest_first(*lengths, sequence_length - SPECIAL)
+        self._lengths = cut_longest_first(*lengths, sequence_length - SPECIAL)
         is_cut = lengths[0] + lengths[1] > sequence_length - SPECIAL
         self.counts = counted({f"pairs cut to {sequence_length} tokens": int(is_cut.sum())})
 
@@ -43,7 +43,7 @@ class PairInputs:
         return len(self.records)
 
     def __getitem__(self, number: int) -> Sample:
-        a, b = (texts[number][: kept[number]] for texts, kept in zip(self._texts, self._kept, strict=True))
+        a, b = (texts[number][: lengths[number]] for texts, lengths in zip(self._texts, self._lengths, strict=True))
         return joined(a, b, self.sequence_length, self._vocabulary) | {"label": _label(self.records[number])}
 
 

@@ -19,7 +19,7 @@ from megajax.tasks.inputs import counted
 from megajax.tasks.records import Instruction
 
 TODAY = datetime(2024, 7, 26)
-"""What chat templates are told that today is, so that the same records always are the same tokens."""
+"""The date that chat templates see, fixed so that the same records always give the same tokens."""
 
 _PACKING = 23  # a random stream of its own
 _BATCH = 1024  # records that are encoded at a time
@@ -28,7 +28,7 @@ Encoded = tuple[list[int], list[bool]]  # ids, and whether each is what the mode
 
 
 def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
-    """Records in rows, each as a whole: in an order, the next row where one does not fit any more."""
+    """Records packed in rows in the given order; a record that does not fit begins the next row."""
     rows: list[list[int]] = []
     left = 0
     for number in order:
@@ -60,10 +60,10 @@ class InstructionRows:
         cut = 0
         for record, (tokens, of_model) in zip(records, encoded(records, tokenizer), strict=True):
             cut += len(tokens) > sequence_length + 1
-            kept = slice(sequence_length + 1)
-            if any(of_model[kept][1:]):
-                ids.append(np.array(tokens[kept], np.int32))
-                says.append(np.array(of_model[kept], bool))
+            fitting = slice(sequence_length + 1)
+            if any(of_model[fitting][1:]):
+                ids.append(np.array(tokens[fitting], np.int32))
+                says.append(np.array(of_model[fitting], bool))
                 lengths.append(len(ids[-1]))
                 self.records.append(record)
         self._ids, self._says, self._begins = np.concatenate(ids), np.concatenate(says), np.cumsum(lengths)

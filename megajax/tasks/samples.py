@@ -1,4 +1,4 @@
-"""Samples of any task, the order in which they are trained on, and a split that keeps contexts whole."""
+"""Samples of any task, the order in which they are trained on, and a split that shares no context."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, cast
@@ -69,15 +69,15 @@ def task_samples(
         samples = SpanWindows(questions, tokenizer, sequence_length=sequence_length, config=config, training=training)
     else:
         labelled = cast(Sequence[Pair | Exam], records)
-        kept = [record for record in labelled if not training or record.label is not None]
+        usable = [record for record in labelled if not training or record.label is not None]
         if head == "classes":
-            samples = PairInputs(cast(Sequence[Pair], kept), tokenizer, sequence_length=sequence_length)
+            samples = PairInputs(cast(Sequence[Pair], usable), tokenizer, sequence_length=sequence_length)
         else:
-            exams = cast(Sequence[Exam], kept)
+            exams = cast(Sequence[Exam], usable)
             cut = config.option_tokens
             samples = ExamInputs(exams, tokenizer, sequence_length=sequence_length, option_tokens=cut)
-        if len(kept) < len(records):
-            samples.counts["records without a label, left out"] = len(records) - len(kept)
+        if len(usable) < len(records):
+            samples.counts["records without a label, left out"] = len(records) - len(usable)
     if training and not len(samples):
         what = {"span": "an answer that is at its offset", "pretraining": "tokens to train on"}.get(head, "a label")
         raise UserError(f"--data.train: none of its {len(records)} records has {what}; valid: at least one that has")

@@ -47,13 +47,13 @@ class SpanWindows:
         self._contexts = EncodedTexts([record.context for record in self.records], tokenizer, with_characters=True)
         whole = self._questions.lengths
         self._most = config.question_tokens or sequence_length
-        self._kept = np.minimum(whole, self._most)  # tokens of every question
+        self._num_asked = np.minimum(whole, self._most)  # tokens of every question
         self._cut(config)
         lost = self._label()
         self.counts = counted(
             {
                 "questions left out, whose answer has no place in the context": len(records) - len(self.records),
-                f"questions cut at {self._most} tokens": int((whole > self._kept).sum()),
+                f"questions cut at {self._most} tokens": int((whole > self._num_asked).sum()),
                 "questions whose answer no window holds as a whole": int(lost.sum()),
             }
         )
@@ -74,20 +74,20 @@ class SpanWindows:
         int32 [tokens, 2].
         """
         owner = self.owners[number]
-        place = int(self._kept[owner]) + 2
+        place = int(self._num_asked[owner]) + 2
         return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
 
     def _cut(self, config: TaskConfig) -> None:
         """Sets of every window its question and, of the context's tokens, the first and the one after the last."""
-        tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._kept
+        tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._num_asked
         step = room - config.doc_stride
         long = tokens > room
         for number in np.flatnonzero(long & (step < 1))[:1]:
             raise UserError(
-                f"question {self.records[number].name}: beside its {self._kept[number]} tokens there is room for "
+                f"question {self.records[number].name}: beside its {self._num_asked[number]} tokens there is room for "
                 f"{max(room[number], 0)} of the {tokens[number]} tokens of its context, and windows share "
                 f"{config.doc_stride}; valid: a smaller --task.doc-stride, a smaller --task.question-tokens than "
-                f"{self._kept[number]}, or more than --model.sequence-length {self.sequence_length}"
+                f"{self._num_asked[number]}, or more than --model.sequence-length {self.sequence_length}"
             )
         windows = np.where(long, 1 + -(-(tokens - room) // np.maximum(step, 1)), 1)  # of every question
         self.owners = np.repeat(np.arange(len(windows)), windows)
@@ -104,7 +104,7 @@ class SpanWindows:
         first, last = np.array(answers, np.int64).reshape(-1, 2)[self.owners].T
         is_inside = (first >= self._begins) & (last < self._ends)
         # Of several tokens that begin, or end, with the same character of the answer, the one that is in the window.
-        place = self._kept[self.owners] + 2 - self._begins
+        place = self._num_asked[self.owners] + 2 - self._begins
         starts = np.minimum(first, self._ends - 1) + place
         stops = np.maximum(last, self._begins) + place
         has_answer = np.array([bool(record.answers) for record in self.records], bool)

@@ -1,4 +1,4 @@
-"""From a configuration to the training loop: what is checked first, the run directory and its lock, data, program."""
+"""From a configuration to the training loop: checks, the run directory and its lock, data, program."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ from megajax.processes import is_first_process, of_first_process, on_first_proce
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints, kept_decay
+from megajax.runs.directory import claimed, has_checkpoints, stored_decay
 from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
@@ -34,7 +34,6 @@ def train(config: Config) -> None:
     """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
 
     Raises:
-        UserError: the configuration, the corpus or the run directory cannot be used.
         RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
         Stopped: a signal asked for it, and a checkpoint was written.
     """
@@ -44,8 +43,8 @@ def train(config: Config) -> None:
 
 
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` where JAX has started already. With `skip_finished` nothing is done with a run of a task that has trained
-    to its end and has its figures of dev."""
+    """`train` where JAX has started already. `skip_finished` skips a run of a task that has all its steps and its
+    figures on dev."""
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
@@ -57,11 +56,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
 
 def check_given(config: Config) -> None:
-    """Check that what is trained on is given, and what records it installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that training data is given, and that the library of `--track` is installed."""
     if config.pretrains and config.model.head != "pretraining":
         raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
     if config.pretrains and not config.data.path and not config.data.sources:
@@ -82,7 +77,7 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
         nonlocal decay_steps
         with claimed(run_dir, config, lock):
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            decay_steps = kept_decay(run_dir)
+            decay_steps = stored_decay(run_dir)
 
     display = Display(is_first_process())
     with watched(display.phase):
@@ -109,16 +104,8 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
 
 
 def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
-    """Make the data of a run in its folder, or find it made. One process calls this, then all may `open_data`.
-
-    Args:
-        config: of the run.
-        folder: of its data.
-        is_new: whether it has no checkpoint.
-
-    Raises:
-        UserError: what it trains on, the tokenizer or the run of `--init` cannot be used.
-    """
+    """Make the data of a run in `folder`, unless it is there. One process calls this, then all may `open_data`. A new
+    run, `is_new`, has no checkpoint."""
     if is_new:
         check_first_weights(config)
     if not config.pretrains:
@@ -131,16 +118,12 @@ def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
 
 
 def open_data(config: Config, folder: Path) -> RunData | TaskData:
-    """What a run trains on; reads only, on any process.
-
-    Raises:
-        UserError: a file is missing or damaged, or is not what it was.
-    """
+    """The training data of a run, on any process."""
     return (open_run_data if config.pretrains else open_task_data)(config, folder)
 
 
 def _is_finished(run_dir: Path, steps: int) -> bool:
-    """Whether a run of a task has a checkpoint of its last step, and its figures of dev are recorded."""
+    """Whether a run of a task has a checkpoint of its last step and recorded figures on dev."""
 
     found = False
 

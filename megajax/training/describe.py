@@ -94,7 +94,7 @@ def _step_memory(program: Program) -> str:
 
 
 def memory_in_use(devices: list[jax.Device]) -> str | None:
-    """What the fullest of these devices has had in use at most; None where they do not say it, as CPUs."""
+    """The peak memory of the fullest device; None on CPUs, which do not report it."""
     used = memory_figures(devices).get("peak_memory_bytes")
     if used is None:
         return None
@@ -129,7 +129,7 @@ def _optimizer(program: Program) -> str:
 
 
 def _adapters(program: Program) -> list[str]:
-    """What LoRA trains."""
+    """A line about LoRA, if it is used."""
     lora, model = program.config.lora, program.config.model
     if not lora.rank:
         return []

@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: rows with bars and clocks on a terminal, plain lines anywhere else."""
+"""What users see while a run goes on: rows with bars and clocks on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys
@@ -16,19 +16,15 @@ _BAR = 15  # columns
 
 
 class _Clock(ProgressColumn):
-    """The time that a phase has taken so far."""
+    """The time since a phase began."""
 
     def render(self, task: Task) -> Text:
         return Text(time_text(task.elapsed or 0) if task.fields["clock"] else "")
 
 
 class Display:
-    """Where phases are shown; the row of the steps, if there is one, stands above the others.
-
-    Args:
-        shown: False: nothing is printed.
-        console: where to print; standard output if None.
-    """
+    """Shows phases, below the row of the steps if there is one. Prints to `console`, by default standard output, and
+    nothing unless `shown`."""
 
     def __init__(self, shown: bool = True, console: Console | None = None):
         self._shown = shown
@@ -46,29 +42,22 @@ class Display:
             self._rows.start()
 
     def show_steps(self, step: int, total: int, text: str) -> bool:
-        """Show how many steps are finished, and a text about them; False where there is no row for it."""
+        """Show how many steps are finished, and a text about them; returns False without a row for it."""
         if self._rows is not None:
             self._rows.update(self._steps, completed=step, head=f"step {step}/{total}", description=text)
         return self._rows is not None
 
     def close_steps(self) -> None:
-        """End the row of the steps, which stays as it is."""
+        """End the row of the steps; it stays on the screen."""
         if self._rows is not None:
             self._rows.stop()
             self._rows = None
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0, *, announced: bool = True) -> Iterator[Callable[[int], None]]:
-        """A block in which one thing is done.
-
-        Args:
-            name: what, as in "compiling the step".
-            total: how many parts it has; 0: unknown.
-            announced: where there are no bars, a line says that it begins.
-
-        Yields:
-            What is called with the number of parts that are done.
-        """
+        """A block that does one thing, such as "compiling the step", in `total` parts if that is known. It yields a
+        function to call with the number of finished parts. Without bars, a line says when it begins if it is
+        `announced`."""
         began = time.monotonic()
         if self._live:
             with contextlib.ExitStack() as stack:
@@ -99,7 +88,7 @@ class Display:
             ended.set()
 
     def print(self, text: str) -> None:
-        """Print a line, above the rows where there are any."""
+        """Print a line, above the rows if there are any."""
         if not self._shown:
             return
         if self._rows is not None:

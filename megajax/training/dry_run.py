@@ -1,7 +1,7 @@
-"""`megajax train PRESET --dry-run`: all that comes before the first step, and nothing that stays.
+"""`megajax train PRESET --dry-run`: everything before the first step, and nothing that stays.
 
-Text is read and tokenized into a temporary folder (`TMPDIR`), as a run would into its own; of a run that goes on, its
-data is opened where it lies.
+Text is read and tokenized into a temporary folder (`TMPDIR`); the data of a run that is resumed is opened where it
+lies.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from megajax.processes import is_first_process, numbers_of_first_process, on_fir
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
-from megajax.runs.directory import check_claim, has_checkpoints, kept_decay
+from megajax.runs.directory import check_claim, has_checkpoints, stored_decay
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.training.begin import check_given, make_data, open_data
@@ -35,11 +35,8 @@ from megajax.validation import validate
 
 
 def dry_run(config: Config) -> None:
-    """Check a run, read its data, say its plan of bytes and compile its step; of several seeds, the first one's.
-
-    Raises:
-        UserError: what training would end with before its first step.
-    """
+    """Check a run, read its data, print its plan of memory and compile its step; with several seeds, the first
+    one's."""
     check_given(config)
     start(config)
     if config.seeds > 1:
@@ -47,12 +44,12 @@ def dry_run(config: Config) -> None:
     validate(config, jax.device_count())
     program = Program.on(config)
     check_memory(program, training=True, rows=config.train.microbatch)
-    told: list[str] = []
+    lines: list[str] = []
     known: list[int] = []  # of the data, so that every process compiles the same step
 
     def read() -> None:
         with tempfile.TemporaryDirectory(prefix="megajax-dry-run-") as folder:
-            found = _read_data(config, program, Path(folder), told)
+            found = _read_data(config, program, Path(folder), lines)
         known[:] = found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps
 
     display = Display(is_first_process())
@@ -62,7 +59,7 @@ def dry_run(config: Config) -> None:
     train = dataclasses.replace(config.train, steps=steps)
     optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps, warmup_steps=warmup_steps)
     config = dataclasses.replace(config, train=train, optimizer=optimizer)
-    say("\n".join(told))
+    say("\n".join(lines))
     began = time.perf_counter()
     with display.phase("compiling the step"):
         compiled = traced_step(config, jax.devices()).lower().compile()
@@ -74,8 +71,8 @@ def dry_run(config: Config) -> None:
     say(_summary(config))
 
 
-def _read_data(config: Config, program: Program, folder: Path, told: list[str]) -> Config:
-    """The configuration in steps, by the data that a run of it would have; the lines that it would say are added."""
+def _read_data(config: Config, program: Program, folder: Path, lines: list[str]) -> Config:
+    """The configuration in steps, for the data that a run would have; adds the lines that it would print."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
     _check_apart(config, run_dir)
@@ -88,15 +85,15 @@ def _read_data(config: Config, program: Program, folder: Path, told: list[str]) 
     make_data(config, there, is_new=is_new)
     data = open_data(config, there)
     data.train[0]
-    config = in_steps(config, data.train, kept_decay(run_dir))
-    told.append(describe(Program(config, program.mesh), data))
+    config = in_steps(config, data.train, stored_decay(run_dir))
+    lines.append(describe(Program(config, program.mesh), data))
     if warning := past_decay(config):
-        told.append(warning)
+        lines.append(warning)
     return config
 
 
 def _check_apart(config: Config, run_dir: Path) -> None:
-    """Raises `UserError` where a run would write in a folder that it reads."""
+    """Refuse a run directory in a folder that is read as data."""
     named = [("--data.path", config.data.path)]
     named += [("--data.sources", source.path) for source in config.data.sources]
     named += [("--data.validation", entry.path) for entry in config.data.validation]

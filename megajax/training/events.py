@@ -1,4 +1,4 @@
-"""The figures and texts of a run as TensorBoard's events."""
+"""The figures and texts of a run as TensorBoard events."""
 
 import math
 import time
@@ -17,11 +17,11 @@ _LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")
 
 
 class Events(Tracker):
-    """The file of one start of a run, written here and now: tensorboardX's own writer waits for ever where its thread
-    could not write."""
+    """The event file of one start of a run, written synchronously: the thread of tensorboardX's own writer waits for
+    ever if it cannot write."""
 
     def __init__(self, folder: Path, finished_steps: int):
-        """Figures of later steps than `finished_steps`, of starts before, count no more.
+        """Figures after `finished_steps` that earlier starts have written are superseded.
 
         Raises:
             OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""When training ends and its learning rate has fallen, where that is not given in steps."""
+"""When training ends and its learning rate has fallen, if that is not given in steps."""
 
 import dataclasses
 import math
@@ -10,16 +10,12 @@ from megajax.optim.checks import check_cooldown
 
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
-    """The configuration with `train.steps`, and the decay and the warm-up of the learning rate, in steps.
+    """The configuration with `train.steps`, decay and warm-up of the learning rate all in steps.
 
     Args:
-        config: of the run.
-        samples: those that are trained on (`EpochSamples`), of which an epoch has each once.
-        began_with: the `optimizer.decay_steps` of a run that goes on, which it keeps unless another is given; 0: a run
-            that begins.
-
-    Raises:
-        UserError: the decay of `wsd` does not fit in them.
+        config: the run's.
+        samples: training samples, an epoch of which has each once.
+        began_with: the `optimizer.decay_steps` that a resumed run keeps unless another is given; 0 for a new run.
     """
     train, end = config.train, 0
     if train.epochs:
@@ -35,7 +31,7 @@ def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
 
 
 def past_decay(config: Config) -> str:
-    """A warning where training goes on after the learning rate has reached its floor; empty where it does not."""
+    """A warning if training goes on after the learning rate has reached its floor; else empty."""
     optimizer, steps = config.optimizer, config.train.steps
     if not optimizer.ends_decay or steps <= optimizer.decay_steps:
         return ""

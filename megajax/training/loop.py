@@ -19,17 +19,19 @@ from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
+from megajax.phases import phase
 from megajax.processes import Poll, is_first_process, say
 from megajax.program.program import Batch, Program
+from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
+from megajax.runs.init import first_state
 from megajax.runs.lock import RunLock
 from megajax.runs.retention import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
 from megajax.training.profiler import StepTrace
-from megajax.training.restore import restored
 from megajax.training.skips import SkippedSteps
 from megajax.training.speed import Speed
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
@@ -63,7 +65,7 @@ class Trainer:
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = restored(self.checkpoints, program, run_dir)
+        self.state = _restored(self.checkpoints, program, run_dir)
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, run_dir, self.first)
@@ -152,7 +154,7 @@ class Trainer:
             self._score_dev(self.data)
 
     def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
-        """The step of a program; a signal before the first step of this start ends the run."""
+        """Compile the step of a program. A signal before the first step of this start ends the run."""
         self.watchdog.at(step, COMPILING)
         began = time.perf_counter()
         ramps = len(self.config.train.batch_sizes.stages) > 1
@@ -177,17 +179,13 @@ class Trainer:
         self.ready = time.perf_counter()
 
     def _asks(self) -> tuple[int, int]:
-        """What this process asks of all: a signal that it got, and whether the time for a checkpoint is over."""
+        """What this process asks of all: to stop, by its signal, and to write a checkpoint, because it is time."""
         minutes = self.config.checkpoint.minutes
         over = is_first_process() and 0 < 60 * minutes <= time.monotonic() - self.last_save
         return stop_signals.number, int(over)
 
     def _look_for_a_signal(self) -> None:
-        """Between two batches of a validation.
-
-        Raises:
-            _SignalSeen: all processes have to stop.
-        """
+        """Between two batches of a validation; raises `_SignalSeen` if all processes have to stop."""
         self.stop_signal = self.poll.ask(self._asks)()[0]
         if self.stop_signal:
             raise _SignalSeen
@@ -199,29 +197,27 @@ class Trainer:
         return step % every == 0 or step == self.config.train.steps
 
     def _catch_up(self) -> bool:
-        """Wait for the metrics of the step that was dispatched last and log them; hear what was asked after it. Whether
-        there was one whose metrics were not read yet."""
+        """Wait for the metrics of the step dispatched last and log them; returns whether there were any to wait for."""
         pending, self.pending = self.pending, None
         if pending is None:
             return False
         metrics = {name: float(value) for name, value in pending.metrics.items()}
         self.stop_signal, over = pending.asked()
         self.minutes_over = bool(over)
-        parts = {name: metrics.pop(name) for name in list(metrics) if "/" in name}
         now = time.perf_counter()
         seconds = now - max(self.ready, pending.dispatched)
         self.ready = now
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
-        if pending.step == self.first + 1 and (told := memory_in_use(jax.local_devices())):
-            self.log.print(told)
+        if pending.step == self.first + 1 and (line := memory_in_use(jax.local_devices())):
+            self.log.print(line)
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
-        times = {"seconds": seconds, "data_seconds": pending.data_seconds}
-        speeds, skipped = self.speed.figures(pending.sequences, seconds), self.skipped.total
-        self.log.record_step(
-            pending.step, **metrics, parts=parts, skipped_steps=skipped, tokens=pending.tokens, speeds=speeds, **times
-        )
+        figures = {"loss": metrics["loss"]} | metrics | {"skipped_steps": self.skipped.total}
+        figures |= {"tokens": pending.tokens, "seconds": seconds}
+        figures |= {"tokens_per_second": pending.tokens / max(seconds, 1e-9)}
+        figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
+        self.log.record_step(pending.step, figures)
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
@@ -272,11 +268,7 @@ class Trainer:
         return loss
 
     def _score_dev(self, data: TaskData) -> None:
-        """Compute and record a task's figures on its dev records.
-
-        Raises:
-            Stopped: a signal came meanwhile; the next start computes them.
-        """
+        """Compute and record a task's figures on its dev records; if a signal comes meanwhile, the next start does."""
         try:
             self.dev_figures = self.validator.score_dev(self.step, self.state.params, data, self._look_for_a_signal)
         except _SignalSeen:
@@ -296,3 +288,19 @@ class Trainer:
             self.log.record_text(max(self.first, steps), "sample", text)
         for line in written(self.run_dir):
             say(line)
+
+
+def _restored(checkpoints: Checkpoints, program: Program, run_dir: Path) -> TrainState:
+    """The newest state of a run that can be read, or the first one; prints which it is."""
+    with phase("preparing the state"):
+        state, step, damaged = checkpoints.restore_newest()
+        for message in damaged:
+            say(f"damaged checkpoint, the one before it is used: {message}")
+        if state is None:
+            state, origin = first_state(program)
+            if program.config.init or not program.config.pretrains:
+                say(origin)
+            return state
+        checkpoints.set_aside(after=step)
+        say(f"resumed from step {step} of {run_dir}")
+        return state

@@ -1,4 +1,4 @@
-"""metrics.jsonl as it is written: every line at once, whole."""
+"""Writing metrics.jsonl, a line at a time."""
 
 import json
 import math
@@ -12,15 +12,11 @@ from megajax.training.tracker import Tracker
 
 
 class MetricsFile(Tracker):
-    """The figures of a run, a line of JSON for each record. Where it cannot be written, the run ends: what goes on from
-    a checkpoint reads it.
-
-    Args:
-        run_dir: where metrics.jsonl is.
-        records: those of earlier starts that count.
+    """The figures of a run, a JSON line for each record. If it cannot be written the run ends, because a resumed run
+    reads it. `records` are those of earlier starts.
 
     Raises:
-        UserError, OSError: it cannot be written.
+        OSError: it cannot be written.
     """
 
     def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):
@@ -48,7 +44,7 @@ class MetricsFile(Tracker):
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON, floats in full. A number that is not finite becomes null, JSON having none."""
+    """A record as a line of JSON, floats in full; infinite numbers and NaN become null, since JSON has none."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

@@ -1,5 +1,5 @@
-"""`train.py --profile-pipeline`: what each stage's forward and backward take on this machine, and the bubble that
-follows, beside the one predicted from equal stages; and what deferring the weight gradients would change."""
+"""`train.py --profile-pipeline`: the time of each stage's forward and backward on this machine, the bubble that follows
+beside the one predicted for equal stages, and what deferring the weight gradients would change."""
 
 import dataclasses
 import functools
@@ -36,33 +36,19 @@ SECONDS_PER_MEASUREMENT = 0.4
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured times in seconds.
+    """Measured times in seconds. Predictions follow from the schedule's table and the times of the passes."""
 
-    Attributes:
-        times: of the stages and their chunks, each measured alone, the others idle; `backward` with weight gradients.
-        apart: the same with `backward` without weight gradients, which are beside it; None in a pipe of one.
-        step: loss and gradients of a whole step with their reduction, without the optimizer.
-        predicted: the step's time that the schedule's table gives for the times of its passes, without the hand-overs.
-        predicted_with_hand_over: and with them.
-        bubble: share of pause over the busiest stage's work that follows from them, without the hand-overs.
-        equal_bubble: the same for stages that take equally long.
-    """
-
-    times: StageTimes
-    apart: StageTimes | None
-    step: float
-    predicted: float
-    predicted_with_hand_over: float
-    bubble: float
-    equal_bubble: float
+    times: StageTimes  # of every chunk, measured alone while others are idle; `backward` includes weight gradients
+    apart: StageTimes | None  # likewise, with weight gradients apart from `backward`; None in a pipe of one
+    step: float  # loss and gradients of a whole step with their reduction, without the optimizer
+    predicted: float  # the same, without transfers between stages
+    predicted_with_transfers: float
+    bubble: float  # idle time over the busiest stage's work, without transfers
+    equal_bubble: float  # the same for stages that take equally long
 
 
 def profile_pipeline(config: Config) -> Profile:
-    """Measure on random tokens; nothing is trained or written. Prints a table on process 0.
-
-    Raises:
-        UserError: the configuration cannot be used.
-    """
+    """Measure on random tokens and print a table on process 0; nothing is trained or written."""
     start(config)
     validate(config, jax.device_count())
     program = Program.on(config)
@@ -120,7 +106,7 @@ class Passes:
             add("all", "all", deferred)
 
     def measure(self, rounds: int) -> tuple[StageTimes, StageTimes | None]:
-        """`Profile.times` and `Profile.apart`, medians of rounds over all passes, so that all see the same machine."""
+        """`Profile.times` and `Profile.apart`: medians of rounds over all passes, so that all see the same machine."""
         samples = [{name: [timer() for timer in row] for name, row in self.timers.items()} for _ in range(rounds)]
         found = {name: np.median([sample[name] for sample in samples], axis=0) for name in self.timers}
         shape = self.chunks, self.pipe
@@ -151,7 +137,7 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
 
 
 def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
-    """What takes the time of one repeat, without what a call costs by itself."""
+    """A function that measures one repeat of `run`, without the overhead of a call."""
     _seconds(lambda: run(1))
     once = max(1e-6, _seconds(lambda: run(2)) / 2)
     # All processes have to agree on it.
@@ -190,8 +176,8 @@ def _report(program: Program, found: Profile) -> list[str]:
     if pipe > 1:
         lines.append(
             f"hand-over          {1e3 * times.p2p_transfer:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
-            f"with them {1e3 * found.predicted_with_hand_over:.1f} ms, "
-            f"ratio {found.step / found.predicted_with_hand_over:.3f}"
+            f"with them {1e3 * found.predicted_with_transfers:.1f} ms, "
+            f"ratio {found.step / found.predicted_with_transfers:.3f}"
         )
     lines += _deferral(program, found)
     if config.simulate_devices > 1 and pipe > 1:
@@ -200,7 +186,7 @@ def _report(program: Program, found: Profile) -> list[str]:
 
 
 def _passes(found: Profile) -> list[np.ndarray]:
-    """Of a chunk of a stage: forward, backward, and apart the two halves of the backward."""
+    """For every chunk and stage: forward and backward, and the two halves of a deferred backward."""
     apart = [] if found.apart is None else [found.apart.backward, np.asarray(found.apart.weight_gradient)]
     return [found.times.forward, found.times.backward, *apart]
 
@@ -234,7 +220,7 @@ def _deferral(program: Program, found: Profile) -> list[str]:
 
 
 def _table(program: Program, most: int | None) -> Schedule:
-    """The step's table with weight gradients together, or with `most` of a stage's chunks that may wait for them."""
+    """The step's table with weight gradients together, or with `most` deferred chunks a stage."""
     pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
     deferring = None if most is None else Deferring(most=most)
     return make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)

@@ -1,4 +1,4 @@
-"""A plot of a run's loss over its steps, and the tracker that draws it."""
+"""The plot of a run's loss, and the tracker that draws it."""
 
 import math
 import warnings
@@ -20,25 +20,17 @@ _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 @dataclass
 class Curves:
-    """What a plot shows.
+    """What a plot shows."""
 
-    Attributes:
-        training, validation: steps and losses, nats per token; those that are not finite are left out.
-        tokens: steps, and the tokens of all steps up to them.
-        skipped: steps that were.
-        resumed: after how many steps a start of the run went on.
-    """
-
-    training: list[tuple[int, float]] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
+    training: list[tuple[int, float]] = field(default_factory=list)  # steps and losses, nats per token
+    validation: list[tuple[int, float]] = field(default_factory=list)  # likewise
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # steps, and the tokens of all steps up to them
+    skipped: list[int] = field(default_factory=list)  # steps
+    resumed: list[int] = field(default_factory=list)  # steps after which the run was resumed
     _skipped_steps: int = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take what a line of metrics.jsonl has; those of before tokens, skipped steps or resumes were recorded have
-        none."""
+        """Add a line of metrics.jsonl."""
         step = record["step"]
         for points, name in ((self.training, "loss"), (self.validation, "validation_loss")):
             if name in record:
@@ -55,11 +47,7 @@ class Curves:
 
 class LossPlot(Tracker):
     """loss.png, drawn anew at every validation and at the end, unless the run directory was removed or replaced.
-
-    Args:
-        run_dir: where it is.
-        curves: those of earlier starts.
-    """
+    `curves` are those of earlier starts."""
 
     tries_again = True
 
@@ -84,12 +72,7 @@ class LossPlot(Tracker):
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:
-    """Draw training and validation loss over the steps into a PNG, atomically.
-
-    Args:
-        path: the file.
-        name: of the run, the title.
-        curves: what is drawn.
+    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -121,7 +104,7 @@ def plot_loss(path: Path, name: str, curves: Curves) -> None:
 
 
 def _finite(points: list[tuple[int, float]]) -> npt.NDArray[np.float64]:
-    """Points with a finite loss, [points, 2]."""
+    """The points with a finite loss, [points, 2]."""
     return np.array([point for point in points if math.isfinite(point[1])], np.float64).reshape(-1, 2)
 
 
@@ -139,8 +122,8 @@ def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Every value's mean with its neighbours, a fortieth of all of them on each side; at the beginning, where losses
-    fall fast, fewer on both, at the end those there are."""
+    """Every value's mean with its neighbours, a fortieth of all values on each side; fewer on both sides at the
+    beginning, where losses fall fast, and as many as there are at the end."""
     places = np.arange(len(values))
     before = np.minimum(places, max(2, len(values) // 40))
     after = np.minimum(before, places[::-1])
@@ -149,7 +132,7 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _mark(axes: Any, curves: Curves) -> None:
-    """Skipped steps at the bottom, and lines where the run went on."""
+    """Skipped steps at the bottom, and lines where the run was resumed."""
     bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
     if curves.skipped:
         label = f"{len(curves.skipped)} skipped"
@@ -161,8 +144,7 @@ def _mark(axes: Any, curves: Curves) -> None:
 
 
 def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
-    """A second axis above, of the tokens that all steps up to one have trained on; none where those of a step are not
-    known."""
+    """A second axis above, with the tokens trained on; none if a step's tokens are unknown."""
     if [step for step, _ in tokens] != list(range(1, len(tokens) + 1)) or not tokens:
         return
     from matplotlib.ticker import EngFormatter
@@ -174,7 +156,7 @@ def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
 
 
 def _through(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Any:
-    """The line through points with ascending x and y, which goes on straight at both ends."""
+    """The line through points with ascending x and y, extended straight at both ends."""
     slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
 
     def line(at: Any) -> Any:

@@ -15,16 +15,8 @@ from megajax.training.trace_report import report
 
 
 class StepTrace:
-    """Traces the steps that `--profile` names, on process 0.
-
-    Args:
-        config: of the run, whose `train.steps` is known.
-        run_dir: in whose folder `profile` the trace goes.
-        finished: steps that earlier starts have taken.
-
-    Raises:
-        UserError: this start does not take the steps.
-    """
+    """Traces the steps of `--profile` on process 0, into the folder `profile` of the run directory. `finished` steps
+    were taken by earlier starts."""
 
     def __init__(self, config: Config, run_dir: Path, finished: int):
         self._run_dir, self._folder = run_dir, identity(run_dir)
@@ -43,15 +35,15 @@ class StepTrace:
         return self._folder is not None and identity(self._run_dir) == self._folder
 
     def begins(self, step: int) -> bool:
-        """Whether a step is the first that is traced."""
+        """Whether a step is the first traced one."""
         return step == self._first
 
     def ends(self, step: int) -> bool:
-        """Whether a step is the last one."""
+        """Whether a step is the last traced one."""
         return step == self._last
 
     def start(self) -> None:
-        """Begin the trace, before the first of the steps and with nothing under way."""
+        """Begin the trace, before the first of its steps and with nothing under way."""
         if not is_first_process() or not self._is_there:
             return
         options = jax.profiler.ProfileOptions()
@@ -62,12 +54,12 @@ class StepTrace:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The block in which a step is dispatched, which the trace marks."""
+        """The block that dispatches a step, marked in the trace."""
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
     def close(self) -> None:
-        """Give up a trace that has not come to its end."""
+        """Give up an unfinished trace."""
         if self._place is not None and self._is_there:
             with contextlib.suppress(OSError, RuntimeError):
                 jax.profiler.stop_trace()
@@ -75,11 +67,8 @@ class StepTrace:
             self._stack.close()
 
     def finish(self, program_text: str) -> list[str]:
-        """End the trace after the last of the steps, and put it in its place; the lines that tell of it.
-
-        Args:
-            program_text: the compiled step as the compiler writes it.
-        """
+        """End the trace after its last step and put it in its place; returns lines about it. `program_text` is the
+        compiled step as HLO text."""
         if not is_first_process():
             return []
         if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew

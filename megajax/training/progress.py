@@ -1,9 +1,10 @@
-"""The progress of a run as it is shown: a row with a bar on a terminal, plain lines anywhere else."""
+"""The progress of a run on the screen: a row with a bar on a terminal, plain lines elsewhere."""
 
 import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from megajax.training.display import Display, time_text
 
@@ -11,14 +12,8 @@ _RECENT = 20  # steps whose median time per token gives the speed; a median leav
 
 
 class TrainingProgress:
-    """A bar or lines about finished steps.
-
-    Args:
-        total: steps of the run.
-        finished: steps that an earlier attempt has taken.
-        log_every: without a bar, each such step is printed, and the last one.
-        display: where it is shown.
-    """
+    """A bar, or lines, about finished steps of `total`; without a bar every `log_every`-th step is printed, and the
+    last one."""
 
     def __init__(self, total: int, finished: int, log_every: int, display: Display):
         self._total, self._log_every, self._display = total, log_every, display
@@ -26,7 +21,7 @@ class TrainingProgress:
         display.open_steps(total, finished)
 
     def show_step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Show a finished step, its number counted from 1, and its figures as metrics.jsonl names them."""
+        """Show a finished step, counted from 1, and its figures as metrics.jsonl names them."""
         self._seconds.append(figures["seconds"] / figures["tokens"])
         typical = max(figures["tokens"] * statistics.median(self._seconds), 1e-9)
         text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
@@ -34,11 +29,13 @@ class TrainingProgress:
         if not has_row and (step % self._log_every == 0 or step == self._total):
             self._display.print(f"{self._count(step)}  {text}")
 
-    def show_validation(self, step: int, loss: float, name: str = "", parts: Mapping[str, float] | None = None) -> None:
-        """Show the validation loss after `step` steps, in nats per token; `name` is that of a named set. Where the loss
-        has `parts`, they take the place of its perplexity."""
+    def show_validation(
+        self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Show a validation loss after `step` steps, in nats per token; `name` is that of a named set, `details`
+        replace its perplexity."""
         of = f" of {name}" if name else ""
-        figures = [f"{part.removeprefix('validation_')} {value:.4f}" for part, value in (parts or {}).items()]
+        figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
         self._display.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
 
@@ -51,7 +48,7 @@ class TrainingProgress:
 
 
 def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[str]:
-    """The figures of a step in words, those that matter most first; speeds are those of steps of so many `seconds`."""
+    """The figures of a step in words, most important first; speeds are for steps that take so many `seconds`."""
     texts = [
         f"loss {figures['loss']:.4f}",
         f"{figures['tokens'] / seconds:,.0f} tokens/s",

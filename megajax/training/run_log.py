@@ -1,9 +1,9 @@
-"""The log of a run: what it tells its trackers, and what it shows."""
+"""The log of a run: its figures for trackers, and its progress on the screen."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, SupportsFloat
 
 from rich.console import Console
@@ -20,23 +20,20 @@ from megajax.training.tracker import Tracker
 
 
 class RunLog:
-    """The figures of a run on their way to metrics.jsonl, TensorBoard, loss.png and other trackers, and its progress as
-    it is shown; a context manager.
+    """Passes the figures of a run to metrics.jsonl, TensorBoard, loss.png and other trackers, and shows its progress; a
+    context manager.
 
-    Steps are counts of finished steps, so the first one is 1. If an earlier attempt has logged steps after
-    `finished_steps`, these are dropped.
+    Steps are counts of finished steps, so the first one is 1. Steps after `finished_steps` that an earlier start has
+    logged are dropped.
 
     Args:
         run_dir: where metrics.jsonl, tensorboard/ and loss.png are.
         total_steps: of the run.
-        finished_steps: from which the run goes on.
+        finished_steps: of earlier starts.
         log_every: steps between two printed lines where there is no bar.
-        write: True on exactly one process; on the others nothing is written, printed or drawn.
+        write: True on one process; on the others nothing is written or printed.
         console: where to print; standard output if None.
-        others: more trackers; made once the files can be written.
-
-    Raises:
-        UserError: the run directory cannot be written.
+        others: makes more trackers, once the files can be written.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class RunLog:
         console: Console | None = None,
         others: Callable[[], Iterable[Tracker]] = tuple,
     ):
-        self._run_dir, self._write = run_dir, write
+        self._run_dir = run_dir
         self._of_dev: set[int] = set()  # steps that have a task's figures of dev
         self._trackers: list[Tracker] = []
         self._resumed_from = finished_steps  # until the first step is recorded
@@ -80,83 +77,40 @@ class RunLog:
         ]
 
     def record_config(self, config: Config) -> None:
-        """Record what the run was started with."""
+        """Record the configuration of this start."""
         text, values = to_toml(config), to_values(config)
         self._tell(lambda tracker: tracker.config(text, values))
 
-    def record_step(
-        self,
-        step: int,
-        *,
-        loss: SupportsFloat,
-        grad_norm: SupportsFloat,
-        learning_rate: SupportsFloat,
-        loss_scale: SupportsFloat,
-        skipped_steps: int,
-        tokens: int,
-        seconds: float,
-        data_seconds: float,
-        parts: Mapping[str, SupportsFloat] | None = None,
-        speeds: Mapping[str, float] | None = None,
-    ) -> None:
-        """Record a finished step.
-
-        Args:
-            step: its number, from 1.
-            loss: nats per token.
-            grad_norm: global norm of the gradients before clipping.
-            learning_rate: of the step.
-            loss_scale: of the step.
-            parts: the parts of the loss by name, `loss/NAME`, where it has several, and what is watched besides.
-            skipped_steps: of the run, so far.
-            tokens: of the step, on all devices.
-            seconds: that the step took.
-            data_seconds: that the host waited for the step's batch; devices may compute the step before meanwhile.
-            speeds: more figures by the names they are logged under (`training/speed.py`).
-        """
-        if not self._write:
-            return
-        numbers = {"loss": float(loss), "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
-        numbers |= {name: float(value) for name, value in (parts or {}).items()}
-        numbers |= {"loss_scale": float(loss_scale), "skipped_steps": int(skipped_steps)}
-        speed = {"tokens": int(tokens), "seconds": float(seconds), "tokens_per_second": tokens / max(seconds, 1e-9)}
-        speed |= {**(speeds or {}), "data_seconds": float(data_seconds)}
+    def record_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record a finished step, counted from 1, and its figures as metrics.jsonl names them."""
         if self._resumed_from:
-            speed["resumed_from"], self._resumed_from = self._resumed_from, 0
-        self._record(step, numbers | speed)
-        self._progress.show_step(step, numbers | speed)
+            figures, self._resumed_from = {**figures, "resumed_from": self._resumed_from}, 0
+        self._record(step, figures)
+        self._progress.show_step(step, figures)
 
     def record_validation(
         self,
         step: int,
         loss: SupportsFloat,
-        named: Mapping[str, float] | None = None,
-        parts: Mapping[str, float] | None = None,
+        named: Mapping[str, float] = MappingProxyType({}),
+        details: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Record the validation losses after `step` steps, in nats per token; loss.png is drawn anew.
-
-        Args:
-            step: how many steps were taken.
-            loss: of the validation split.
-            named: those of named validation sets.
-            parts: more figures of the validation split, by the names they are logged under.
-        """
-        if not self._write:
-            return
-        others = {f"validation_loss/{name}": float(value) for name, value in (named or {}).items()}
-        self._record(step, {"validation_loss": float(loss), **(parts or {}), **others})
-        self._progress.show_validation(step, float(loss), parts=parts or {})
-        for name, value in (named or {}).items():
+        """Record losses after `step` steps, in nats per token: of the validation split, with `details` by their names
+        in metrics.jsonl, and of named sets. loss.png is drawn anew."""
+        others = {f"validation_loss/{name}": value for name, value in named.items()}
+        self._record(step, {"validation_loss": float(loss), **details, **others})
+        self._progress.show_validation(step, float(loss), details=details)
+        for name, value in named.items():
             self._progress.show_validation(step, value, name)
 
     def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the figures of a task's dev records after `step` steps, as `dev/NAME`, if they are not yet."""
-        if self._write and step not in self._of_dev:
+        """Record a task's figures on its dev records after `step` steps, as `dev/NAME`, unless that was done before."""
+        if step not in self._of_dev:
             self._of_dev.add(step)
             self._record(step, {f"{DEV}{name}": value for name, value in figures.items()})
 
     def record_text(self, step: int, name: str, text: str) -> None:
-        """Record a text after `step` steps, by the name of what it is."""
+        """Record a text after `step` steps, such as "sample"."""
         self._tell(lambda tracker: tracker.text(step, name, text))
 
     def print(self, text: str) -> None:
@@ -165,11 +119,11 @@ class RunLog:
 
     @property
     def phase(self) -> Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]:
-        """A block in which one thing is done, shown with a clock (`Display.phase`)."""
+        """`Display.phase`."""
         return self._display.phase
 
     def show_checkpoints(self, writing: int | None, complete: int | None, folder: Path) -> None:
-        """Show the step whose checkpoint is being written, if one is, and the newest complete one in `folder`."""
+        """Show which step's checkpoint is being written, if any, and the newest complete one in `folder`."""
         if writing != self._step_written:
             self._writing.close()
             self._step_written = writing
@@ -180,12 +134,13 @@ class RunLog:
             self._progress.show_checkpoint(complete, str(folder / str(complete)))
 
     def end_steps(self) -> None:
-        """Stop the progress bar: all steps are taken."""
+        """Stop the progress bar."""
         self._writing.close()
         self._display.close_steps()
 
     def close(self, *, finished: bool = False) -> None:
-        """Write out everything, draw loss.png and stop the progress bar; whether the run has taken all its steps."""
+        """Close all trackers, draw loss.png and stop the progress bar; `finished` if the run has taken all its
+        steps."""
         self.end_steps()
         self._tell(lambda tracker: tracker.close(finished=finished))
         self._trackers = []
@@ -202,8 +157,8 @@ class RunLog:
         self._tell(lambda tracker: tracker.figures(int(step), figures))
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
-        """Tell all trackers; the run goes on without one that cannot be written: metrics.jsonl, without which it would
-        not, raises another error."""
+        """Call every tracker. The run goes on without one that raises `OSError`; metrics.jsonl, which it needs, raises
+        another error."""
         for tracker in list(self._trackers):
             try:
                 tell(tracker)

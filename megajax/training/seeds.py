@@ -1,4 +1,4 @@
-"""Fine-tuning with several seeds, one after the other, and the median of them, as the paper reports it."""
+"""Fine-tuning with several seeds, one after the other, and their median, as the paper reports it."""
 
 import dataclasses
 import json
@@ -24,12 +24,11 @@ _OWN = re.compile(r"seed-\d+|seeds\.json(\.partial.*)?")
 
 
 def train_seeds(config: Config) -> None:
-    """Train with `config.seeds` seeds from `config.seed` on, each in the folder `seed-N` of the run directory. Those
-    that are done are not trained again, one that was stopped goes on; then `seeds.json` has the median by the task's
-    figure on dev, of an even number of seeds the lower one of both in the middle.
+    """Train with `config.seeds` seeds from `config.seed` on, each in the folder `seed-N` of the run directory. Finished
+    seeds are skipped, a stopped one is resumed. Then `seeds.json` gets the median by the task's figure on dev; of an
+    even number, the lower of the two in the middle.
 
     Raises:
-        UserError: the configuration, the files or a folder cannot be used.
         RunError: a training cannot go on.
         Stopped: a signal asked for it, and a checkpoint was written.
     """
@@ -43,11 +42,7 @@ def train_seeds(config: Config) -> None:
 
 
 def seed_runs(config: Config) -> list[Config]:
-    """The configurations of the runs of all seeds.
-
-    Raises:
-        UserError: there is no such seed, or the run directory is something else than a folder of seeds.
-    """
+    """The configurations of all seeds."""
     folder, last = Path(config.run_dir), config.seed + config.seeds - 1
     if last >= 1 << 31:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
@@ -63,7 +58,7 @@ def _run_dir(folder: Path, seed: int) -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises `UserError` where the seeds' folder is something else."""
+    """Check that the folder of the seeds holds nothing else."""
     valid = "valid: a new folder, an empty one, or that of earlier seeds"
     check_outside_runs(folder, "--run-dir")
     there = reading.kind(folder)
@@ -86,7 +81,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _dev(run_dir: Path) -> dict[str, Any]:
-    """The figures of a finished run on its dev records, and the step that they are of."""
+    """The figures of a finished run on its dev records, and their step."""
     records = [record for record in read_metrics(run_dir) if is_of_dev(record)]
     if not records:
         raise UserError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; valid: the same command again")

@@ -1,4 +1,4 @@
-"""The steps that every device left out, since the loss or the gradients could not be used."""
+"""Skipped steps: every device left them out, because loss or gradients could not be used."""
 
 import math
 from collections.abc import Mapping
@@ -7,23 +7,19 @@ from megajax.config import Config
 
 
 class SkippedSteps:
-    """Counts them.
-
-    Attributes:
-        total: of the run.
-        too_many: whether more than `optimizer.max_skipped` in a row were.
-    """
+    """Counts them."""
 
     def __init__(self, config: Config, before: int):
-        """`before` is how many the run has had before this start."""
+        """`before` is how many the run had before this start."""
         self._config, self.total, self._in_row = config, before, 0
 
     @property
     def too_many(self) -> bool:
+        """Whether more than `optimizer.max_skipped` steps in a row were skipped."""
         return self._in_row > self._config.optimizer.max_skipped
 
     def count(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Take notice of a step; why it was skipped, empty if it was not."""
+        """Note a step; returns why it was skipped, empty if it was not."""
         if not metrics["skipped"]:
             self._in_row = 0
             return ""

@@ -1,4 +1,4 @@
-"""What a run says at its end: the validation, a sample, what was written where."""
+"""What a run prints at its end: validation, sample, written files."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,8 @@ _WRITTEN = {
 
 
 def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
-    """The continuation that the configuration asks for; empty if it asks for none, without a tokenizer, or of a model
-    that does not continue texts."""
+    """The continuation that the configuration asks for; empty without one, without a tokenizer, or for a model that
+    does not continue texts."""
     config = program.config.sample
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
@@ -48,7 +48,7 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
 
 
 def validation_text(parts: Mapping[str, Perplexity]) -> str:
-    """The last validation in a line, from its losses by name."""
+    """A line about the last validation, from its losses by name."""
     if "next_token" in parts:
         only = parts["next_token"]
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
@@ -67,15 +67,15 @@ def end_lines(
     dev: Mapping[str, float],
     waited: float | None,
 ) -> Iterator[str]:
-    """What a run says once its steps are taken.
+    """The lines that a run prints after its steps: how far it is, its `validation`, and a task's figures on `dev`.
 
     Args:
-        config: of the run.
+        config: the run's.
         run_dir: its directory.
-        first: steps that it had before this start.
-        validation: its last one.
-        dev: a task's figures on its dev records; empty for another run.
-        waited: for data, the share of the steps' time; None if this start took no step.
+        first: steps before this start.
+        validation: the last one.
+        dev: empty without a task.
+        waited: share of the steps' time spent on waiting for data; None if this start took no step.
     """
     steps = config.train.steps
     if first >= steps:
@@ -98,8 +98,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
-    """The figures of a validation by the names they are logged under; none where there is one loss only, and nothing
-    else is watched."""
+    """The figures of a validation by their names in metrics.jsonl; none if there is just one loss."""
     if len(validation) == 1 and not form.measures:
         return {}
     figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}

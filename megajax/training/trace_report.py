@@ -1,5 +1,5 @@
-"""Where the time of traced steps went, by part of the model and pass: the trace has the compiled program's operations,
-whose names in the program's text say where they come from (`jax.named_scope`)."""
+"""Where the time of traced steps went, by part of the model and pass. The trace has the compiled program's operations,
+and the program's text says which scope each comes from (`jax.named_scope`)."""
 
 import re
 import warnings
@@ -31,15 +31,10 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permut
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of a compiled program.
+    """An instruction of a compiled program."""
 
-    Attributes:
-        kind: its opcode.
-        source: where in the program it comes from, scopes and transformations separated by slashes.
-    """
-
-    kind: str
-    source: str
+    kind: str  # its opcode
+    source: str  # where in the program it comes from, scopes and transformations separated by slashes
 
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
@@ -49,8 +44,8 @@ _SOURCE, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"(?:calls|to_ap
 
 
 def operations(program_text: str) -> dict[str, Operation]:
-    """The instructions of a compiled program by name. One without a source, as the compiler makes them, has that of
-    most of its parts, else of its first operand that has one."""
+    """The instructions of a compiled program by name. One without a source, made by the compiler, gets the most
+    frequent source inside it, else that of its first operand with one."""
     found: dict[str, Operation] = {}
     calls: dict[str, str] = {}
     operands: dict[str, list[str]] = {}
@@ -76,7 +71,7 @@ def operations(program_text: str) -> dict[str, Operation]:
 
 
 def place_of(operation: Operation | None) -> tuple[str, str]:
-    """The part of the step that an operation belongs to, and its pass."""
+    """The part of the step and the pass that an operation belongs to."""
     if operation is None:
         return REST, ""
     for collective in _COLLECTIVES:
@@ -96,21 +91,15 @@ def place_of(operation: Operation | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of traced operations.
+    """Seconds of traced operations."""
 
-    Attributes:
-        by_place: by part and pass, of all devices together.
-        devices: how many they are.
-        span: from the first operation to the end of the last.
-    """
-
-    by_place: dict[tuple[str, str], float]
-    devices: int
-    span: float
+    by_place: dict[tuple[str, str], float]  # by part and pass, of all devices together
+    devices: int  # how many they are
+    span: float  # from the first operation to the end of the last
 
 
 def times(session: Path, known: dict[str, Operation]) -> Times:
-    """What the operations of a program took in a trace, each without those that ran inside it."""
+    """The seconds of a program's operations in a trace, each without operations that ran inside it."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     devices, begins, ends = 0, [], []
     for file in sorted(session.glob("*.xplane.pb")):
@@ -129,7 +118,7 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
 
 
 def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
-    """Begin and end in nanoseconds and operation of all that a thread or stream ran, in order."""
+    """Begin and end in nanoseconds and name of all operations of a thread or stream, in order."""
     found = []
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12's, of JAX's own types
         for event in events:
@@ -140,7 +129,7 @@ def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[fl
 
 
 def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """The operations, each with its seconds less those of operations inside it."""
+    """The operations, each with its seconds without those of operations inside it."""
     own = [(end - begin) / 1e9 for begin, end, _ in events]
     around: list[int] = []
     for number, (begin, end, _) in enumerate(events):
@@ -153,7 +142,7 @@ def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, floa
 
 
 def report(session: Path, program_text: str, steps: int) -> list[str]:
-    """Lines about where the time of so many traced steps went."""
+    """Lines about where the time of `steps` traced steps went."""
     found = times(session, operations(program_text))
     if not found.by_place:
         return ["the trace names no operation of the step; open it in XProf or Perfetto"]
@@ -161,7 +150,7 @@ def report(session: Path, program_text: str, steps: int) -> list[str]:
 
 
 def table(found: Times, steps: int) -> list[str]:
-    """Milliseconds of a step on a device by part and pass, those of most time first."""
+    """Milliseconds of a step on a device by part and pass, longest first."""
     scale = 1e3 / (steps * found.devices)
     rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (part, pass_), seconds in found.by_place.items():

@@ -1,35 +1,30 @@
-"""Where a run is recorded: the one interface of metrics.jsonl, TensorBoard, loss.png, Weights & Biases and MLflow."""
+"""The interface of metrics.jsonl, TensorBoard, loss.png, Weights & Biases and MLflow."""
 
 from collections.abc import Mapping
 
 
 class Tracker:
-    """A place that gets the configuration, the figures and the texts of a run as they come; by itself it keeps nothing.
+    """Receives the configuration, the figures and the texts of a run; this base class ignores them.
 
-    What cannot be recorded raises `OSError`; it is reported once, and then the tracker is asked no more, unless it
-    `tries_again`. Figures have the names of metrics.jsonl and may be not finite.
-
-    Attributes:
-        name: of the place, for messages.
-        tries_again: whether it is asked again after an error.
+    A method that cannot record raises `OSError`. That is reported once, and then the tracker is dropped unless it
+    `tries_again`. Figures have the names of metrics.jsonl and may be infinite or NaN.
     """
 
     name: str
     tries_again = False
 
     def config(self, text: str, values: Mapping[str, object]) -> None:
-        """What the run was started with: the text of its `config.toml`, and its values by key, as `to_values`
-        gives them."""
+        """The configuration of this start: the text of its `config.toml`, and its values by key (`to_values`)."""
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures after so many steps."""
+        """The figures after `step` steps."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text after so many steps, by the name of what it is: "sample", "validation"."""
+        """A text after `step` steps; its name is "sample" or "validation", for example."""
 
     def news(self) -> list[str]:
-        """Lines that tell what has happened there since the last time; none from most."""
+        """Lines for the user since the last call."""
         return []
 
     def close(self, *, finished: bool) -> None:
-        """The end of this start of the run; whether the run has taken all its steps."""
+        """The end of this start; `finished` if the run has taken all its steps."""

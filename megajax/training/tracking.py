@@ -34,22 +34,14 @@ _LONGEST = 500  # characters of a parameter, for MLflow
 
 
 def check_installed(name: str) -> None:
-    """Check that the library of `--track` is there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that the library of `--track` is there."""
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # a folder of that name is no library
         raise UserError(f"--track {name}: {LIBRARIES[name]} is not installed; valid: pip install 'megajax[{name}]'")
 
 
 def open_log(config: Config, run_dir: Path, finished: int) -> RunLog:
-    """The log of a run that goes on after so many steps, with the library that `--track` names.
-
-    Raises:
-        UserError: the run directory cannot be written.
-    """
+    """The log of a run that goes on after so many steps, with the library that `--track` names."""
     is_over = finished >= config.train.steps
     return RunLog(
         run_dir,
@@ -67,9 +59,6 @@ class LibraryTracker(Tracker):
     Args:
         library: "wandb" or "mlflow".
         run_dir: of the run; what the library writes goes to a folder of it.
-
-    Raises:
-        UserError: the run directory cannot be written.
     """
 
     def __init__(self, library: str, run_dir: Path):

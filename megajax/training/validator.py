@@ -1,4 +1,4 @@
-"""Validations while a run trains: of what its corpora hold back, and of the named sets."""
+"""Validations during training: on the held-out part of the corpora, and on named sets."""
 
 import itertools
 from collections.abc import Callable
@@ -19,26 +19,18 @@ def _nothing() -> None:
 
 
 class Validator:
-    """What a start of a run evaluates its weights with.
-
-    Attributes:
-        last: every loss by name over the validation split, of the newest validation; None before the first.
-    """
+    """Evaluates weights for one start of a run."""
 
     def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, log: RunLog):
         self._program, self._data, self._watchdog, self._log = program, data, watchdog, log
         self._doing = COMPILING
-        self.last: dict[str, Perplexity] | None = None
+        self.last: dict[str, Perplexity] | None = None  # losses of the newest validation of the split, by name
 
     def validate(
         self, step: int, params: Any, between: Callable[[], None] = _nothing
     ) -> tuple[dict[str, Perplexity], dict[str, float]]:
-        """Evaluate the weights after a step on all sets.
-
-        Args:
-            step: it.
-            params: the weights.
-            between: called before every batch; what it raises ends the validation, and `last` stays.
+        """Evaluate the weights after a step on all sets. `between` is called before every batch; if it raises, the
+        validation ends and `last` stays as it is.
 
         Returns:
             Every loss by name over the validation split, and the loss of each named set.
@@ -61,8 +53,8 @@ class Validator:
         between: Callable[[], None] = _nothing,
         name: str = "validation",
     ) -> dict[str, Perplexity]:
-        """Every loss by name over the first `batches` batches (0: all) of some samples, of the validation split if
-        None; shown as `name`."""
+        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the validation split;
+        shown as `name`."""
         samples = samples or self._data.validation
         whole = -(-len(samples) // self._program.config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()

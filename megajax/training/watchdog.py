@@ -1,5 +1,5 @@
-"""Who hangs? Every process writes what it does to a file of the run directory; when nothing moves any more, each ends
-with a line that names the process and the step that the others wait for."""
+"""Who hangs? Every process writes its activity to a file in the run directory. When nothing moves any more, each
+process ends with a line that names the process and step that the others wait for."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ _SLOWEST = 10  # times the longest step so far is not yet too long
 
 @dataclass(frozen=True)
 class Status:
-    """What a process does: for so many seconds, at a step."""
+    """The activity of a process: what it has been doing for so many seconds, and at which step."""
 
     host: str
     pid: int
@@ -34,7 +34,7 @@ class Status:
 
 
 def read_status(file: Path) -> Status | None:
-    """What a process wrote; None where it cannot be read."""
+    """The status that a process wrote; None if it cannot be read."""
     try:
         found = Status(**reading.parse_json(reading.read_bytes(file).decode()))
         numbers, words = (found.pid, found.step, found.seconds), (found.host, found.doing)
@@ -45,13 +45,13 @@ def read_status(file: Path) -> Status | None:
 
 
 class Watchdog:
-    """Watches a run of several processes; with one alone it does nothing. A process of which nothing is heard for 30 s
-    while this one waits counts as lost.
+    """Watches a run of several processes; a single one needs none. A process that is silent for 30 s while this one
+    waits counts as lost.
 
     Args:
         run_dir: shared by all processes.
-        patience: seconds without progress after which the process ends; at least ten of the longest step so far, and
-            before the first step and while a program is compiled ten times as many. 0: never.
+        patience: seconds without progress after which the process ends, at least ten times the longest step so far; ten
+            times as many before the first step and during a compilation. 0: never.
     """
 
     def __init__(self, run_dir: Path, patience: float) -> None:
@@ -67,14 +67,14 @@ class Watchdog:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
-        """Say what this process does now, and for which step."""
+        """Note what this process does now, and for which step."""
         now = time.monotonic()
         if self._step and self._doing != COMPILING:
             self._longest = max(self._longest, now - self._since)
         self._step, self._doing, self._since = step, doing, now
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -92,7 +92,7 @@ class Watchdog:
                     fail(f"{self._guilty(asked)}; the same command goes on from the newest checkpoint")
 
     def _hear_all(self) -> None:
-        """Wait as long as the others may take to say again what they do, and go on saying it oneself."""
+        """Give the others time to report again, and go on reporting meanwhile."""
         end = time.monotonic() + _WRITTEN_EVERY + 2
         while time.monotonic() < end and not self._ended.wait(0.5):
             self._write()
@@ -117,8 +117,7 @@ class Watchdog:
             pass  # nobody needs it unless something hangs
 
     def _guilty(self, asked: float) -> str:
-        """Which process hangs: one that has said nothing since `asked`, else one that others do not wait for, else the
-        last."""
+        """Which process hangs: a silent one since `asked`, else one that waits for no other, else the slowest."""
         known = {number: status for number in sorted(self._heard) if (status := read_status(self._file(number)))}
         silent = [number for number in known if self._stamps[number][1] < asked]
         busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
@@ -135,7 +134,7 @@ class Watchdog:
         return f"{who} hangs {where}, for {status.seconds + quiet:.0f} s"
 
     def _silent(self) -> list[int]:
-        """Processes that were heard of, and for long no more."""
+        """Processes that have reported before, but not for long."""
         now = time.monotonic()
         return [number for number in sorted(self._heard) if now - self._stamps[number][1] > _FROZEN_AFTER]
 

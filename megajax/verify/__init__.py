@@ -1,8 +1,8 @@
-"""Does the mesh change the numbers, and what does the program communicate? The same code answers tests and users.
+"""Does the mesh change the numbers, and what does the program communicate? Tests and users run the same code.
 
-`trace` trains a few steps and keeps every loss and gradient in mesh-independent form; `compare` holds two traces
-against each other by the project's rule. `collectives` lists the communication of a program from its jaxpr, without
-running or compiling it.
+`trace` trains a few steps and returns losses and gradients in mesh-independent form; `compare` compares two traces by
+the project's tolerances. `collectives` lists the communication of a program from its jaxpr, without running or
+compiling it.
 """
 
 from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of

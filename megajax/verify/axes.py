@@ -1,4 +1,4 @@
-"""Which axes of a mesh it takes to see a difference."""
+"""Find the smallest sets of mesh axes on which a difference shows."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,12 +15,13 @@ from megajax.verify.verdict import Finding, Verdict
 
 @dataclass(frozen=True)
 class AxesThatDiffer:
-    """The smallest sets of axes with which a difference is seen.
+    """The smallest sets of axes on which a difference shows.
 
     Attributes:
-        sets: of one size; the empty one: on a single device already, by the microbatches or what is recomputed.
-        config: on the mesh of the first of them.
-        findings: what failed there.
+        sets: all sets of that size. The empty set means that a single device differs already, because of microbatches
+            or recomputation.
+        config: the configuration on the first set.
+        findings: the checks that failed there.
     """
 
     sets: tuple[tuple[str, ...], ...]

@@ -1,4 +1,4 @@
-"""A small configuration on its mesh against mesh (1, 1, 1)."""
+"""Compare a small configuration on its mesh with a single device."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +29,16 @@ def check(
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
-    """Hold `config`, which is small already, on its mesh against one device in fp64: in fp64, and in the precision of
-    the configuration.
+    """Compare `config`, which is small already, with one device in fp64: first in fp64, then in its own precision.
 
     Args:
-        config: with the mesh to check.
-        devices: all there are if None.
-        steps: how many; one more is run that overflows.
-        own_precision: whether to check it too, where it is not fp64.
+        config: includes the mesh to check.
+        devices: defaults to all devices.
+        steps: number of steps; one more step overflows.
+        own_precision: also check the configuration's precision if it is not fp64.
         quick_compile: leave the CPU's machine code unoptimised.
-        on_start: is called with what is run next.
-        on_finding: is called with everything that was checked, as soon as it was.
+        on_start: called with the name of each run before it starts.
+        on_finding: called with each finding as soon as it is known.
     """
     config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
@@ -73,8 +72,8 @@ def check(
 
 
 def widened(reference: MeshRun, alone: MeshRun) -> Limits:
-    """Limits of a half precision for a model in which one device alone is far from fp64 by rounding: twice as far as
-    it is, where that is more than the usual ones, and ten times those at most."""
+    """Limits for half precision if rounding alone, on one device, comes close to the usual ones: twice that rounding
+    error, and at most ten times the usual limits."""
     usual = LIMITS[alone.config.precision]
     rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
@@ -82,7 +81,7 @@ def widened(reference: MeshRun, alone: MeshRun) -> Limits:
 
 
 def held_against(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
-    """Everything that is checked of a run."""
+    """All checks of one run."""
     if other.fresh:
         yield from same_on_mesh(reference, other)
     yield from compare_runs(reference, other, limits)
@@ -93,8 +92,8 @@ def held_against(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
 
 
 def steady(config: Config) -> Config:
-    """The same with an Adam whose updates are as near to each other as the gradients are: with a small epsilon a
-    gradient that is nothing but rounding, as that of the keys' bias, has an update of full size."""
+    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
+    bias of the keys has one) would cause a full-size update."""
     rate = min(config.optimizer.learning_rate, _LEARNING_RATE)
     optimizer = dataclasses.replace(
         config.optimizer,
@@ -112,8 +111,7 @@ def exact(config: Config) -> Config:
 
 
 def one_device(config: Config) -> Config:
-    """The same in fp64 on mesh (1, 1, 1), as plain as it can be computed: the whole batch at once, nothing recomputed,
-    nothing split."""
+    """The plainest form on one device in fp64: the batch in one piece, no recomputation, nothing sharded."""
     plain = dataclasses.replace(
         config,
         mesh=MeshConfig(),
@@ -126,7 +124,7 @@ def one_device(config: Config) -> Config:
 
 
 def with_axes(config: Config, axes: Sequence[str]) -> Config:
-    """`config` on the mesh that has only these of its axes, in as many microbatches."""
+    """`config` on a mesh with only these axes, with the same number of microbatches."""
     mesh = MeshConfig(**{axis: size for axis, size in config.mesh.sizes.items() if axis in axes})
     train = config.train
     microbatches = train.global_batch // (config.mesh.row_shards * train.microbatch)

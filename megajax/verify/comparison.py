@@ -1,4 +1,4 @@
-"""Two traces held against each other by the project's rule."""
+"""Compare two traces by the project's tolerances."""
 
 import math
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Comparison:
 
     Attributes:
         loss_error: largest relative error of a step's loss.
-        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of a gradient leaf in any step.
-        worst_leaf: the leaf that has it.
+        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of any gradient leaf in any step.
+        worst_leaf: the leaf with that error.
     """
 
     loss_error: float
@@ -55,20 +55,20 @@ def scales(leaves: Leaves) -> dict[str, float]:
 
 
 def relative(value: float, expected: float) -> float:
-    """The error of a number in parts of it; as it is where 0 is expected."""
+    """Relative error; absolute if 0 is expected."""
     return finite(abs(value - expected) / abs(expected) if expected else abs(value))
 
 
 def norm(x: np.ndarray) -> float:
-    """Of all numbers, in double precision."""
+    """The 2-norm, in double precision."""
     return float(np.linalg.norm(x.astype(np.float64)))
 
 
 def finite(error: float) -> float:
-    """An error that can be compared: NaN is infinite."""
+    """The error, infinite if it is NaN."""
     return math.inf if math.isnan(error) else error
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Norm of the difference, in double precision."""
+    """The norm of the difference, in double precision."""
     return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))

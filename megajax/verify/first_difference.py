@@ -1,4 +1,4 @@
-"""The first activation of a train step that a mesh changes: which layer, which site, forward or backward."""
+"""Find the first activation of a train step that differs: layer, site, and forward or backward."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 from megajax.verify.recording import Activation, Place, Recording
 
 _LOWEST = -1e30
-_FLOOR = 1e-3  # of the norm of a place's largest sample: what is nearly nothing beside it is not held to its own size
+_FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples are measured against this instead
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Difference:
     """The first activation that differs.
 
     Attributes:
-        place: where.
-        what: how, in words.
+        place: the layer, the site and the direction.
+        what: how it differs, in words.
         samples: rows of the global batch that differ.
-        num_samples: how many there are.
-        error: largest ‖error‖ / ‖activation‖ of a sample; infinite where one is missing.
-        devices: those of the other mesh that had a part that differs.
+        num_samples: number of rows in the batch.
+        error: largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing.
+        devices: the devices of the other mesh whose shard differs.
     """
 
     place: Place
@@ -36,11 +36,11 @@ class Difference:
 
 
 def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
-    """The first place in the order of computation at which `other` is not as `reference`; None if there is none.
+    """The first place, in the order of computation, where `other` differs from `reference`; None if there is none.
 
     Args:
-        reference, other: of the same steps on two meshes.
-        tolerance: of ‖error‖ / ‖activation‖ of a sample.
+        reference, other: recordings of the same step on two meshes.
+        tolerance: largest acceptable ‖error‖ / ‖activation‖ of a sample.
     """
     computed = {-1, *(place.layer for place in other.places)}
     turns = other.turns | reference.turns
@@ -49,7 +49,7 @@ def first_difference(reference: Recording, other: Recording, tolerance: float) -
     def in_turn(place: Place) -> tuple:
         head = place.layer < 0
         rank = (last if head else place.layer), turns[head, place.site]
-        # A layer that is never computed comes first: another one runs in its place and under its own number.
+        # A layer that never runs comes first: another layer runs in its place, under its own number.
         return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
 
     places = sorted(reference.places | other.places, key=in_turn)
@@ -93,21 +93,21 @@ def _error(expected: Activation, actual: Activation, floor: float) -> tuple[floa
     scale = float(np.vdot(a, b) / max(np.vdot(a, a), 1e-300))
     scaled = abs(scale - 1) > 1e-6 and np.linalg.norm(b - scale * a) <= 1e-6 * np.linalg.norm(b)
     what = f"{scale:.6g} times what it should be" if scaled else "different numbers"
-    return (np.inf if np.isnan(error) else error), what, _parts_that_differ(a, b, actual, norm)
+    return (np.inf if np.isnan(error) else error), what, _differing_devices(a, b, actual, norm)
 
 
 def _masked(value: np.ndarray) -> np.ndarray:
-    """Where the logits of padded columns are: the lowest number there is."""
+    """Where logits of padded columns are masked: they have the lowest possible value."""
     return value < _LOWEST
 
 
 def _counted(value: np.ndarray) -> np.ndarray:
-    """The numbers to compare, zero where masked."""
+    """The values to compare, zero where masked."""
     return np.where(_masked(value), 0.0, value.astype(np.float64))
 
 
-def _parts_that_differ(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:
-    """The devices whose part differs, where they can be told apart."""
+def _differing_devices(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:
+    """The devices whose shard differs, if that can be determined."""
     if len(actual.devices) == 1:
         return list(actual.devices[0])
     error = np.abs(b - a)

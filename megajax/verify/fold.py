@@ -1,4 +1,4 @@
-"""Large meshes folded to small ones."""
+"""Fold large meshes to small ones."""
 
 import math
 
@@ -7,11 +7,11 @@ from megajax.errors import UserError
 
 
 def fold(mesh: MeshConfig, most: int) -> MeshConfig:
-    """The mesh itself, or one of at most so many devices that has every axis that it has: its smallest axis is as large
-    as can be, an axis of two being unable to tell left from right; sizes divide those of the mesh where they can.
+    """The mesh itself if it has at most `most` devices, else a smaller mesh with the same axes. Its smallest axis is as
+    large as possible, since an axis of two cannot tell left from right; its sizes divide the originals if possible.
 
     Raises:
-        UserError: so few devices have no such mesh.
+        UserError: no such mesh fits on so few devices.
     """
     if mesh.num_devices <= most:
         return mesh

@@ -1,4 +1,4 @@
-"""Losses and gradients of a few training steps, in a form that does not depend on the mesh."""
+"""Losses and gradients of a few training steps, in mesh-independent form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ def trace(
     """Train `config` for `steps` steps on random batches.
 
     Args:
-        config: its mesh is made of the first devices.
-        steps: how many.
-        devices: all there are if None.
-        canonical: the state to begin with, in mesh-independent form; a fresh one if None.
+        config: its mesh uses the first devices.
+        steps: number of steps.
+        devices: defaults to all devices.
+        canonical: the initial state in mesh-independent form; a fresh one if None.
         quick_compile: leave the CPU's machine code unoptimised.
     """
     size = config.mesh

@@ -1,4 +1,4 @@
-"""A state to begin with that is the same on every mesh and needs no compiled program: numpy draws the weights."""
+"""An initial state that is the same on every mesh and needs no compiled program: numpy draws the weights."""
 
 import dataclasses
 from typing import Any
@@ -13,8 +13,8 @@ Tree = Any
 
 
 def drawn_weights(program: Program) -> Tree:
-    """Weights in canonical form, the same on every mesh and in every precision, about as large as a model's own; but no
-    bias is zero and no scale one, so that none can be left out or taken twice unnoticed."""
+    """Weights in canonical form, the same on every mesh and in every precision, with realistic sizes. No bias is zero
+    and no scale is one, so that omitting one or applying it twice is noticed."""
     rng, size = np.random.default_rng(0), program.config.model.init_std
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:

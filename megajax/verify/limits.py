@@ -7,12 +7,12 @@ from megajax.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that are rounding.
+    """The largest errors that count as rounding.
 
     Attributes:
-        loss: relative, of a step.
-        gradient: of a leaf's gradient: ‖error‖ / max(‖leaf‖, floor × global norm).
-        weight: the same of its weights after the last step.
+        loss: relative error of a step's loss.
+        gradient: ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient.
+        weight: the same for weights after the last step.
     """
 
     loss: float
@@ -20,7 +20,7 @@ class Limits:
     weight: float
 
 
-LIMITS = {  # against one device in fp64; of half precision they are what the tests of the parity allow
+LIMITS = {  # compared with one device in fp64; those of half precision are the parity tests'
     "fp64": Limits(1e-12, 1e-12, 1e-12),
     "fp32": Limits(LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_TOLERANCE),
     "fp16": Limits(2e-5, 5e-3, 5e-3),

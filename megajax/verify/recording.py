@@ -1,4 +1,4 @@
-"""What every site of a train step has, on any mesh, in mesh-independent form (`parallel/sites.py`)."""
+"""Record all sites of a train step on any mesh, in mesh-independent form (`parallel/sites.py`)."""
 
 import contextlib
 from collections import defaultdict
@@ -33,12 +33,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """One sample's activation at a place, put together from the devices that share it.
+    """One sample's activation at a place, assembled from its shards.
 
     Attributes:
-        value: of all parts.
-        devices: which had each part, in the parts' order.
-        agree: devices and recomputations that had the same part had the same numbers, exactly.
+        value: all shards, concatenated.
+        devices: the devices that had each shard, in order.
+        agree: replicas and recomputations of each shard are bitwise equal.
     """
 
     value: np.ndarray
@@ -47,21 +47,21 @@ class Activation:
 
 
 class Recording:
-    """The activations of the step that is traced and runs inside `with recording.taken():`."""
+    """The activations of a step that is traced and run inside `with recording.taken():`."""
 
     def __init__(self) -> None:
-        self.turns: dict[tuple[bool, str], int] = {}  # of every site, in the head or not, when it was first traced
+        self.turns: dict[tuple[bool, str], int] = {}  # (in the head, site) -> when it was first traced
         self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Record the sites of what is traced meanwhile, and wait until it has told all."""
+        """Record the sites of what is traced in this context, and wait for all callbacks."""
         with sites.recording(self.take):
             yield
             jax.effects_barrier()
 
     def take(self, seen: SiteRecord) -> None:
-        """Add what one device had."""
+        """Add one device's record."""
         place = Place(seen.layer, seen.site, seen.backward)
         key = seen.layer < 0, seen.site
         self.turns[key] = min(seen.turn, self.turns.get(key, seen.turn))
@@ -70,15 +70,15 @@ class Recording:
 
     @property
     def places(self) -> set[Place]:
-        """All that occurred."""
+        """All recorded places."""
         return {*self._seen}
 
     def samples(self, place: Place) -> list[int]:
-        """Rows of the global batch that were there."""
+        """Rows of the global batch that were recorded there."""
         return sorted(self._seen[place]) if place in self._seen else []
 
     def activations(self, place: Place) -> Iterator[tuple[int, Activation]]:
-        """Of every sample, with its number."""
+        """(row of the global batch, activation) for every sample."""
         for sample, seen in sorted(self._seen[place].items()):
             yield sample, _put_together(sample, seen)
 
@@ -96,7 +96,7 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
         parts[each.first].append((each, rows[index]))
     own = [parts[first] for first in sorted(parts)]
     one = own[0][0][0]
-    # What the devices of such a part have each adds up; what one of them has several times is the same.
+    # Gradients of a shared shard add up over devices; several records of one device are recomputations.
     groups = [_by_device(part) for part in own] if one.shared and one.backward else [[part] for part in own]
     same = [
         np.array_equal(value, group[0][1], equal_nan=True) for part in groups for group in part for _, value in group

@@ -1,4 +1,4 @@
-"""What `megajax verify` shows: what is run, a line for every check, and a block where something differs."""
+"""What `megajax verify` prints: what it runs, a line for every check, and where something differs."""
 
 import time
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ _NAME = 46  # columns
 
 
 class Report:
-    """Lines about a configuration while it is verified, and the figures of all of it.
+    """Prints lines while a configuration is verified, and collects the figures.
 
     Args:
-        name: of the preset.
-        config: as the user has it.
-        small: what is run in its place.
-        printed: False: nothing is.
+        name: the preset's name.
+        config: the user's configuration.
+        small: the small configuration that is run instead.
+        printed: whether to print anything.
     """
 
     def __init__(self, name: str, config: Config, small: Shrunk, *, printed: bool = True):
@@ -46,7 +46,7 @@ class Report:
             self._print(line)
 
     def start(self, what: str) -> None:
-        """Something is run next."""
+        """A run starts."""
         if not self._console.is_terminal:
             return
         self.stop()
@@ -54,20 +54,20 @@ class Report:
         self._status.start()
 
     def found(self, finding: Finding) -> None:
-        """Something was checked."""
+        """A check is done."""
         state = "" if finding.passed else "  DIFFERS"
         self._print(
             f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}".rstrip()
         )
 
     def stop(self) -> None:
-        """Nothing is run any more."""
+        """Remove the status line."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
     def close(self, result: Result) -> None:
-        """Everything was run."""
+        """Print the summary."""
         self.stop()
         seconds = f"{time.monotonic() - self._began:.0f} s"
         checks = len(result.verdict.findings)
@@ -76,11 +76,11 @@ class Report:
             return
         failed = result.verdict.failed
         self._print(f"\n{len(failed)} of {checks} checks differ, {seconds}")
-        for line in told(result):
+        for line in explanation(result):
             self._print(line)
 
     def figures(self, result: Result) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All figures, for JSON."""
         model, ours = self._config.model, self._small.config
         return {
             "preset": self._name,
@@ -113,9 +113,8 @@ class Report:
         self._console.print(line, markup=False)
 
 
-def told(result: Result) -> Iterator[str]:
-    """Where a mesh differs: the first place, the axes that it takes, the first check that failed and what is known of
-    gradients."""
+def explanation(result: Result) -> Iterator[str]:
+    """Where a mesh differs: the first place, the axes, the first failed check, and the gradients."""
     yield f"  first      {result.first or 'no recorded activation differs'}"
     if result.axes is not None:
         yield f"  axes       {result.axes}"

@@ -1,4 +1,4 @@
-"""A configuration run for a few steps on its mesh, with everything that must not depend on the mesh kept."""
+"""Run a configuration for a few steps on its mesh, and collect everything that must not depend on the mesh."""
 
 import contextlib
 import dataclasses
@@ -29,19 +29,19 @@ QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads 
 
 @dataclass(frozen=True)
 class MeshRun:
-    """A few steps on a mesh, of which the last overflows and has to be skipped.
+    """Results of a few steps on a mesh, the last of which overflows and has to be skipped.
 
     Attributes:
-        config: what ran.
-        fresh: the weights that the mesh draws by itself, in canonical form; empty where they were not asked for.
-        metrics: of every step by name, the skipped one included.
-        gradients: of every step but that one, in canonical form.
+        config: the configuration that ran.
+        fresh: initial weights as this mesh draws them, in canonical form; empty unless requested.
+        metrics: metrics of every step by name, including the skipped one.
+        gradients: gradients of every step except the skipped one, in canonical form.
         weights: main weights after all steps, in canonical form.
         rows: of the global batch that each place on the axes of rows holds.
-        unequal: leaves of the state of which two devices hold different copies.
-        uncast: leaves whose weights to compute with are not the main weights in that precision.
+        unequal: leaves of the state whose replicas differ between devices.
+        uncast: leaves whose compute weights are not the main weights cast to that precision.
         collectives: what a step communicates.
-        states: canonical, before every step but that one; none where they were not asked for.
+        states: canonical states before every step except the skipped one; empty unless requested.
     """
 
     config: Config
@@ -74,9 +74,9 @@ def run(
     one in which the loss scale is infinite.
 
     Args:
-        with_fresh, with_states: to be kept.
-        states: of another run, which the steps begin with, each with its own, in place of what the step before left:
-            Adam makes a full update of a gradient that is nothing but rounding, of which the next step would make more.
+        with_fresh, with_states: whether to return these.
+        states: states of another run. Each step starts from one of them instead of from the result of the step before,
+            so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
     """
     with in_precision(config):
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
@@ -124,7 +124,7 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
 
 @contextlib.contextmanager
 def in_precision(config: Config) -> Iterator[None]:
-    """What JAX has to be told of a precision, for a while: in this thread, and in those that take what is recorded."""
+    """Enable 64-bit types in JAX if the precision needs them, in this thread and in those that run callbacks."""
     wanted, before = config.precision == "fp64", jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", wanted)
     try:
@@ -139,7 +139,7 @@ def _canonical(program: Program, tree: Any) -> Leaves:
 
 
 def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> TrainState:
-    """The weights and moments of another run, in this one's precision, with what else `state` has."""
+    """`state` with the weights and moments of another run, cast to this run's precision."""
     layout = program.layout
     cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), canonical, layout.canonical_shapes)
     taken = layout.from_canonical(cast)
@@ -147,7 +147,7 @@ def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> T
 
 
 def _overflowing(state: TrainState) -> TrainState:
-    """A state in which no gradient is finite."""
+    """A state with an infinite loss scale, so that no gradient is finite."""
     place = state.loss_scale.scale.sharding
     scale = jax.device_put(np.float32(math.inf), place)
     return dataclasses.replace(state, loss_scale=dataclasses.replace(state.loss_scale, scale=scale))
@@ -170,7 +170,7 @@ def _rows(program: Program) -> list[list[int]]:
 
 
 def _unequal(state: TrainState) -> list[str]:
-    """Leaves of which two devices should hold the same part, and do not."""
+    """Leaves whose replicas differ between devices."""
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         first: dict[str, np.ndarray] = {}
@@ -184,8 +184,7 @@ def _unequal(state: TrainState) -> list[str]:
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:
-    """Leaves of `params` that are not those of `main`, with what adapters add, in the precision of the computation, to
-    the bit."""
+    """Leaves of `params` that are not bitwise equal to the main weights, adapters merged, cast to the compute dtype."""
     layout = program.layout
     params = named_leaves(jax.device_get(state.params))
     if layout.adapters is None:

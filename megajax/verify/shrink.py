@@ -1,5 +1,5 @@
-"""A user's configuration made small enough to be run on a laptop, with everything that a mesh can get wrong kept: the
-words of the model, what divides what, what is uneven, and how the step is computed.
+"""Make a user's configuration small enough for a laptop while preserving everything that a mesh can get wrong: the
+model's options, what divides what, what is uneven, and how the step is computed.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Shrunk:
 
     Attributes:
         config: the small one.
-        notes: what is not as in the large one and can make a difference, a sentence each.
+        notes: differences from the large one that may matter, a sentence each.
     """
 
     config: Config
@@ -35,7 +35,7 @@ class Shrunk:
 
 
 def shrink(config: Config, most_devices: int) -> Shrunk:
-    """`config`, which is valid on its mesh, in small, on at most so many devices.
+    """A small version of `config`, which is valid on its mesh, for at most `most_devices` devices.
 
     Raises:
         UserError: it cannot be shrunk.
@@ -69,7 +69,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
 
 
 def _by_traits(config: Config) -> Config:
-    """With every option that has a `Small` with a value reduced to that, or set to it."""
+    """Apply the `Small` trait of every option that has one."""
     values: dict[str, dict[str, Any]] = {}
     for key, option in options(Config).items():
         small, value = option.trait(Small), attrgetter(key)(config)
@@ -85,7 +85,7 @@ def _by_traits(config: Config) -> Config:
 
 
 def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:
-    """The limit of what waits binds where theirs does."""
+    """`max_deferred` limits the small pipeline if it limits the large one."""
     most = pipeline.max_deferred
     if 0 < most < 2 * (theirs - 1):
         most = min(most, max(1, 2 * (ours - 1) - 1))
@@ -93,14 +93,14 @@ def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfi
 
 
 class _Sizes:
-    """Sizes on a mesh that stand to it as those of a configuration to its own."""
+    """Sizes that relate to the small mesh as those of a configuration relate to its own mesh."""
 
     def __init__(self, config: Config, mesh: MeshConfig):
         self._config, self._model = config, config.model
         self._theirs, self._ours = config.mesh, mesh
 
     def width(self) -> tuple[dict[str, Any], list[str]]:
-        """Heads and their sizes, hidden size and MLP; and what could not be kept."""
+        """Heads, head size, hidden size and MLP size; and notes on what could not be preserved."""
         model, theirs, ours = self._model, self._theirs, self._ours
         heads, kv_heads = self._heads()
         divides = model.hidden_size % theirs.zero_shards == 0
@@ -128,7 +128,7 @@ class _Sizes:
         }, notes
 
     def _heads(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values: as many of each on a device, up to 2, or as often held."""
+        """Heads of queries, and of keys and values: as many of each per device, up to 2, or replicated as often."""
         model, theirs, ours = self._model, self._theirs.tensor, self._ours.tensor
         here = _few(model.num_heads // theirs)
         if model.num_heads == model.num_kv_heads:
@@ -140,8 +140,8 @@ class _Sizes:
         return ours * here, ours // held if ours % held == 0 else 1
 
     def _mlp_size(self, hidden: int) -> int:
-        """Divided by `tensor`, and what a device has of it by ZeRO's shards where theirs is; 4 times the hidden size
-        where theirs is."""
+        """A multiple of `tensor`; ZeRO's shards divide a device's share, or it is 4 times the hidden size, if that
+        holds for the original."""
         model, theirs, ours = self._model, self._theirs, self._ours
         if model.mlp_size == 4 * model.hidden_size:
             return 4 * hidden
@@ -152,7 +152,7 @@ class _Sizes:
         return next(fitting, ours.tensor * first)
 
     def tokens(self) -> dict[str, Any]:
-        """Sequence, and what is counted in its tokens: as much shorter or longer than it."""
+        """Sequence length, and sizes counted in tokens, in the original proportion to it."""
         model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
 
         def scaled(tokens: int) -> int:
@@ -167,7 +167,7 @@ class _Sizes:
         return sizes
 
     def vocabulary(self) -> dict[str, Any]:
-        """Padded as theirs is, in parts for the same devices, which ZeRO's shards divide where they divide theirs."""
+        """Padded and sharded like the original; ZeRO's shards divide a shard if they divide the original's."""
         model = self._model
         theirs, ours = (
             mesh.tensor * (mesh.pipe if self._config.splits_vocabulary else 1) for mesh in (self._theirs, self._ours)
@@ -181,7 +181,7 @@ class _Sizes:
         return {"vocab_size": padded - left, "vocab_multiple": padded}
 
     def others(self, ruled: Collection[str]) -> dict[str, Any]:
-        """Sizes that have no rule of their own: a few, or, of what is split, a few on every device."""
+        """Sizes without a rule of their own: a few, or a few per device if they are sharded."""
         found = {}
         for name, option in options(ModelConfig).items():
             size, value = option.trait(Size), getattr(self._model, name)
@@ -191,8 +191,7 @@ class _Sizes:
         return found
 
     def num_layers(self) -> int:
-        """One layer or two in every virtual stage, or none in the last ones; as uneven as theirs, over stages and over
-        virtual stages."""
+        """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""
         layers, chunks = self._model.num_layers, self._config.pipeline.chunks
         theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
         each, left = divmod(layers, theirs)
@@ -201,10 +200,10 @@ class _Sizes:
         wanted = max(1, round(ours * left / theirs))
         uneven = layers % self._theirs.pipe != 0
         some = [n for n in range(1, ours) if (n % self._ours.pipe != 0) == uneven] or list(range(1, ours))
-        return ours * min(each, 1) + min(some, key=lambda n: abs(n - wanted))
+        return ours + min(some, key=lambda n: abs(n - wanted))
 
     def num_microbatches(self) -> int:
-        """Fewer than stages, as many, a multiple, or more and no multiple, as theirs."""
+        """Fewer than stages, as many, a multiple, or more but no multiple, as in the original."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
         number = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
@@ -217,7 +216,7 @@ class _Sizes:
 
 
 def _few(number: int) -> int:
-    """1, or a small number that is even where `number` is."""
+    """`number` if it is at most 3, else 2 or 3, even if `number` is."""
     return number if number <= 3 else 2 + number % 2
 
 

@@ -1,4 +1,4 @@
-"""Runs on a mesh held against one device: what was checked, and what differs."""
+"""Compare a run on a mesh with one on a single device: what was checked, and what differs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Finding:
     """One check.
 
     Attributes:
-        name: what was compared, after the precision: "fp64 gradients".
-        figure: the largest error, or how many things are wrong.
-        limit: the most that passes.
-        where: what has the largest error; of what failed, everything that is known of it.
-        layers: of a leaf of the stacked layers that failed, those beyond the limit.
+        name: precision and what was compared, such as "fp64 gradients".
+        figure: the largest error, or the number of things that are wrong.
+        limit: the largest figure that passes.
+        where: what has the largest error, with details if the check failed.
+        layers: the layers beyond the limit if a leaf of the stacked layers failed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def of_numbers(self) -> bool:
-        """Whether it compares what is computed, and not what is communicated."""
+        """Whether it compares numbers, not communication."""
         return "communication" not in self.name
 
 
@@ -44,8 +44,8 @@ class Verdict:
     """Every check of a configuration on its mesh.
 
     Attributes:
-        limits: of its own precision, where they are not the usual ones.
-        reference: what it was held against.
+        limits: limits for the configuration's precision if they are not the usual ones.
+        reference: the run that it was compared with.
     """
 
     findings: tuple[Finding, ...]
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
-    """What is the same to the bit, whatever the precision: the rows, the copies of the state, the skipped step."""
+    """Checks of what must be the same to the bit in any precision: rows of the batch, and fresh weights."""
     size = other.config.train.global_batch
     held = [row for rows in other.rows for row in rows]
     wrong = sum(held.count(row) != 1 for row in range(size)) + sum(not rows for rows in other.rows)
@@ -75,7 +75,7 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
 
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
-    """What has to hold on a mesh by itself, in its own precision."""
+    """Checks of replicas on one mesh."""
     precision = run.config.precision
     yield Finding(f"{precision} copies of the state, to the bit", len(run.unequal), 0, _some(run.unequal))
     if precision in ("bf16", "fp16"):
@@ -83,7 +83,7 @@ def same_on_devices(run: MeshRun) -> Iterator[Finding]:
 
 
 def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
-    """Losses, gradients, weights and skipped steps of `other`, by the limits of its precision.
+    """Compare losses, gradients, weights and skipped steps of `other`, with the limits of its precision.
 
     The reference is on one device, in fp64 or in the same precision.
     """
@@ -98,7 +98,7 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
 
 
 def loss_scales(run: MeshRun) -> Finding:
-    """The course of the loss scale, against what its configuration says of the steps that were taken."""
+    """Compare the loss scale of every step with what the configuration says."""
     config, scale, good, wrong = run.config.loss_scale, run.config.loss_scale.initial, 0, []
     for step, metrics in enumerate(run.metrics[: len(run.gradients)]):
         if metrics["loss_scale"] != scale:
@@ -112,7 +112,7 @@ def loss_scales(run: MeshRun) -> Finding:
 
 
 def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
-    """The first step that is beyond the limit, or the one that is farthest off."""
+    """The first step beyond the limit, or else the step with the largest error."""
     errors = [relative(b, a) for a, b in zip(reference.losses, other.losses, strict=True)]
     beyond = [step for step, error in enumerate(errors) if not error <= limit]
     step = beyond[0] if beyond else int(np.argmax(errors))
@@ -123,7 +123,7 @@ def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Find
 
 
 def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
-    """The leaf that is farthest off, in the first step in which any leaf is beyond the limit."""
+    """The leaf with the largest error, in the first step in which any leaf is beyond the limit."""
     steps = [
         _of_leaves(name, expected, actual, limit, f", step {number + 1}")
         for number, (expected, actual) in enumerate(zip(reference.gradients, other.gradients, strict=True))
@@ -132,7 +132,7 @@ def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> F
 
 
 def _first_beyond(steps: list[Finding]) -> Finding:
-    """The first step that is beyond the limit, or the one that is farthest off."""
+    """The first step beyond the limit, or else the step with the largest error."""
     return next((step for step in steps if not step.passed), max(steps, key=lambda step: step.figure))
 
 
@@ -152,7 +152,7 @@ def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix
 
 
 def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
-    """The figure that is farthest off, in the first step in which any is beyond the limit."""
+    """The figure with the largest error, in the first step in which any is beyond the limit."""
     steps = []
     for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
         errors = {figure: relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
@@ -162,7 +162,7 @@ def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Fin
 
 
 def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
-    """The step that overflows, and no other."""
+    """The step that overflows must be skipped, and no other."""
     expected = [False] * len(reference.gradients) + [True]
     found = [bool(metrics["skipped"]) for metrics in other.metrics]
     wrong = [f"step {i + 1}" for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]

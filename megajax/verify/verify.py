@@ -1,4 +1,4 @@
-"""Everything about a small configuration on its mesh: the checks, and where they fail which axes and which layer."""
+"""Verify a small configuration on its mesh: run all checks, and if one fails find the axes and the layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from megajax.verify.verdict import Finding, Verdict
 
 
 class Listener(Protocol):
-    """Who is told what happens."""
+    """Receives the progress."""
 
     def start(self, what: str) -> None:
-        """Something is run next."""
+        """A run starts."""
 
     def found(self, finding: Finding) -> None:
-        """Something was checked."""
+        """A check is done."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict and, where something differs, where it does.
+    """A verdict and, if something differs, where.
 
     Attributes:
-        axes: which of the mesh it takes.
-        first: the first activation that differs, in words; empty where none does.
+        axes: the mesh axes that show it.
+        first: what differs first, in words; empty if nothing does.
     """
 
     verdict: Verdict
@@ -51,7 +51,7 @@ def verify(
     steps: int = STEPS,
     quick_compile: bool = True,
 ) -> Result:
-    """Check `config`, which is small already, and where it fails find out where."""
+    """Check `config`, which is small already, and find out where it differs if it does."""
     config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
@@ -66,8 +66,7 @@ def verify(
 def first_place(
     axes: AxesThatDiffer, verdict: Verdict, devices: Sequence[jax.Device], *, quick_compile: bool = True
 ) -> str:
-    """The first activation of the first step that differs, on the smallest mesh that shows a difference; where none
-    does, what it must be."""
+    """What differs first in the first step, in words, on the smallest mesh that shows a difference."""
     tolerance = 10 * LIMITS[axes.config.precision].gradient
     expected, actual = (
         recorded(config, devices, quick_compile=quick_compile) for config in (one_device(axes.config), axes.config)
@@ -77,8 +76,8 @@ def first_place(
 
 
 def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """What differs first in the order of computation: an activation of the forward pass, the sum of the losses, an
-    activation's gradient, the gradient of a weight, their norm, or the update."""
+    """What differs first in the order of computation: an activation of the forward pass, the sum of the losses, the
+    gradient of an activation, the gradient of a weight, the gradients' norm, or the update."""
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
 
     def in_step_1(name: str, text: str = "step 1") -> bool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The next training gets SIGTERM when it has recorded this step."""
     record = RunLog.record_step
 
-    def record_and_stop(log: RunLog, number: int, **figures: Any) -> None:
-        record(log, number, **figures)
+    def record_and_stop(log: RunLog, number: int, figures: Mapping[str, float]) -> None:
+        record(log, number, figures)
         if number == step:
             monkeypatch.setattr(RunLog, "record_step", record)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -23,6 +23,7 @@ from megajax import ending, launch
 from megajax.config import Config
 from megajax.data.files import file_atomically
 from megajax.program.program import Program
+from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs import init as runs_init
@@ -57,6 +58,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(begin, "Program", _Programs()),
         mock.patch.object(checkpoint, "Transfer", _transfer),
         mock.patch.object(runs_init, "Transfer", _transfer),
+        mock.patch.object(StateLayout, "init", _init),
         mock.patch.object(plot, "plot_loss", _plot_loss),
         contextlib.suppress(_Ended, SystemExit),
     ):
@@ -87,6 +89,21 @@ def _plot_loss(path: Path, *_: object) -> None:
 
 
 _transfer = functools.cache(Transfer)
+_make_state = StateLayout.init
+
+
+@functools.cache
+def _made_state(layout: StateLayout) -> tuple[TrainState, TrainState]:
+    """A layout's fresh state in host memory, and where it belongs."""
+    state = _make_state(layout)
+    return jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def _init(layout: StateLayout, compiler_options: dict[str, Any] | None = None) -> TrainState:
+    """`StateLayout.init`, computed once for each layout."""
+    return jax.device_put(*_made_state(layout))
+
+
 _on = Program.on
 _programs: dict[Any, Program] = {}
 

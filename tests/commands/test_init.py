@@ -21,7 +21,7 @@ from megajax.program.state import TrainState
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.runs.step_folders import complete
-from megajax.training import loop, restore
+from megajax.training import loop
 
 STEPS = 2
 
@@ -79,7 +79,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     import jax
 
     found: list[dict[str, Any]] = []
-    begin = restore.first_state
+    begin = loop.first_state
 
     def remember(program: Any) -> tuple[TrainState, str]:
         state, told = begin(program)
@@ -87,7 +87,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
         return state, told
 
-    monkeypatch.setattr(restore, "first_state", remember)
+    monkeypatch.setattr(loop, "first_state", remember)
     return found
 
 

@@ -49,12 +49,12 @@ def targets(firsts):
 @settings(max_examples=60, deadline=None)
 @given(lengths=DOCUMENTS, data=st.data())
 def test_as_one_by_one(written, lengths, data):
-    """Whatever the parts are that are looked at in one go."""
+    """However many sentences are looked at in one go."""
     documents = written(lengths)
     keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     numbers = np.flatnonzero(np.array(keep, bool))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_PART", data.draw(st.sampled_from([1, 5, 1 << 20])))
+        patch.setattr(chunks, "_BLOCK", data.draw(st.sampled_from([1, 5, 1 << 20])))
         found = join(documents, numbers, targets)
         counts = count_sentences(documents, numbers)
     expected = one_by_one(lengths, numbers.tolist(), targets)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from saved_tokenizers import KINDS, TEXTS, write_saved
 
-from megajax.data.corpus import kept_tokenizer, open_corpus
+from megajax.data.corpus import corpus_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.making import make_corpus
 from megajax.data.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def test_a_corpus_of_a_run(tmp_path):
     write_saved(tmp_path / "t", "mistral")
     (tmp_path / "corpus.txt").write_text("".join(TEXTS))
     make_corpus(str(tmp_path / "corpus.txt"), str(tmp_path / "t"), 700, tmp_path / "data")
-    corpus, kept = open_corpus(tmp_path / "data", 700), kept_tokenizer(tmp_path / "data")
+    corpus, kept = open_corpus(tmp_path / "data", 700), corpus_tokenizer(tmp_path / "data")
     assert corpus.tokens.document(1)[0] == kept.begin[0] and corpus.tokens.document(1)[-1] == kept.end_of_text
     assert {"tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"} <= corpus.report.digests.keys()
     kept.save(tmp_path / "imported" / "tokenizer")  # as weights that were imported have it
@@ -102,7 +102,7 @@ def test_a_corpus_of_a_run(tmp_path):
     assert again.tokenizer == kept and again.tokens.num_tokens == corpus.tokens.num_tokens
     (tmp_path / "data" / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1]}')
     with pytest.raises(UserError, match=r"generation_config.json: was not there when the tokenizer was written"):
-        kept_tokenizer(tmp_path / "data")
+        corpus_tokenizer(tmp_path / "data")
 
 
 def test_a_vocabulary_with_holes(tmp_path):

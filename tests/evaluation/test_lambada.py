@@ -7,7 +7,7 @@ import pytest
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.lambada import LastWords, read_lambada, split_last_word
+from megajax.evaluation.lambada import last_word_figures, read_lambada, split_last_word
 from megajax.evaluation.scoring import Continuation
 
 
@@ -35,9 +35,10 @@ def test_the_last_word(text, context, word):
 def test_figures():
     """A word counts as right as a whole; the perplexity is per word."""
     words = [Continuation(-1.0, True), Continuation(-2.0, False), Continuation(-6.0, False)]
-    found = LastWords.of(words)
-    assert (found.accuracy, found.loss) == (pytest.approx(1 / 3), pytest.approx(3))
-    assert found.perplexity == pytest.approx(math.exp(3))
+    found = last_word_figures(words)
+    assert (found["accuracy"], found["loss"]) == (pytest.approx(1 / 3), pytest.approx(3))
+    assert found["perplexity"] == pytest.approx(math.exp(3))
+    assert last_word_figures([Continuation(-1e4, False)])["perplexity"] == math.inf
 
 
 @pytest.mark.parametrize(

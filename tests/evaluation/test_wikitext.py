@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.wikitext import detokenize, read_wikitext
@@ -46,10 +47,10 @@ def test_every_rule(spaced, plain):
 def test_the_paper_s_counts(test_data):
     """245,566 words, and 270,329 subwords that are predicted from those before them; windows by hand."""
     tokenizer = load_tokenizer(test_data / "gpt2-bpe")
-    text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
-    samples = text.samples(sequence_length=1024, overlap=32)
-    assert text.original_tokens == 245_566
-    assert (len(text.ids), samples.num_targets) == (270_330, 270_329)
+    words, text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
+    samples = EvaluationSamples(text, sequence_length=1024, overlap=32)
+    assert words == 245_566
+    assert (text.num_tokens, samples.num_targets) == (270_330, 270_329)
     assert len(samples) == 1 + -(-(270_329 - 1024) // 32)
 
 

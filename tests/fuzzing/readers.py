@@ -25,7 +25,7 @@ from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
-from megajax.data.corpus import kept_tokenizer, open_corpus
+from megajax.data.corpus import corpus_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.making import make_corpus
@@ -40,7 +40,7 @@ from megajax.generation.text import read_prompts
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.presets import load_preset, resolve
-from megajax.runs.directory import kept_config
+from megajax.runs.directory import stored_config
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import mark, marked_format
@@ -159,7 +159,7 @@ def _write_corpus(folder: Path) -> None:
 
 def _read_corpus(folder: Path) -> None:
     corpus = open_corpus(folder / "data", 280)
-    kept_tokenizer(folder / "data")
+    corpus_tokenizer(folder / "data")
     for number in range(corpus.tokens.num_documents):
         corpus.tokens.document(number).sum()
 
@@ -304,7 +304,7 @@ READERS = [
     Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
     Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
-    Reader("config.toml of a run", _write_config, lambda folder: kept_config(folder, {}), ("config.toml",)),
+    Reader("config.toml of a run", _write_config, lambda folder: stored_config(folder, {}), ("config.toml",)),
     Reader("tokenizer: BPE", _write_pair, _use_tokenizer, ("vocab.json", "merges.txt")),
     Reader("tokenizer: WordPiece", _write_vocabulary, _use_tokenizer, ("vocab.txt",)),
     *(

@@ -1,6 +1,7 @@
 """ZeRO and sequence parallelism: what they communicate, counted on the jaxpr, and what a device keeps."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -23,9 +24,13 @@ SEQUENCE = 20
 WHOLE, SHARD = (ROWS, SEQUENCE, HIDDEN), (ROWS, SEQUENCE // TENSOR, HIDDEN)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("num_microbatches", "precision", "sequence_parallel"),
+    [
+        case if case in ((1, "bf16", False), (4, "fp32", True)) else pytest.param(*case, marks=pytest.mark.full)
+        for case in itertools.product([1, 4], ["fp32", "bf16"], [False, True])
+    ],
+)
 def test_zero_1_scatters_and_gathers_every_leaf_once_a_step(num_microbatches, precision, sequence_parallel):
     """One reduce-scatter of fp32 gradients and one all-gather in the compute dtype per leaf, however many microbatches.
 
@@ -53,7 +58,7 @@ def test_zero_1_scatters_and_gathers_every_leaf_once_a_step(num_microbatches, pr
     assert count_shapes(sums) - Counter({(): 99}) == Counter(duplicated)
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "layer"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("selective", marks=pytest.mark.full), "layer"])
 def test_zero_3_gathers_each_layer_for_each_pass(remat):
     """Per layer and microbatch every leaf is gathered forward and again backward, and its gradient scattered at once,
     in fp32; what is recomputed works on what the backward pass gathered. Embedding and head gather for themselves."""
@@ -126,8 +131,11 @@ def kept(config) -> list[tuple[int, ...]]:
     return [leaf.shape[1:] for leaf in found]
 
 
-@pytest.mark.parametrize("scan", ["true", "false"])
-@pytest.mark.parametrize("remat", ["none", "selective"])
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [("none", "true"), ("selective", "false")]
+    + [pytest.param(*case, marks=pytest.mark.full) for case in (("none", "false"), ("selective", "true"))],
+)
 def test_what_a_layer_keeps_of_a_split_sequence(remat, scan):
     """Every activation of the width of the residual path (inputs of LayerNorm, of dropout, of the residual additions,
     and the matrix products' inputs before they are gathered) is divided by the tensor size; inside the regions nothing

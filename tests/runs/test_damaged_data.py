@@ -12,7 +12,7 @@ from saved_tokenizers import write_pair
 from tiny import tiny_config
 
 from megajax.data.config import DataConfig, Source, TokenizerConfig
-from megajax.data.corpus import kept_tokenizer, open_corpus
+from megajax.data.corpus import corpus_tokenizer, open_corpus
 from megajax.data.digests import BLOCK_BYTES
 from megajax.data.indexed import IndexedWriter
 from megajax.data.making import make_corpus
@@ -63,7 +63,7 @@ def read(data: Path) -> None:
     corpus = open_corpus(data, 300)
     for number in range(corpus.tokens.num_documents):
         corpus.tokens.document(number)
-    kept_tokenizer(data)
+    corpus_tokenizer(data)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -138,10 +138,10 @@ def test_the_tokenizer_of_several_corpora(whole: Path, kind: str, tmp_path: Path
         tokenizer=TokenizerConfig(path=str(whole / "given" / kind)),
     )
     make_run_data(config, tmp_path / "data")
-    assert kept_tokenizer(tmp_path / "data") == open_run_data(config, tmp_path / "data").tokenizer
+    assert corpus_tokenizer(tmp_path / "data") == open_run_data(config, tmp_path / "data").tokenizer
     _flip(tmp_path / "data" / "tokenizer" / "tokenizer.json")
     with pytest.raises(UserError, match="not what was written"):
-        kept_tokenizer(tmp_path / "data")
+        corpus_tokenizer(tmp_path / "data")
 
 
 def _prepared(folder: Path) -> Path:

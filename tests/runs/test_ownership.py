@@ -11,7 +11,7 @@ from megajax.config import to_toml
 from megajax.data.files import mark as mark_temporary
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-from megajax.runs.directory import claim, claimed, kept_config
+from megajax.runs.directory import claim, claimed, stored_config
 from megajax.runs.lock import RunLock
 from megajax.runs.ownership import FORMAT, MARK, marked_format
 from megajax.runs.trained import check_run
@@ -96,7 +96,7 @@ def test_a_configuration_with_values_missing(tmp_path: Path) -> None:
     """A preset in the place of config.toml has the defaults, the precision's too."""
     text = to_toml(tiny_config()).replace('precision = "fp32"\n', "")
     (tmp_path / "config.toml").write_text(text)
-    assert "precision" not in text and kept_config(tmp_path, {}).precision == "fp32"
-    assert kept_config(tmp_path, {"precision": "bf16"}).precision == "bf16"
+    assert "precision" not in text and stored_config(tmp_path, {}).precision == "fp32"
+    assert stored_config(tmp_path, {"precision": "bf16"}).precision == "bf16"
     with pytest.raises(UserError, match=r"--precision fp64: .* holds a run in fp32; valid: fp32"):
-        kept_config(tmp_path, {"precision": "fp64"})
+        stored_config(tmp_path, {"precision": "fp64"})

@@ -15,8 +15,7 @@ from megajax.training.run_log import RunLog
 from megajax.training.tracking import LibraryTracker
 
 pytestmark = pytest.mark.full
-STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8}
-TIMES = {"seconds": 1.0, "data_seconds": 0.0}
+STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8, "seconds": 1.0}
 
 
 def log_run(library: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -30,7 +29,7 @@ def log_run(library: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str
         )
         log.record_config(dataclasses.replace(tiny_config(), seed=7))
         for step in range(first, last + 1):
-            log.record_step(step, loss=10.0 - step, speeds={"tflops_per_device": 3.5}, **STEP, **TIMES)
+            log.record_step(step, {"loss": 10.0 - step, "tflops_per_device": 3.5, **STEP})
         log.record_text(last, "sample", "def <read>")
         log.close(finished=last == 5)
     return json.loads((run_dir / "tracking.json").read_text())[library]

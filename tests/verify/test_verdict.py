@@ -9,9 +9,9 @@ import pytest
 from tiny import tiny_config
 
 from megajax.config import Config
-from megajax.plan.communication import communication
 from megajax.verify.check import exact, held_against, one_device, widened, with_axes
 from megajax.verify.run import MeshRun
+from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding, Verdict
 
 MESH, STEPS, LAYERS = (2, 2, 2), 3, 4
@@ -29,7 +29,7 @@ def made_up(config: Config, steps: int = STEPS) -> MeshRun:
         figures["loss_scale"] = (65536.0 if number < 2 else 131072.0) if config.precision == "fp16" else 1.0
     data, rows = config.mesh.data, config.train.global_batch // config.mesh.data
     held = [list(range(place * rows, (place + 1) * rows)) for place in range(data)]
-    return MeshRun(config, draw, metrics, gradients, draw, held, [], [], list(communication(config)), [])
+    return MeshRun(config, draw, metrics, gradients, draw, held, [], [], theory_of(config), [])
 
 
 def config_of(precision: str) -> Config:

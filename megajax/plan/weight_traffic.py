@@ -1,18 +1,65 @@
-"""The theory of what a training step communicates once, outside its loop over ticks (`program/train_step.py`)."""
+"""What a training step communicates of weights and their gradients: arithmetic on the weights' shapes
+(`program/train_step.py`, `parallel/shards.py`)."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from megajax.axes import BATCH_AXES
 from megajax.parallel.collectives import PIPE, TENSOR, spec_axes
-from megajax.plan.boundary_traffic import GATHER, REDUCE, SCATTER, Communication, one
 from megajax.plan.shapes import Placed, held
-from megajax.plan.sizes import ONCE, Shape, Sizes
+from megajax.plan.sizes import ONCE, Shape, Sizes, Times
+from megajax.program.communication import Collective
 from megajax.program.program import batch_form
 
+Axes = tuple[str, ...]
+REDUCE, GATHER, SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
 
-class Once(Sizes):
-    """The sizes of a step, and what it communicates before and after its loop over ticks."""
+
+@dataclass(frozen=True)
+class Communication(Collective):
+    """A collective of a training step.
+
+    Attributes:
+        purpose: what it is for: the part of the step, and after a colon what of it.
+        sent: how often the device that sends it most really does; `count` has every tick of every stage.
+    """
+
+    purpose: str
+    sent: int
+
+    @property
+    def part(self) -> str:
+        """The part of the step that it belongs to."""
+        return self.purpose.partition(":")[0]
+
+
+def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:
+    """Of one operand, whose numbers have `item` bytes each."""
+    return Communication(kind, axes, (shape,), math.prod(shape) * item, times.count, purpose, times.sent)
+
+
+class WeightTraffic(Sizes):
+    """The sizes of a step, and what it communicates of weights."""
+
+    # ZeRO-3, wherever weights are used.
+
+    def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
+        """All weights of a room, `shared` or one layer of the `blocks`."""
+        for placed in self._sharded(room) if self.zero == 3 else ():
+            yield one(purpose, GATHER, BATCH_AXES, placed.shard, self.item, times)
+
+    def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
+        """Of all weights of a room; of a layer's those whose gradients come `later`, where some do, or the others."""
+        for placed in self._sharded(room) if self.zero == 3 else ():
+            if later is None or later == (self.defers and is_of_product(placed)):
+                yield one(purpose, SCATTER, BATCH_AXES, placed.whole, self.summed, times)
+
+    def _sharded(self, room: str) -> Iterator[Placed]:
+        return (placed for placed in self.weights if placed.weight.path[0] == room and placed.data_dim is not None)
+
+    # Once a step, before and after the loop over ticks.
 
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
@@ -98,7 +145,12 @@ class Once(Sizes):
         return axes
 
 
-def _pipelined(placed: Placed, shape: Shape, step: Once) -> Shape:
+def is_of_product(placed: Placed) -> bool:
+    """Whether a layer multiplies activations with it, so that its gradient can be deferred."""
+    return placed.weight.path[-1] == "weight"
+
+
+def _pipelined(placed: Placed, shape: Shape, step: WeightTraffic) -> Shape:
     """The shape of a weight on a stage, of which a layer has `shape`."""
     if not placed.weight.stacked:
         return shape

@@ -1,0 +1,344 @@
+"""What a layer and the ends of a model keep, compute and send on a device: found by tracing the program's own functions
+on a mesh without devices, once for every case. How often each runs in a step is arithmetic.
+
+All sizes are linear in the rows of a microbatch: a trace has a prime number of them, and a dim counts rows if it is a
+multiple of that. A layer is traced with deferred weight gradients, which stand apart then, and with attention in the
+largest blocks of queries that there are: neither changes what is kept, computed or sent.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from megajax.axes import ROW_AXES
+from megajax.backend import Backend
+from megajax.config import Config
+from megajax.parallel.collectives import PIPE, vary
+from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.executor import Pipeline
+from megajax.pipeline.rows import End, Row, Work
+from megajax.pipeline.stages import idle
+from megajax.plan import h200
+from megajax.private import FUSED_FORWARD
+from megajax.program.bind import training_pipeline
+from megajax.program.communication import COLLECTIVES, Collective, collectives_of, equations
+from megajax.program.program import BATCH, Program
+
+Tree = Any
+Shape = tuple[int, ...]
+_PRIMES = 10_007, 10_009, 10_037
+_LARGEST_BLOCK = 2**30
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The shape of an array, of one row; and which dims count rows."""
+
+    of_row: Shape
+    counting: tuple[bool, ...]
+
+    @classmethod
+    def at(cls, shape: Shape, rows: int) -> "Dims":
+        """The dims of an array that has this shape with so many rows."""
+        counting = tuple(dim > 0 and dim % rows == 0 for dim in shape)
+        return cls(tuple(dim // rows if counts else dim for dim, counts in zip(shape, counting, strict=True)), counting)
+
+    def shape(self, rows: int) -> Shape:
+        """The shape with so many rows."""
+        return tuple(dim * rows if counts else dim for dim, counts in zip(self.of_row, self.counting, strict=True))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array that is kept or sent.
+
+    Attributes:
+        dims: its shape.
+        item: bytes of a number.
+    """
+
+    dims: Dims
+    item: int
+
+    def num_bytes(self, rows: int) -> int:
+        """With so many rows."""
+        return self.item * prod(self.dims.shape(rows))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective, see `program/communication.Collective`."""
+
+    kind: str
+    axes: tuple[str, ...]
+    operand: Operand
+    count: int
+
+    def collective(self, rows: int) -> Collective:
+        """With so many rows."""
+        return Collective(
+            self.kind, self.axes, (self.operand.dims.shape(rows),), self.operand.num_bytes(rows), self.count
+        )
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, or several with the same left operand, side by side.
+
+    Attributes:
+        dims: [rows, inner, columns].
+        again: the backward pass computes it again.
+    """
+
+    dims: Dims
+    again: bool = False
+
+    def shape(self, rows: int) -> tuple[int, int, int]:
+        """Rows, inner dim and columns, with so many rows of a microbatch."""
+        first, inner, columns = self.dims.shape(rows)
+        return first, inner, columns
+
+
+@dataclass(frozen=True)
+class Region:
+    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows.
+
+    Attributes:
+        products: in their order.
+        attends: whether attention stands between them.
+    """
+
+    products: tuple[Product, ...]
+    attends: bool
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer.
+
+    Attributes:
+        residuals: what is kept until the backward pass, each array once.
+        factors: what is kept until deferred weight gradients are computed.
+        regions: what the forward pass computes.
+        fused: whether attention is one kernel that keeps no scores.
+        forward, backward, weight_gradients: what the three passes send.
+    """
+
+    residuals: tuple[Operand, ...]
+    factors: tuple[Operand, ...]
+    regions: tuple[Region, ...]
+    fused: bool
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+    weight_gradients: tuple[Sent, ...]
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Those of all regions."""
+        return tuple(product for region in self.regions for product in region.products)
+
+    def residual_bytes(self, rows: int) -> int:
+        """Of a microbatch of so many rows."""
+        return sum(operand.num_bytes(rows) for operand in self.residuals)
+
+    def factor_bytes(self, rows: int) -> int:
+        """Likewise."""
+        return sum(operand.num_bytes(rows) for operand in self.factors)
+
+
+@dataclass(frozen=True)
+class EndsCost:
+    """Embedding and head.
+
+    Attributes:
+        activation: what stages hand over.
+        products: of the head, forward and backward.
+        embedding, head, embedding_backward: what the three passes send; that of the head goes forward and backward.
+    """
+
+    activation: Operand
+    products: tuple[Product, ...]
+    embedding: tuple[Sent, ...]
+    head: tuple[Sent, ...]
+    embedding_backward: tuple[Sent, ...]
+
+    @property
+    def weight_gradients(self) -> tuple[Dims, ...]:
+        """The products that sum over rows."""
+        return tuple(each.dims for each in self.products if each.dims.counting[1])
+
+    @property
+    def logits(self) -> Dims:
+        """[rows, columns] of the largest product forward."""
+        of_rows = [each.dims for each in self.products if each.dims.counting[0]]
+        largest = max(of_rows, key=lambda dims: dims.of_row[1] * dims.of_row[2])  # of equal ones the first, forward
+        return Dims(largest.of_row[::2], largest.counting[::2])
+
+
+def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
+    """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
+    whole, layers recompute nothing."""
+    pipeline = PipelineConfig(weight_gradients="deferred")
+    coarse = replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None)
+    return _layer_cost(_of_one_microbatch(config, 2, pipeline, "none" if remat == "stage" else remat), coarse)
+
+
+def ends_cost(config: Config, backend: Backend) -> EndsCost:
+    """The ends of a configuration."""
+    split = config.splits_vocabulary
+    pipeline = PipelineConfig(vocabulary=config.pipeline.vocabulary if split else "replicated")
+    return _ends_cost(_of_one_microbatch(config, config.mesh.pipe if split else 2, pipeline, "none"), backend)
+
+
+def _of_one_microbatch(config: Config, pipe: int, pipeline: PipelineConfig, remat: Any) -> Config:
+    """The smallest run with the same layers and ends: one for many configurations."""
+    sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
+    rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
+    return replace(
+        config,
+        mesh=replace(config.mesh, pipe=pipe, **dict.fromkeys(ROW_AXES, 1)),
+        pipeline=pipeline,
+        model=replace(config.model, num_layers=pipe, scan_layers="true"),
+        optimizer=replace(config.optimizer, zero=0),
+        train=replace(config.train, global_batch=rows, microbatch=rows, remat=remat),
+    )
+
+
+@lru_cache(maxsize=512)
+def _layer_cost(config: Config, backend: Backend) -> LayerCost:
+    rows, found = config.train.microbatch, {}
+
+    def look(program: Program, pipeline: Pipeline, x_BTD: Array) -> None:
+        layers, weights = pipeline.layers, pipeline.blocks
+        context = vary(pipeline.ends.take(0).context, (PIPE,))
+        sums = pipeline.sums(program.gradient_dtype, 1)[1]
+        forward, (output, residuals) = jax.make_jaxpr(
+            lambda x, context: layers.forward_with_residuals(weights, 0, x, context), return_shape=True
+        )(x_BTD, context)
+        backward = jax.make_jaxpr(
+            lambda residuals, grad, context: layers.pull_back(weights, 0, residuals, context, grad, sums)
+        )(jax.tree.map(idle, residuals), x_BTD, context)
+        later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(weights, 0, sums, 0))(sums)
+        found["cost"] = LayerCost(
+            tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output)))),
+            tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors)),
+            tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
+            any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
+            *(_sent(traced, rows) for traced in (forward, backward, later)),
+        )
+
+    _trace(config, backend, look)
+    return found["cost"]
+
+
+@lru_cache(maxsize=512)
+def _ends_cost(config: Config, backend: Backend) -> EndsCost:
+    rows, found = config.train.microbatch, {}
+
+    def look(program: Program, pipeline: Pipeline, x_BTD: Array) -> None:
+        ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
+        work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
+        row = Row(work, work, end, end, end, end)
+        embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)
+        head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
+        backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
+        found["cost"] = EndsCost(
+            _operand(x_BTD.aval, rows),
+            tuple(Product(_dims(eqn, rows)) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
+            *(_sent(traced, rows) for traced in (embedding, head, backward)),
+        )
+
+    _trace(config, backend, look)
+    return found["cost"]
+
+
+def _trace(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array], None]) -> None:
+    """Have a look at the loop of a train step, where it is traced."""
+
+    def region(params: Tree, batch: Tree) -> Array:
+        pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
+        look(program, pipeline, idle(pipeline.x_type))
+        return jnp.zeros(())
+
+    with jax.enable_x64(config.precision == "fp64"), h200.attention():
+        program = Program.abstract(config, backend)
+        specs = program.layout.specs.params, BATCH
+        function = program.region(region, specs, PartitionSpec())
+        jax.eval_shape(function, program.layout.shapes.params, program.batch_types)
+
+
+def _kept(forward: Jaxpr, num_outputs: int) -> list:
+    """The residuals of a scan over one layer, each once, though `jax.checkpoint` may keep one under two names."""
+    (scan,) = (eqn for eqn in forward.eqns if eqn.primitive.name == "scan")
+    inside: Jaxpr = scan.params["jaxpr"].jaxpr
+    same: dict[Any, Any] = dict(zip(scan.outvars, inside.outvars, strict=True))
+    for eqn in inside.eqns:
+        if eqn.primitive.name in ("name", "reduce_precision"):
+            same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
+    kept = (same.get(var, var) for var in forward.outvars[num_outputs:])
+    return list(dict.fromkeys(same.get(var, var) for var in kept))
+
+
+def _operand(type_: Any, rows: int, leading: int = 0) -> Operand:
+    return Operand(Dims.at(type_.shape[leading:], rows), type_.dtype.itemsize)
+
+
+def _sent(traced: ClosedJaxpr, rows: int) -> tuple[Sent, ...]:
+    found = []
+    for each in collectives_of(traced):
+        item = each.num_bytes // max(1, sum(map(prod, each.shapes)))
+        found += [Sent(each.kind, each.axes, Operand(Dims.at(s, rows), item), each.count) for s in each.shapes]
+    return tuple(found)
+
+
+def _regions(forward: Jaxpr, backward: Jaxpr, rows: int) -> Iterator[Region]:
+    """Those of the forward pass, each up to the sum that ends it."""
+    repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn))
+    products: dict[Any, Product] = {}  # by their left operand
+    attends = False
+    for eqn, _ in equations(forward):
+        if _multiplies_weights(eqn):
+            before, new = products.get(eqn.invars[0]), _dims(eqn, rows)
+            columns = new.of_row[2] + (before.dims.of_row[2] if before else 0)
+            again = repeated[_signature(eqn)] > 0
+            repeated[_signature(eqn)] -= again
+            products[eqn.invars[0]] = Product(replace(new, of_row=(*new.of_row[:2], columns)), again)
+        elif _is_fused_attention(eqn) or eqn.primitive.name == "dot_general":
+            attends = True
+        elif COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "reduce-scatter") and products:
+            yield Region(tuple(products.values()), attends)
+            products, attends = {}, False
+
+
+def _is_fused_attention(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith(FUSED_FORWARD)
+
+
+def _multiplies_weights(eqn: JaxprEqn) -> bool:
+    """A product whose operands have no dim in common beside the inner one, unlike attention's."""
+    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
+
+
+def _signature(eqn: JaxprEqn) -> Any:
+    return *_operand_shapes(eqn), eqn.params["dimension_numbers"]
+
+
+def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
+    avals: list[Any] = [var.aval for var in eqn.invars]
+    return [aval.shape for aval in avals]
+
+
+def _dims(eqn: JaxprEqn, rows: int) -> Dims:
+    """Rows, inner dim and columns of a product."""
+    left, right = _operand_shapes(eqn)
+    inner = prod(left[dim] for dim in eqn.params["dimension_numbers"][0][0])
+    return Dims.at((prod(left) // inner, inner, prod(right) // inner), rows)

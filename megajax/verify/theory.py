@@ -1,0 +1,164 @@
+"""The theory of what a training step communicates: arithmetic on a configuration, written down once more, so that what
+is traced can be held against it (`verify/traffic.py`). The boundaries of a step's regions are those of
+`parallel/boundary.py`.
+
+`communication` has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's
+jaxpr.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from megajax.config import Config
+from megajax.models.family import family_of
+from megajax.parallel.collectives import PIPE, TENSOR
+from megajax.plan.communication import loops_of_weight_gradients
+from megajax.plan.sizes import Times
+from megajax.plan.weight_traffic import GATHER, PERMUTE, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
+
+
+def theory_of(config: Config) -> list[Communication]:
+    """All that a training step of a valid configuration communicates, per device, in the order of the program."""
+    step = _Step(config)
+    return [
+        *step.targets(),
+        *step.p2p_transfers(),
+        *step.embedding(),
+        *step.layers(),
+        *step.head(),
+        *step.layers_backward(),
+        *step.embedding_backward(),
+        *step.weight_gradients(),
+        *step.reduction(),
+        *step.norm(),
+        *step.new_weights(),
+    ]
+
+
+class _Step(WeightTraffic):
+    """The sizes of a step, and what the parts communicate that stand in its loop over ticks."""
+
+    @cached_property
+    def vocabulary(self) -> Axes:
+        return (PIPE, TENSOR) if self.splits_vocabulary else (TENSOR,)
+
+    def enter(self, purpose: str, times: Times) -> Iterator[Communication]:
+        if self.splits_sequence:
+            yield one(purpose, GATHER, (TENSOR,), self.own, self.item, times)
+
+    def enter_backward(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+        others = axes[:-1] if self.splits_sequence else axes
+        if others:
+            yield one(purpose, REDUCE, others, self.whole, self.item, times)
+        if self.splits_sequence:
+            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
+
+    def leave(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+        others = axes[:-1] if self.splits_sequence else axes
+        if self.splits_sequence:
+            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
+        if others:
+            yield one(purpose, REDUCE, others, self.own, self.item, times)
+
+    def leave_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+        yield from self.enter(purpose, times)
+
+    def broadcast(self, purpose: str) -> Iterator[Communication]:
+        """To all stages, which compute an end together."""
+        if self.splits_vocabulary:
+            yield one(purpose, REDUCE, (PIPE,), self.own, self.item, self.of_end)
+
+    def p2p_transfers(self) -> Iterator[Communication]:
+        """Activations to the next stage, gradients to the one before, in every tick."""
+        if self.config.mesh.pipe > 1:
+            for what in ("up", "down"):
+                yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
+
+    def embedding(self) -> Iterator[Communication]:
+        """Of every microbatch forward."""
+        yield from self.gathered("embedding: weights", "shared", self.of_end)
+        yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
+
+    def embedding_backward(self) -> Iterator[Communication]:
+        """Of every microbatch backward; an embedding that is not linear in its weights runs forward again."""
+        what = "embedding backward: activations"
+        yield from self.broadcast(what)
+        if not family_of(self.config.model).linear_embedding(self.config.model):
+            yield from self.gathered("embedding backward: weights", "shared", self.of_end)
+            yield from self.leave("embedding backward: forward again", self.of_end, self.vocabulary)
+        yield from self.leave_backward(what, self.of_end)
+        yield from self.scattered("embedding backward: weights' gradients", "shared", self.of_end)
+
+    def head(self) -> Iterator[Communication]:
+        """Of every microbatch, forward and backward."""
+        yield from self.broadcast("head: activations")
+        yield from self.gathered("head: weights", "shared", self.of_end)
+        yield from self._predictions()
+        yield from self.scattered("head: weights' gradients", "shared", self.of_end)
+
+    def _predictions(self) -> Iterator[Communication]:
+        model, times = self.config.model, self.of_end
+        chooses = self.bidirectional
+        if not chooses or model.head == "pretraining":
+            places = self.rows, self.predicted
+            chosen = (*places, model.hidden_size)
+            if chooses and self.splits_sequence:
+                yield one("head: masked tokens", REDUCE, (TENSOR,), chosen, self.item, times)
+            elif not chooses:
+                yield from self.enter("head: activations", times)
+            yield one("head: numbers of tokens", REDUCE, self.vocabulary, places, self.item, times)
+            for _ in range(2):
+                yield one("head: numbers of tokens", REDUCE, self.vocabulary, places, self.wide, times)
+            if not chooses:
+                yield from self.enter_backward("head: activations' gradients", times, self.vocabulary)
+            else:
+                axes = [(PIPE,)] * self.splits_vocabulary + [(TENSOR,)] if self.splits_sequence else [self.vocabulary]
+                for each in axes:
+                    yield one("head: activations' gradients", REDUCE, each, chosen, self.item, times)
+        if self.splits_sequence and model.head == "span":
+            yield one("head: numbers of tokens", REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
+        elif self.splits_sequence and chooses:  # of the first token: the loss, and how many are right
+            yield one("head: losses", REDUCE, (TENSOR,), (), self.wide, times)
+            yield one("head: losses", REDUCE, (TENSOR,), (), self.counted, times)
+
+    def layers(self) -> Iterator[Communication]:
+        """Of every microbatch forward."""
+        yield from self.gathered("layers forward: weights", "blocks", self.of_layer)
+        yield from self._layer_forward("layers forward: activations")
+
+    def layers_backward(self) -> Iterator[Communication]:
+        """Of every microbatch backward, with what is computed again."""
+        config, times, again = self.config, self.of_layer, "layers backward: forward again"
+        if self.recomputes_stage:
+            yield from self.gathered("layers backward: weights", "blocks", times)
+            yield from self._layer_forward(again)
+        yield from self.gathered("layers backward: weights", "blocks", times)
+        needed = 1 if config.model.layer_order == "post" else 0  # the norm after the MLP needs its result
+        if config.train.remat == "layer":
+            for _ in range(2):
+                yield from self.enter(again, times)
+            needed += 1  # that of attention
+        elif config.train.remat != "selective":
+            needed = 0
+        for _ in range(needed):
+            yield from self.leave(again, times)
+        for _ in range(2):
+            yield from self.leave_backward("layers backward: activations", times)
+            if self.regathers and not self.defers:
+                yield from self.enter("layers backward: inputs of weight gradients", times)
+            yield from self.enter_backward("layers backward: activations", times)
+        yield from self.scattered("layers backward: weights' gradients", "blocks", times, later=False)
+
+    def weight_gradients(self) -> Iterator[Communication]:
+        """Of every microbatch those that are deferred."""
+        if not self.defers or not (self.regathers or self.zero == 3):
+            return
+        times = Times(loops_of_weight_gradients(self) * self.of_layer.count, self.of_layer.sent)
+        for _ in range(2 if self.regathers else 0):
+            yield from self.enter("weight gradients: inputs", times)
+        yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
+
+    def _layer_forward(self, purpose: str) -> Iterator[Communication]:
+        for _ in range(2):
+            yield from self.enter(purpose, self.of_layer)
+            yield from self.leave(purpose, self.of_layer)
