@@ -92,6 +92,8 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
     if tokenizer.is_wordpiece:
         named = {role: token for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)}
         settings |= {role: token for role, token in named.items() if token in tokenizer.vocabulary}
+        normalizer = json.loads(tokenizer.files[SINGLE])["normalizer"]
+        settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": normalizer["lowercase"]}
     elif tokenizer.token(tokenizer.end_of_text) == END_OF_TEXT:
         settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     else:

@@ -27,6 +27,7 @@ MOST_IDS = 1 << 31  # token ids are int32
 
 _ENDS = (END_OF_TEXT, "[SEP]")  # what ends documents where no settings say so: GPT-2's token, and BERT's
 _LINE_END = "\n"  # after which a text has no space put before it, as transformers encodes parts of chats
+_UNSET_END = 50256  # the id that transformers writes for a GPT-2 for which none was given
 _PROBES = ("a", "1", "\n")  # one of them has a token in every vocabulary
 
 
@@ -67,7 +68,8 @@ class Tokenizer:
         self.size = max(self.vocabulary.values()) + 1
         self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]
         self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)
-        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *settings.ends]))
+        known = [number for number in settings.ends if number in self.vocabulary.values()]
+        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))
         self.chat_template = settings.template
         self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
         self.files, self._settings = {**settings.files, SINGLE: text}, settings
@@ -229,10 +231,12 @@ def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Pat
     """The token that ends documents: the settings' eos_token, or what ends a generation, or the usual one."""
     tokens = {number: token for token, number in vocabulary.items()}
     valid = "valid: a token of tokenizer.json"
-    if unknown := [number for number in settings.ends if number not in tokens]:
+    if unknown := [number for number in settings.ends if number not in tokens and number != _UNSET_END]:
         raise UserError(f"{folder}: eos_token_id {unknown[0]} is the id of no token; {valid}")
     usual = next((token for token in _ENDS if token in vocabulary), "")
-    end = settings.named.get("eos_token") or next((tokens[number] for number in settings.ends), usual)
+    end = settings.named.get("eos_token") or next(
+        (tokens[number] for number in settings.ends if number in tokens), usual
+    )
     if end not in vocabulary:
         name = f"eos_token {end[:40]!r} is no token" if "eos_token" in settings.named else "no eos_token"
         raise UserError(f"{folder}: {name}; {valid} as eos_token in tokenizer_config.json, to end documents with")

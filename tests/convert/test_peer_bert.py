@@ -11,6 +11,7 @@ import pytest
 from canonical_weights import from_tensors, places_of
 from drawn import drawn_state
 from hugging_face_bert import CLASSES, both_logits, peer_bert
+from saved_tokenizers import write_vocabulary
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -18,6 +19,7 @@ from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.models.config import ModelConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.synthetic import random_batch
@@ -176,11 +178,10 @@ def test_a_tokenizer_of_one_file(cased: bool, tmp_path: Path) -> None:
     """`transformers` writes tokenizer.json alone: the same ids here, cased and not."""
     text = "Some TEXT — with some Words, ünd some words again.\n\n\tEnd." * 3
     tokenizer = train_tokenizer([text], 100, "wordpiece")
-    tokenizer.save(tmp_path / "ours")
     if cased:
-        with (tmp_path / "ours" / "vocab.txt").open("a") as file:
-            file.write("Some\nTEXT\n")
-        tokenizer = load_tokenizer(tmp_path / "ours")
+        tokenizer = wordpiece(tokenizer.vocabulary | {"Some": tokenizer.size, "TEXT": tokenizer.size + 1})
+    (tmp_path / "ours").mkdir()
+    write_vocabulary(tmp_path / "ours", tokenizer)
     theirs = transformers.BertTokenizer.from_pretrained(tmp_path / "ours", do_lower_case=not cased)
     peer_bert(MODEL).save_pretrained(tmp_path / "hf")
     theirs.save_pretrained(tmp_path / "hf")
