@@ -199,7 +199,10 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
     there, train = config.mesh, config.train
     possible = {axis: [size] for axis, size in there.sizes.items()}
     possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
-    possible |= {PIPE: [*range(1, 2 * there.pipe + 1)], TENSOR: _divisors(config.model.num_heads)}
+    possible |= {
+        PIPE: [*range(1, min(2 * there.pipe, config.model.num_layers) + 1)],
+        TENSOR: _divisors(config.model.num_heads),
+    }
     meshes = [MeshConfig(**dict(zip(possible, sizes, strict=True))) for sizes in product(*possible.values())]
     meshes = [mesh for mesh in meshes if train.global_batch % (mesh.row_shards * train.microbatch) == 0]
 

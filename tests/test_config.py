@@ -1,15 +1,14 @@
-"""Presets, what is derived from them, and every mistake that the configuration finds."""
+"""The paper's presets, what is derived from a configuration, and every mistake that it finds in itself."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megajax.config import Config, to_toml
+from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.preset_files import preset_names
-from megajax.presets import load_preset, read_preset, resolve
+from megajax.presets import load_preset, resolve
 from megajax.validation import validate, validate_imagined, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
@@ -21,27 +20,12 @@ def demo(**overrides: Any) -> Config:
     return resolve(load_preset("demo"), {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "mine.toml"
-    path.write_text(text)
-    return path
-
-
 def message(call: Any, *arguments: Any) -> str:
     """The one line of the `UserError` that the call raises."""
     with pytest.raises(UserError) as caught:
         call(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_bare_names_are_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load_preset("demo") == load_preset(PRESETS / "demo.toml")
-    assert {"demo", *GPT2} <= set(preset_names())
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "demo.toml").write_text("seed = 77")
-    assert load_preset("demo") == {"seed": 77, "run_dir": "runs/demo"}
 
 
 @pytest.mark.parametrize("mesh", [(d, p, t) for d in (1, 2, 4, 8) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8)])
@@ -80,106 +64,16 @@ def test_the_paper_s_models_and_recipe(name: str) -> None:
     assert config.run_dir == f"runs/{name}"
 
 
-@pytest.mark.parametrize("name", ["demo", *GPT2])
-def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(name: str, tmp_path: Path) -> None:
-    awkward = {"sample.prompt": 'a "b"\n\t\\ é 語', "optimizer.epsilon": 1e-300, "model.init_std": 0.1 + 0.2, "seed": 9}
-    config = resolve(load_preset(name), awkward)
-    (tmp_path / f"{name}.toml").write_text(to_toml(config), encoding="utf-8")
-    assert resolve(load_preset(tmp_path / f"{name}.toml")) == config
-
-
 def test_the_head_size_and_the_padding_of_the_vocabulary() -> None:
     model = demo(model__vocab_size=1025, model__hidden_size=96).model
     assert (model.head_size, model.mlp_size, model.padded_vocab_size) == (12, 384, 2048)
     assert demo(model__vocab_size=1025, model__vocab_multiple=1).model.padded_vocab_size == 1025
 
 
-def test_scan_layers_may_be_a_toml_boolean_and_a_number_may_be_whole(tmp_path: Path) -> None:
-    preset = load_preset(write(tmp_path, "[model]\nscan_layers = true\ndropout = 0"))
-    assert preset["model.scan_layers"] == "true"
-    assert isinstance(preset["model.dropout"], float)
-
-
-def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path) -> None:
-    assert load_preset(write(tmp_path, ""))["run_dir"] == "runs/mine"
-    assert load_preset(write(tmp_path, 'run_dir = "there"'))["run_dir"] == "there"
-    assert demo(run_dir="here").run_dir == "here"
-
-
-def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_path: Path) -> None:
-    """Wherever the run directory lies now; what the copy names is somebody else's."""
-    config = demo(run_dir="theirs", model__dropout=0.25, simulate_devices=8)
-    for name, beside in (("marked", "run.json"), ("before the mark", "checkpoints")):
-        (tmp_path / name / beside).mkdir(parents=True)
-        (tmp_path / name / "config.toml").write_text(to_toml(config))
-        preset = load_preset(tmp_path / name / "config.toml")
-        assert (preset["run_dir"], preset["model.dropout"]) == (str(tmp_path / name), 0.25)
-        assert preset["simulate_devices"] == 8
-        assert read_preset(tmp_path / name / "config.toml").left_out == {}
-    for copy in ("config.toml", "mine.toml"):
-        (tmp_path / copy).write_text(to_toml(config))
-        preset = load_preset(tmp_path / copy)
-        assert preset["run_dir"] == f"runs/{Path(copy).stem}" and "simulate_devices" not in preset
-        assert read_preset(tmp_path / copy).left_out == {"run_dir": "theirs", "simulate_devices": 8}
-    elsewhere = read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "new"))
-    assert elsewhere.left_out == {"run_dir": "theirs", "simulate_devices": 8}
-    assert not read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "marked" / ".." / "marked")).left_out
-    based = read_preset(write(tmp_path, 'base = "marked/config.toml"'))
-    assert based.values["run_dir"] == "runs/mine" and "simulate_devices" not in based.values and not based.left_out
-    assert based.values["model.dropout"] == 0.25
-    own = read_preset(write(tmp_path, 'run_dir = "there"'))
-    assert own.values["run_dir"] == "there" and own.left_out == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[model]\nnum_layer = 3", "model.num_layer: unknown key; did you mean model.num_layers"),
-        ("steps = 3", "steps: unknown key; did you mean train.steps?"),
-        (
-            "[checkpoint]\nzzz = 3",
-            "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
-        ),
-        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
-        ("model = 3", "model = 3; valid tables: [model]"),
-        ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
-        ("[model]\nnum_layers = 8.0", "model.num_layers = 8.0; valid: a whole number"),
-        ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
-        ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
-        ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
-        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp16, fp64"),
-        ("run_dir = 3", "run_dir = 3; valid: text"),
-        ("seed = 1\n[model\n", "not TOML"),
-    ],
-)
-def test_a_mistake_in_a_preset_names_the_file_the_key_and_what_is_valid(text: str, words: str, tmp_path: Path) -> None:
-    found = message(load_preset, write(tmp_path, text))
-    assert found.startswith(f"{tmp_path / 'mine.toml'}: ")
-    assert words in found
-
-
-def test_malformed_toml_names_the_line(tmp_path: Path) -> None:
-    assert "line 3" in message(load_preset, write(tmp_path, "seed = 1\n[model]\nnum_layers = = 2\n"))
-
-
-def test_files_that_are_no_presets(tmp_path: Path) -> None:
-    assert "did you mean demo?" in message(load_preset, "dmo")
-    assert "gpt2-355m" in message(load_preset, "zzz")
-    assert str(tmp_path / "no.toml") in message(load_preset, tmp_path / "no.toml")
-    assert "config.toml" in message(load_preset, tmp_path)
-    (tmp_path / "bytes.toml").write_bytes(b"seed = 1 # \xff")
-    assert "byte 11 is not UTF-8" in message(load_preset, tmp_path / "bytes.toml")
-
-
-def test_a_preset_that_lacks_a_value_names_its_key_and_flag() -> None:
-    preset = {key: value for key, value in load_preset("demo").items() if key != "train.microbatch"}
-    found = message(resolve, preset)
-    assert "train.microbatch" in found and "--train.microbatch" in found
-    assert resolve(preset, {"train.microbatch": 1}).train.microbatch == 1
-
-
 WSD = {"optimizer.schedule": "wsd"}
 RAMP = {"train.ramp_start": 2, "train.ramp_increment": 2, "train.ramp_samples": 100}
+CLUSTER = {"distributed.coordinator": "host:1234", "distributed.num_processes": 2, "distributed.process_id": 1}
+INTERLEAVED = {"pipeline.schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +125,13 @@ RAMP = {"train.ramp_start": 2, "train.ramp_increment": 2, "train.ramp_samples": 
             "--loss-scale.floor 1000000.0 is above --loss-scale.initial 65536.0; valid: ",
         ),
         ({"distributed.num_processes": 2}, "--distributed.coordinator and --distributed.process-id missing"),
+        (
+            CLUSTER | {"distributed.process_id": 2},
+            "--distributed.process-id 2 with --distributed.num-processes 2; valid: 0 to 1",
+        ),
+        (CLUSTER | {"distributed.coordinator": "host"}, "--distributed.coordinator 'host'; valid: HOST:PORT"),
+        (CLUSTER | {"distributed.coordinator": ":80"}, "HOST:PORT"),
+        (CLUSTER | {"distributed.coordinator": "host:99999"}, "HOST:PORT"),
     ],
 )
 def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
@@ -239,27 +140,11 @@ def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
     assert words in message(resolve, load_preset("demo"), overrides)
 
 
-@pytest.mark.parametrize(
-    ("coordinator", "process", "words"),
-    [
-        ("localhost:1234", 2, "--distributed.process-id 2 with --distributed.num-processes 2; valid: 0 to 1"),
-        ("localhost", 1, "--distributed.coordinator 'localhost'; valid: HOST:PORT"),
-        (":80", 1, "HOST:PORT"),
-        ("host:99999", 1, "HOST:PORT"),
-    ],
-)
-def test_processes_that_cannot_meet(coordinator: str, process: int, words: str) -> None:
-    flags = {"coordinator": coordinator, "num_processes": 2, "process_id": process}
-    overrides = {f"distributed.{key}": value for key, value in flags.items()}
-    assert words in message(resolve, load_preset("demo"), overrides)
-
-
 def test_the_mesh_must_have_the_size_of_the_devices() -> None:
     found = message(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
     assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, there are 1" in found
     assert "--simulate-devices 8" in found
-    several = {"coordinator": "localhost:1234", "num_processes": 2, "process_id": 0}
-    config = demo(mesh__data=8, **{f"distributed__{key}": value for key, value in several.items()})
+    config = resolve(load_preset("demo"), CLUSTER | {"mesh.data": 8})
     assert "--simulate-devices 4" in message(validate, config, 2)
     validate(config, 8)
 
@@ -288,19 +173,6 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             "2 x --train.microbatch 2; valid: multiples of 4",
         ),
         (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
-    ],
-)
-def test_sizes_that_the_mesh_does_not_divide(overrides: dict[str, Any], words: str) -> None:
-    config = resolve(load_preset("demo"), overrides)
-    assert words in message(validate, config, config.mesh.num_devices)
-
-
-INTERLEAVED = {"pipeline.schedule": "interleaved"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
         (INTERLEAVED, "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or"),
         (INTERLEAVED | {"mesh.pipe": 2}, "--pipeline.chunks 1 with --pipeline.schedule interleaved; valid: 2 to 4"),
         (
@@ -323,7 +195,7 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ),
     ],
 )
-def test_schedules_that_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words: str) -> None:
+def test_what_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words: str) -> None:
     config = resolve(load_preset("demo"), overrides)
     assert words in message(validate, config, config.mesh.num_devices)
 

@@ -1,9 +1,7 @@
 """The command line: every field a flag, and errors of one line."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import pytest
 
@@ -38,11 +36,6 @@ def different(key: str) -> Iterator[str]:
     else:
         text = "x" if option.kind is str else str((value or 1) * 2 if option.kind is int else (value or 1) / 2)
     yield from (option.flag, text)
-
-
-def test_a_switch_is_a_flag_without_a_value() -> None:
-    assert parse(["demo", "--profile-pipeline"], "Train.").profile_pipeline
-    assert not parse(["demo", "--profile-pipeline", "--no-profile-pipeline"], "Train.").profile_pipeline
 
 
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
@@ -98,6 +91,8 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
     assert parse(["demo", *flags.split()], "Train.").distributed.process_id == 1
     assert parse(["demo", "--distributed.process-id", "-1"], "Train.") == resolve(load_preset("demo"))
     assert parse(["demo", "--sample.prompt", ""], "Train.").sample.prompt == ""
+    assert parse(["demo", "--profile-pipeline"], "Train.").profile_pipeline
+    assert not parse(["demo", "--profile-pipeline", "--no-profile-pipeline"], "Train.").profile_pipeline
 
 
 @pytest.mark.parametrize(
@@ -133,37 +128,6 @@ def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture[str])
         text = capsys.readouterr().out
         assert shown in " ".join(text.replace('"', "").split())
         assert all(option.flag in text for option in options(Config).values())
-
-
-@dataclass(frozen=True)
-class Inner:
-    """A section."""
-
-    zero: Annotated[Literal[0, 1, 3], "100% of it"] = 0
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The whole."""
-
-    sequence_parallel: Annotated[bool, "a switch"] = False
-    inner: Inner = Inner()
-
-
-def test_switches_and_numbered_choices_need_no_more_than_a_field() -> None:
-    parser = Parser("Test.", "test")
-    parser.add_config_flags(owner=Outer)
-    assert parser.overrides(parser.parse_args([])) == {}
-    given = parser.parse_args(["--sequence-parallel", "--inner.zero", "0"])
-    assert parser.overrides(given) == {"sequence_parallel": True, "inner.zero": 0}
-    assert parser.overrides(parser.parse_args(["--no-sequence-parallel"])) == {"sequence_parallel": False}
-    assert "100% of it [0]" in parser.format_help()
-    for line, words in (
-        ("--sequence-parallel=3", "takes no value; valid:"),
-        ("--inner.zero 2", "valid: 0, 1, 3"),
-    ):
-        with pytest.raises(UserError, match=words):
-            parser.parse_args(line.split())
 
 
 def test_another_command_takes_only_some_of_the_flags(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
-from megajax.verify.check import exact, held_against, one_device
+from megajax.verify.check import exact, all_checks, one_device
 from megajax.verify.run import run
 from megajax.verify.shrink import shrink
 
@@ -35,7 +35,7 @@ for zero in (1, 3):
     layout = Program.on(config).layout
     sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.owned_specs)]
     assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "tensor": 2} and any(sharded), sharded
-    found = list(held_against(reference, run(config, jax.devices(), 2, with_fresh=True)))
+    found = list(all_checks(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
 alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))
 layout = Program.on(alone, jax.devices()[:2]).layout

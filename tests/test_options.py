@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import MISSING, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 
@@ -20,7 +20,7 @@ FAMILIES = {"gpt": 1}
 class Section:
     """A section."""
 
-    dropout: Annotated[float, "a rate", SHARE] = 0.0
+    dropout: Annotated[float, "100% of it", SHARE] = 0.0
     family: Annotated[str, "a name", OneOf(FAMILIES)] = "gpt"
 
 
@@ -30,6 +30,8 @@ class Sections:
 
     size: Annotated[int, "a number that declares no range"] = 1
     rate: Annotated[float, "another"] = 1.0
+    switch: Annotated[bool, "on or off"] = False
+    zero: Annotated[Literal[0, 1, 3], "a numbered choice"] = 0
     rest: Annotated[int, "one that does", AT_LEAST_ZERO] = 0
     model: Section = Section()
 
@@ -75,9 +77,16 @@ def test_flags_are_checked_as_they_are_read_and_help_lists_the_names() -> None:
     args = parser.parse_args(["--model.family", "gpt", "--size", "3", "--mesh.data", "2"])
     assert parser.overrides(args, Sections) == {"model.family": "gpt", "size": 3}
     assert parser.overrides(args) == {"model.family": "gpt", "size": 3, "mesh.data": 2}
+    assert parser.overrides(parser.parse_args([]), Sections) == {}
+    args = parser.parse_args(["--switch", "--zero", "0"])
+    assert parser.overrides(args, Sections) == {"switch": True, "zero": 0}
+    assert parser.overrides(parser.parse_args(["--no-switch"]), Sections) == {"switch": False}
+    assert "100% of it [0.0]" in parser.format_help()
     for line, words in (
         ("--size 0", "--size 0; valid: 1 to 1000000000"),
         ("--model.family=gptt", r"--model.family 'gptt'; valid: gpt \(did you mean gpt\?\)"),
+        ("--switch=3", "takes no value; valid:"),
+        ("--zero 2", "valid: 0, 1, 3"),
         ("--model.family", "--model.family needs a value; valid: gpt"),
     ):
         with pytest.raises(UserError, match=words):

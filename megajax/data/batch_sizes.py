@@ -29,11 +29,10 @@ class BatchSizes:
     @classmethod
     @cache
     def of(cls, full: int, start: int = 0, increment: int = 0, samples: int = 0) -> Self:
-        """Batches of `full` samples; with a `start`, of that many at first, and larger by `increment` after every equal
-        part of the first `samples`: Megatron-LM's `--rampup-batch-size start increment samples`.
+        """Batches of `full` samples, or a ramp-up: batches start at `start` samples and grow by `increment` in equal
+        intervals over the first `samples`, as Megatron-LM's `--rampup-batch-size start increment samples`.
 
-        A size changes before the first step that begins in the next part, so that one is left out whose part is over
-        already.
+        The size changes before the first step that begins in the next interval, so a size may be skipped.
         """
         if not start:
             return cls((Stage(0, 0, full),))
@@ -63,7 +62,7 @@ class BatchSizes:
         return stage.first_sample + (step - stage.first_step) * stage.size
 
     def steps(self, samples: int) -> int:
-        """The fewest steps that draw so many samples."""
+        """The fewest steps that draw this many samples."""
         place = bisect_right(self.stages, samples, key=lambda stage: stage.first_sample) - 1
         stage = self.stages[place]
         return stage.first_step - (stage.first_sample - samples) // stage.size

@@ -1,4 +1,4 @@
-"""Random bits that are a function of a key, by whole numbers alone, so that no release of NumPy can change them.
+"""Random bits as a function of a key, computed with integers only, so that no release of NumPy can change them.
 
 They are those of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 """
@@ -12,12 +12,12 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def key_of(*numbers: int) -> np.uint64:
-    """One number of 64 bits of several whole numbers from 0, of any size."""
+    """A 64-bit key from any number of non-negative integers."""
     return np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
 
 
 def hashed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Random bits of every number."""
+    """Random bits for every number."""
     bits = numbers * _STEP
     bits = (bits ^ (bits >> _SHIFTS[0])) * _FACTORS[0]
     bits = (bits ^ (bits >> _SHIFTS[1])) * _FACTORS[1]
@@ -32,13 +32,13 @@ class Bits:
         self._numbers: list[int] = []
 
     def number(self) -> int:
-        """A number of 64 bits."""
+        """A random 64-bit number."""
         if not self._numbers:
             self._numbers = self.raw(64).tolist()
         return self._numbers.pop()
 
     def below(self, limit: int) -> int:
-        """A whole number from 0, less than `limit` (at most 2^32)."""
+        """A random integer from 0 to `limit` - 1; `limit` is at most 2^32."""
         return ((self.number() >> 32) * limit) >> 32
 
     def happens(self, probability: float) -> bool:
@@ -46,7 +46,7 @@ class Bits:
         return self.number() < probability * 2.0**64
 
     def raw(self, count: int) -> npt.NDArray[np.uint64]:
-        """So many numbers of 64 bits."""
+        """This many random 64-bit numbers."""
         places = np.arange(1, count + 1, dtype=np.uint64) + self._state
         self._state = self._state + np.uint64(count)
         return hashed(places)

@@ -66,7 +66,7 @@ class Blend:
         return source, period * self._counts[source] + self._before[block][source] + int((here == source).sum())
 
     def _extend(self) -> None:
-        """Work out the sources of one more block."""
+        """Compute the sources of one more block."""
         given = self._before[-1].copy() if self._before else [0] * len(self._counts)
         last = np.array(self._sources[-_BLOCK:], np.uint16)
         for source, count in enumerate(np.bincount(last, minlength=len(given))):
@@ -98,7 +98,7 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """The samples of several corpora to evaluate on, in turn: any beginning has of each in proportion to its size."""
+    """The samples of several corpora to evaluate on, interleaved: any prefix has each in proportion to its size."""
 
     def __init__(self, corpora: Sequence[CorpusSamples]) -> None:
         self._corpora = corpora

@@ -1,4 +1,4 @@
-"""Messages to one text by a tokenizer's chat template, as `transformers` does, and which of it the assistant says.
+"""Messages rendered by a tokenizer's chat template, as `transformers` does, with the spans that the assistant writes.
 
 A template is a program that comes with a tokenizer. It runs in Jinja's sandbox, and the size of what it makes is
 bounded; its time is not.
@@ -76,7 +76,7 @@ class ChatTemplate:
         return self._render(messages, place, add_generation_prompt)[0]
 
     def conversation(self, messages: Sequence[Message], place: str, ends: Sequence[str] = ()) -> Conversation:
-        """The text of some messages, and which parts of it the assistant writes.
+        """The text of some messages, and the spans of it that the assistant writes.
 
         They are what the template has between `{% generation %}` and `{% endgeneration %}`. Of one without these they
         are, for every message of the role `assistant`, the text with it without the text that asks for it. White space
@@ -136,14 +136,14 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as `transformers` gives it to templates: without what is None, what was thought under its names."""
+    """A message as `transformers` passes it to templates: without None values, reasoning under all of its names."""
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[name] for name in _REASONING if name in found), None)
     return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
 
 
 def _without_space(text: str, start: int, stop: int, ends: Sequence[str]) -> int:
-    """Where a part ends without white space after one of the texts that end it."""
+    """The end of a span without white space that follows one of its `ends`."""
     part = text[start:stop].rstrip()
     return start + len(part) if part.endswith(tuple(ends)) else stop
 
@@ -158,7 +158,7 @@ class _TooLong(TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """What templates may use: what `transformers` gives them, and no products that are too large."""
+    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -171,7 +171,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._generated: list[tuple[int, str]] = []
 
     def begin(self, blocks: list[str]) -> list[tuple[int, str]]:
-        """Begin a text, whose blocks the caller collects.
+        """Begin a new text whose blocks the caller collects.
 
         Returns the list in which `generation` notes what stands in `{% generation %}`: where it begins, and the text.
         """
@@ -179,12 +179,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._generated
 
     def generation(self, text: str) -> str:
-        """Note what stands in `{% generation %}`."""
+        """Record the content of `{% generation %}`."""
         self._generated.append((sum(map(len, self._blocks)), text))
         return text
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """A product, a power or a remainder, or a text by a format."""
+        """Evaluate `*`, `**` or `%`, which also formats texts, unless the result would be too large."""
         both = left, right
         if operator == "*" and any(isinstance(value, list | tuple) for value in both):
             raise _TooLong("a product of lists")
@@ -217,7 +217,7 @@ class _Generation(ext.Extension):
 
 
 class _Dict:
-    """What templates have as `dict`."""
+    """`dict` inside templates."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -228,7 +228,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """What templates have as `namespace`, without names that begin with an underscore."""
+    """`namespace` inside templates, which refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)

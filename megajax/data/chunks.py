@@ -1,5 +1,4 @@
-"""Sentences joined to chunks of about a wanted number of tokens, as Megatron-LM does for BERT: the map from samples to
-text.
+"""Sentences joined to chunks of about a target number of tokens, as Megatron-LM does for BERT.
 
 C chunks, D documents, S sentences. The map is worked out for a million sentences at a time, in all their documents at
 once, so that it takes little memory beside its result, and is the same for any such block.
@@ -20,7 +19,7 @@ _BLOCK = 1 << 20  # sentences looked at in one go
 
 @dataclass(frozen=True)
 class SentenceCounts:
-    """What sentences documents have; those without a token do not count."""
+    """How many sentences documents have; those without a token do not count."""
 
     documents: int  # with at least one sentence
     sentences: int  # of all documents
@@ -51,7 +50,7 @@ class Chunks:
 
 
 def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
-    """Join the sentences of documents: a chunk has so many that it reaches its target, and at least two.
+    """Join the sentences of each document to chunks: a chunk ends when it reaches its target and has at least two.
 
     Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
     only a document of one sentence makes a chunk of one.

@@ -6,8 +6,8 @@ from pathlib import Path
 from megajax import reading
 from megajax.data.digests import CheckedTokens
 from megajax.data.encoding import encode_documents
-from megajax.data.indexed import IndexedDataset, dataset_files
-from megajax.data.prepared import prepared_prefix, prepared_tokens
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
+from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix
 from megajax.data.report import (
     CorpusReport,
     check_index,
@@ -36,7 +36,7 @@ class Corpus:
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made; reads only, on any process."""
+    """Open what `make_corpus` made. Any process may call this; nothing is written."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
@@ -47,10 +47,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     if report.dataset:
         advice = "valid: the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
-    try:
-        tokens = IndexedDataset(prefix)
-    except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+    tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
         raise UserError(
             f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"
@@ -82,16 +79,20 @@ def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: 
 
 
 def evaluation_tokens(
-    path: str, tokenizer: Tokenizer, *, sentences: bool = False, flag: str = "--data"
+    path: str, tokenizer: Tokenizer | None, vocab_size: int, *, sentences: bool = False, flag: str = "--data"
 ) -> SequenceDocuments:
-    """Tokens of any text or prepared dataset, to evaluate on; documents are cut in sentences if that is wanted. A
-    single text file is one document.
+    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence.
+
+    A single text file is one document. Only a text needs the tokenizer.
     """
-    prefix = prepared_prefix(path, flag=flag)
-    if prefix is None:
-        documents = TextDocuments(path, cut=False, flag=flag)
-        return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
-    return prepared_tokens(prefix, tokenizer.size, sentences=sentences, flag=flag)
+    if prefix := prepared_prefix(path, flag=flag):
+        tokens, _ = open_prepared(prefix)
+        check_sequences(tokens, prefix, sentences=sentences, flag=flag)
+        tokens.check_vocabulary(vocab_size)
+        return tokens
+    assert tokenizer is not None, "text, and no tokenizer"
+    documents = TextDocuments(path, cut=False, flag=flag)
+    return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
 
 
 def has_corpus(output_dir: str | Path) -> bool:
@@ -100,7 +101,7 @@ def has_corpus(output_dir: str | Path) -> bool:
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
-    """Whether a folder has a tokenizer, that of imported weights, and nothing else."""
+    """Whether a folder holds nothing but a tokenizer, as after an import of weights."""
     folder = Path(output_dir)
     return (
         reading.names(folder) == {"tokenizer"}
@@ -110,12 +111,12 @@ def has_only_tokenizer(output_dir: str | Path) -> bool:
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder."""
+    """The tokenizer in a folder; it must have at most `vocab_size` ids."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 
 def fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
-    """A tokenizer, refused where it has more ids than `vocab_size`."""
+    """The tokenizer itself, unless it has more ids than `vocab_size`, which is an error."""
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "

@@ -1,4 +1,4 @@
-"""Digests of files: of a small one as a whole, of tokens in blocks, so that one need not read all to trust a part.
+"""Digests of files. Tokens have one for every block, so that a block can be trusted without reading the rest.
 
 B blocks of 256 KiB, each with the first 16 bytes of its SHA-256. A file's one digest, its root, is that of its blocks'.
 """
@@ -27,7 +27,7 @@ def _digest(block: Any) -> bytes:
 
 
 class Digester:
-    """The digests of what is written, piece by piece."""
+    """Computes block digests of content as it is written."""
 
     def __init__(self) -> None:
         self._done, self._hash, self._room = bytearray(), hashlib.sha256(), BLOCK_BYTES
@@ -62,7 +62,7 @@ def block_digests(content: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def root(digests: npt.NDArray[np.uint8]) -> str:
-    """The one digest of a file of the digests of its blocks."""
+    """The digest of a whole file, computed from those of its blocks."""
     return _digest(digests.tobytes()).hex()
 
 
@@ -91,7 +91,7 @@ def check_files(files: Mapping[Path, str], advice: str) -> None:
 
 
 class CheckedTokens:
-    """Token ids, each block of them checked when it is first looked at: its digest, and that ids are in the vocabulary.
+    """Token ids. Each block is checked when it is first read: its digest, and that its ids are in the vocabulary.
 
     A small file is checked as a whole at once.
 
@@ -117,7 +117,7 @@ class CheckedTokens:
             self.check(0, len(tokens))
 
     def check(self, start: int, stop: int) -> None:
-        """Check the tokens from `start` to `stop`, as far as they have not been."""
+        """Check those blocks of the tokens from `start` to `stop` that have not been checked yet."""
         first, last = start // self._size, -(-stop // self._size)
         while (block := self._unknown.find(1, first, last)) >= 0:
             self._check_block(block)

@@ -1,5 +1,4 @@
-"""Texts to token ids: a document as one sequence, from the tokenizer's begin, if it has one, to the end of text; or as
-one sequence a sentence."""
+"""Texts to token ids: a document is one sequence with begin and end tokens, or one sequence for each sentence."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,7 +15,7 @@ _BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
 def encode_documents(
     documents: Iterable[str], tokenizer: Tokenizer, *, sentences: bool = False
 ) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """The sequences of each document, ids int32 [length]: one, as `as_document` says, or its sentences as they are.
+    """The sequences of each document, ids int32 [length]: one, by `as_document`, or one for each sentence.
 
     A sentence without a token is left out, and so is a document without a sentence.
     """
@@ -29,14 +28,14 @@ def encode_documents(
 
 
 def as_document(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """The ids of a text from the tokenizer's begin, unless the text has that written out, to the end of text."""
+    """The ids of a text with the tokenizer's begin token, unless the text spells it out, and the end of text."""
     first = len(tokenizer.begin)
     begin = np.array(tokenizer.with_begin(ids[:first].tolist()), np.int32)
     return np.concatenate([begin, ids[first:], [tokenizer.end_of_text]]).astype(np.int32)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> Iterator[list[list[int]]]:
-    """The ids of each text, or of each of its sentences that has a token; no end is added."""
+    """The ids of each text, or of each of its non-empty sentences, without begin or end tokens."""
     split = [split_sentences(text) if sentences else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch([sequence for document in split for sequence in document]))
     for document in split:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, without anything of somebody else's being removed for them.
+"""Files and folders that appear complete or not at all. Nothing that megajax did not write is removed for them.
 
 What is half done lies in a folder with a mark in it. Only such folders are ever removed, also those that a killed
 process left; a name that anything else has is left alone.
@@ -18,7 +18,7 @@ _EARLIER = ".earlier"  # in a marked folder: what is being replaced
 
 
 def mark(folder: Path) -> None:
-    """Say that an existing folder is temporary: all that is in it may be removed."""
+    """Mark an existing folder as temporary: everything in it may be removed."""
     (folder / _MARK).write_text("Made by megajax, which removes this folder with all that is in it.\n")
 
 
@@ -28,7 +28,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def empty(folder: Path, keep: Collection[str] = ()) -> None:
-    """Remove all that is in a marked folder but the mark and the names in `keep`."""
+    """Remove everything in a marked folder except the mark and the names in `keep`."""
     assert is_marked(folder), folder
     for entry in folder.iterdir():
         if entry.name == _MARK or entry.name in keep:
@@ -40,21 +40,21 @@ def empty(folder: Path, keep: Collection[str] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a marked folder, the mark last, so that what an interruption leaves of it is removed another time."""
+    """Remove a marked folder, the mark last, so that an interrupted removal can be finished later."""
     empty(folder)
     (folder / _MARK).unlink()
     folder.rmdir()
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or with a number behind it: the first name that nobody has, or that a marked folder has."""
+    """`path`, with a number appended if needed: the first name that is free or belongs to a marked folder."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(1)))
     return next(name for name in names if is_marked(name) or not os.path.lexists(name))
 
 
 @contextlib.contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """A marked folder beside `path` for what is to become it; removed at the end.
+    """A marked folder beside `path` in which its new content is made; removed at the end.
 
     Raises:
         OSError: it cannot be made.
@@ -74,7 +74,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Undo what a process that was killed while it replaced the folder `path` had begun."""
+    """Restore the folder `path` if a process was killed while it replaced it."""
     place = free_name(path.with_name(f"{path.name}.partial"))
     if is_marked(place):
         _put_back(place, path)
@@ -87,7 +87,7 @@ def _put_back(place: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def file_atomically(path: Path) -> Iterator[Path]:
-    """A path with the name of `path` to write a file at, which takes the place of `path` at the end.
+    """A temporary path to write a file at, which replaces `path` at the end.
 
     Raises:
         OSError: the file cannot be written.
@@ -98,7 +98,7 @@ def file_atomically(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, or write it anew, a text in UTF-8."""
+    """Write or replace a file; a text is encoded as UTF-8."""
     with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_atomically(path) as new, new.open("wb") as file:
@@ -109,7 +109,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
-    """A folder to fill, which becomes `folder` at the end, in the place of an empty one or one that is `ours`.
+    """A temporary folder to fill, which becomes `folder` at the end; an empty folder, or one that is `ours`, is
+    replaced.
 
     On an exception nothing stays: neither it nor the parents that were made for it.
     """

@@ -1,4 +1,4 @@
-"""GPT samples: documents one after the other, cut in sequences; the target of a token is the next one.
+"""GPT samples: documents are concatenated and cut into sequences; the target of a token is the next one.
 
 T is the sequence length. A sample is `{"tokens": int32 [T], "targets": int32 [T]}`; a target of -1 is not counted. With
 positions it also has `"positions": int32 [T]`, every token's place in its document (`document_positions`), for a model
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, shuffled
 from megajax.data.split import held_out
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
@@ -30,7 +30,7 @@ def train_and_validation(
     overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the training and of the validation split, no document being in both."""
+    """Samples of the training and the validation split, which share no document."""
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
@@ -55,7 +55,7 @@ def train_and_validation(
 def split_documents(
     documents: TokenDocuments, *, validation_fraction: float, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the training and of the validation documents, ascending.
+    """Numbers of the training and the validation documents, ascending.
 
     In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
     all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
@@ -93,14 +93,11 @@ class TrainSamples:
         seed: int,
         with_positions: bool = False,
     ) -> None:
-        from grain import MapDataset
-
         num_tokens = int(np.diff(documents.document_offsets)[numbers].sum())
         self.sequence_length, self._with_positions = sequence_length, with_positions
         self.epoch_size = (num_tokens - 1) // sequence_length
         assert self.epoch_size > 0, "shorter than one sequence"
-        shuffle_seed = int(np.random.SeedSequence((_SAMPLE_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _SAMPLE_ORDER, seed)
         self._lock = threading.Lock()
 
         @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart
@@ -151,7 +148,7 @@ class EvaluationSamples:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted."""
+        """The number of predicted tokens."""
         return len(self._stream) - 1
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
@@ -190,7 +187,7 @@ def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArra
 
 
 class _TokenStream:
-    """Documents joined in a given order; only what is read is in memory."""
+    """Documents concatenated in a given order; only what is read is loaded."""
 
     def __init__(self, documents: TokenDocuments, order: npt.NDArray[np.int64]) -> None:
         self._documents = documents

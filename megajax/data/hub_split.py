@@ -32,7 +32,7 @@ class HubSplit:
 
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":
-        """What `FORM` says. A local folder of the name wins."""
+        """Parse a URL of the form `FORM`. A local folder takes precedence over a name on the hub."""
         found = _FORM.fullmatch(url)
         if not found:
             raise UserError(f"{flag} {url}; valid: {FORM}")
@@ -62,20 +62,20 @@ class HubSplit:
 
     @property
     def size(self) -> int:
-        """Bytes of the split's texts, or 0: the dataset does not say."""
+        """Bytes of the split's texts, or 0 if the dataset does not say."""
         splits = self._builder.info.splits or {}
         return int(splits[self.split].num_bytes or 0) if self.split in splits else 0
 
     @property
     def identity(self) -> list[str]:
-        """What changes when its files do: their addresses, on the hub with the commit, and what is known of each."""
+        """What identifies its files: their addresses, on the hub with the commit, and their metadata."""
         found = self._builder.config.data_files or {}
         files = found.get(self.split, [])
         known = getattr(files, "origin_metadata", [])
         return [*map(str, files), *(":".join(map(str, entry)) for entry in known)]
 
     def rows(self, key: str) -> Iterator[str]:
-        """The texts of all rows in order, read as they are asked for; empty where there is none."""
+        """The texts of all rows in order, streamed; empty where a row has none."""
         column = self.column or key
         try:
             with _quiet():

@@ -1,4 +1,4 @@
-"""Megatron-LM's tokenized datasets: PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) tells documents apart.
+"""Megatron-LM's tokenized datasets: PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) their documents.
 
 All little-endian. The index: 9 bytes magic, uint64 version, uint8 type of the tokens, uint64 S (number of sequences),
 uint64 D + 1 (D documents), int32 [S] lengths in tokens, int64 [S] byte offsets in the .bin, int64 [D + 1] the first
@@ -91,7 +91,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, *sequences: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Append one document: its ids [length] as one sequence, or those of each of its sentences."""
+        """Append one document: its ids [length] as one sequence, or one sequence for each sentence."""
         for sequence in sequences:
             ids = np.asarray(sequence, dtype=np.int64)
             assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
@@ -128,6 +128,14 @@ class IndexedWriter:
         self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
         for file in self._tokens_file, self._index_file:
             (self._place / file.name).replace(file)
+
+
+def open_dataset(prefix: Path, advice: str) -> IndexedDataset:
+    """A dataset; `advice` says what to do where it is damaged."""
+    try:
+        return IndexedDataset(prefix)
+    except UserError as error:
+        raise UserError(f"{error}; {advice}") from None
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:

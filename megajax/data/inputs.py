@@ -1,4 +1,4 @@
-"""What a text source may be, and the files that one names."""
+"""The kinds of text sources, and the files that a source names."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ Input = Path | RemoteFile | HubSplit  # one file, or what is read like one
 
 
 def check_input(path: str, flag: str) -> None:
-    """Check that one can say whether text is at a path; whether it is does not matter."""
+    """Check that a path or URL is well formed; nothing needs to be there."""
     if path in WORDS:
         return
     if scheme(path) == HUB:
@@ -70,7 +70,7 @@ def size_of(file: Input) -> int:
 
 
 def identity(file: Input) -> list[Any]:
-    """What changes when a file does, as JSON."""
+    """What identifies the content of a file, as JSON."""
     if isinstance(file, Path):
         return [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
     if isinstance(file, RemoteFile):
@@ -79,7 +79,7 @@ def identity(file: Input) -> list[Any]:
 
 
 def valid_paths(flag: str) -> str:
-    """What a flag of text takes, in words."""
+    """What a flag for texts accepts, in words."""
     prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
     files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
     elsewhere = "these at gs:// or s3://, hf://NAME"

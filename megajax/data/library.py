@@ -1,4 +1,4 @@
-"""Texts that every machine with Python has: the source files of its standard library, and the prose in them."""
+"""Texts on every machine with Python: the source files of its standard library, and the prose in them."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ def library_folder() -> Path:
 
 
 def prose(file: Path, source: bytes) -> list[str]:
-    """The documents of prose in a source file.
+    """The prose in a source file, as documents.
 
     One has the docstrings of the module, its classes and functions, in the order of the file, with blank lines between
     them; left out are paragraphs with interactive examples (`>>>`), and repetitions of a docstring. In the file of

@@ -1,4 +1,4 @@
-"""Batches from samples. Rows are numbered in the global batch; a process asks for those that its devices need.
+"""Batches of samples. Rows are numbered in the global batch; a process loads those that its devices need.
 
 A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T].
 """
@@ -20,7 +20,7 @@ _MAX_THREADS = 4
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """`growing_batches` that do not grow: the row at (step, row) is sample `step * global_batch + row`."""
+    """`growing_batches` of a constant size: the row at (step, row) is sample `step * global_batch + row`."""
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     sizes = BatchSizes.of(global_batch)
     return growing_batches(samples, sizes=sizes, rows_of=lambda _: rows, start_step=start_step, prefetch=prefetch)

@@ -49,7 +49,7 @@ def make_corpus(
     sentences: bool = False,
     kind: Kind = "bpe",
 ) -> Corpus:
-    """Make the corpus of a run, or find it made. One process calls this, then all may `open_corpus`.
+    """Make the corpus of a run, or open it if it exists. One process calls this, then all may call `open_corpus`.
 
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
     of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
@@ -110,7 +110,7 @@ def make_corpus(
 
 
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that is given or lies in the folder `own` already, None where there is neither."""
+    """The given tokenizer, or the one that is already in the folder `own`; None if there is neither."""
     there = load_fitting(own, vocab_size) if reading.names(own) else None
     given = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
@@ -121,7 +121,7 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
 
 
 def _tokenizer_beside(prefix: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that lies beside a dataset which was given tokenized, if one does."""
+    """The tokenizer beside a prepared dataset, if there is one."""
     places = (place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place))
     beside = next(places, None)
     return load_fitting(beside, vocab_size) if beside else None
@@ -152,7 +152,7 @@ def _tokenize(
 
 
 def _absolute(path: str) -> str:
-    """A path, whatever folder is the current one; words and URLs stay."""
+    """The absolute path; words and URLs stay as they are."""
     return path if path in ("", *WORDS) or scheme(path) else str(Path(path).resolve())
 
 

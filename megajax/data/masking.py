@@ -1,4 +1,4 @@
-"""Masking as BERT's and Megatron-LM's: whole words, one to three in a row, 15% of a sample's tokens.
+"""Masking as in BERT and Megatron-LM: runs of one to three whole words, 15% of a sample's tokens.
 
 N tokens of a sample, W words, V ids of the vocabulary.
 """
@@ -34,7 +34,7 @@ class WordPieces:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, name: str = "the tokenizer") -> "WordPieces":
-        """The pieces of a tokenizer; `name` stands for it in messages."""
+        """The pieces of a tokenizer, which error messages call `name`."""
         valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
             raise UserError(f"{name} is missing, and words are masked as a whole; {valid}")
@@ -85,7 +85,7 @@ def masked(
 def _words(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], continues_V: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """The first token of every word, [W], a special token being one.
+    """The first token of every word, [W]; a special token counts as a word.
 
     What goes on with a word after a special token, where its beginning was cut off, is a word.
     """
@@ -96,7 +96,7 @@ def _words(
 
 
 def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits: Bits) -> list[tuple[int, int, int]]:
-    """Runs of words that have no word in common.
+    """Choose disjoint runs of words.
 
     Their number of words is drawn first, then a place where so many words in a row are free; only where there is none
     are they fewer. The last run, which has more tokens than the budget still allows, is taken with the probability that
@@ -133,7 +133,7 @@ def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits
 
 
 def _place(taken: bytearray, count: int, bits: Bits) -> int:
-    """The first of so many free words in a row; below 0 if there is none."""
+    """The first word of a run of `count` free words; negative if there is none."""
     free = bytes(count)
     for _ in range(_TRIES):
         first = bits.below(len(taken))

@@ -1,4 +1,4 @@
-"""BERT's samples: two segments of neighbouring sentences, in order or swapped, whose words are partly masked.
+"""BERT's samples: two segments of neighbouring sentences, in order or swapped, with masked words.
 
 T is the sequence length, N the number of tokens of a sample. A sample is what `pairs_form` of `batch.py` says:
 `[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` of a document that has one sentence.
@@ -16,7 +16,7 @@ from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
 from megajax.data.masking import WordPieces, masked
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, shuffled
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
 
@@ -35,7 +35,7 @@ def train_and_validation(
     seed: int,
     vocabulary: WordPieces,
 ) -> tuple["TrainPairs", "EvaluationPairs"]:
-    """Samples of the training and of the validation split, no document being in both."""
+    """Samples of the training and the validation split, which share no document."""
     check_sentences(documents)
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     return (
@@ -45,7 +45,7 @@ def train_and_validation(
 
 
 def check_sentences(documents: SequenceDocuments) -> None:
-    """Check that documents are cut in sentences: that at least one has two."""
+    """Check that documents are cut in sentences: at least one must have two."""
     counts = count_sentences(documents)
     if counts.single == counts.documents:
         raise UserError(
@@ -73,8 +73,6 @@ class TrainPairs:
         seed: int,
         vocabulary: WordPieces,
     ) -> None:
-        from grain import MapDataset
-
         check_length(sequence_length)
         self.sequence_length, self._key = sequence_length, key_of(_TRAIN, seed)
         self._documents, self._vocabulary = documents, vocabulary
@@ -88,8 +86,7 @@ class TrainPairs:
         self._epoch_chunks = epoch_chunks
         self.epoch_size = len(epoch_chunks(0)[0])
         assert self.epoch_size > 0, "no tokens"
-        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
         with self._lock:  # so that only one thread builds an epoch
@@ -145,7 +142,7 @@ def check_length(sequence_length: int) -> None:
 
 
 def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int) -> npt.NDArray[np.int64]:
-    """Tokens that the chunks which begin with these sentences aim at."""
+    """The target lengths, in tokens, of the chunks that begin with these sentences."""
     bits = hashed(firsts.astype(np.uint64) + key)
     longest = sequence_length - _SPECIAL
     short = _SHORTEST + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(longest - _SHORTEST + 1)
@@ -199,7 +196,7 @@ def _filled(array_N: npt.NDArray[np.int32], length: int, padding: int) -> npt.ND
 
 
 def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
-    """Tokens to cut off two segments, one after the other from the one that is longer then, until both fit."""
+    """How many tokens to cut off each of two segments, always from the longer one, until both fit."""
     surplus = max(0, length_a + length_b - target)
     of_longer = min(surplus, abs(length_a - length_b))
     both = surplus - of_longer
@@ -208,7 +205,7 @@ def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
 
 
 def _cut(length: int, surplus: int, bits: Bits) -> slice:
-    """What stays of a segment, each token of the surplus having gone from its front or its back at random."""
+    """The remaining slice of a segment; each surplus token is cut from the front or the back at random."""
     surplus = max(0, surplus)
     front = int((bits.raw(surplus) >> np.uint64(63)).sum()) if surplus else 0
     return slice(front, length - surplus + front)

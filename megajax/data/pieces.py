@@ -1,4 +1,4 @@
-"""A stream of text as documents: separated by a mark, or cut in pieces where a paragraph, a line or a word ends."""
+"""Documents of a stream of text: split at a separator, or cut where a paragraph, a line or a word ends."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 
 
 def separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
-    """The documents of a text, between which the separator stands.
+    """The documents between separators.
 
     Raises:
         TooLong: one is longer than a document may be.
@@ -28,7 +28,7 @@ def separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
 
 
 def joined(blocks: Iterable[str]) -> str:
-    """One document of several blocks.
+    """One document from several blocks.
 
     Raises:
         TooLong: it is longer than a document may be.
@@ -41,7 +41,7 @@ def joined(blocks: Iterable[str]) -> str:
 
 
 def check_length(parts: Sequence[str]) -> None:
-    """Check that the pieces of a document are together no longer than it may be.
+    """Check that the blocks of a document are together not too long.
 
     Raises:
         TooLong: they are.

@@ -1,4 +1,4 @@
-"""Datasets that were given tokenized, as PREFIX.bin and PREFIX.idx: Megatron-LM's, or those of `megajax prepare`.
+"""Prepared datasets, PREFIX.bin and PREFIX.idx: Megatron-LM's, or those of `megajax prepare`.
 
 The latter have a report beside them, PREFIX.report.json, with digests of their files.
 """
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megajax import reading
 from megajax.data.digests import block_digests, root
-from megajax.data.indexed import IndexedDataset, dataset_files
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer
 from megajax.errors import UserError
 from megajax.paths import scheme
@@ -39,7 +39,7 @@ def tokenizer_folder(prefix: str | Path) -> Path:
 
 
 def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, flag: str) -> None:
-    """Check that documents are cut in sentences, so that at least one has several sequences, or that none is."""
+    """Check whether documents are cut in sentences, which at least one document of several sequences shows."""
     cut = bool((np.diff(tokens.document_index) > 1).any())
     if sentences and not cut:
         raise UserError(
@@ -53,16 +53,8 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
         )
 
 
-def prepared_tokens(prefix: Path, vocab_size: int, *, sentences: bool = False, flag: str = "--data") -> IndexedDataset:
-    """The tokens of a dataset, as they are to be evaluated."""
-    tokens, _ = open_prepared(prefix)
-    check_sequences(tokens, prefix, sentences=sentences, flag=flag)
-    tokens.check_vocabulary(vocab_size)
-    return tokens
-
-
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
-    """A dataset, compared with the digests that `megajax prepare` left beside it, and those of its blocks, [B, 16].
+    """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16].
 
     None in their place where nothing was left: the dataset is Megatron-LM's own.
     """
@@ -77,10 +69,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     check_index(index_file, expected, advice)
     if reading.is_folder(tokenizer_folder(prefix)):
         check_tokenizer(tokenizer_folder(prefix), expected, advice)
-    try:
-        tokens = IndexedDataset(prefix)
-    except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+    tokens = open_dataset(prefix, advice)
     blocks = block_digests(tokens.tokens)
     if root(blocks) != expected.get(TOKENS):
         raise UserError(f"{tokens_file}: not what was written; {advice}")
@@ -88,7 +77,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
 
 
 def _digests(prefix: Path) -> dict[str, str]:
-    """The digests that `megajax prepare` left in PREFIX.report.json; none where it is of something else."""
+    """The digests in the PREFIX.report.json of `megajax prepare`; empty if there is no such report."""
     file = Path(f"{prefix}.report.json")
     if not reading.kind(file):
         return {}

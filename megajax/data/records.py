@@ -29,7 +29,7 @@ _ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once m
 
 
 class Record(NamedTuple):
-    """One document as it was read.
+    """One document as read, before its text is extracted.
 
     Attributes:
         file: index in `TextFiles.files`.
@@ -218,13 +218,14 @@ def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[t
 
 
 def _largest_part(metadata: Any) -> int:
-    """Bytes of the largest row group of a Parquet file, not compressed; asked for a column's, Arrow may end the process
-    where the file is damaged."""
+    """Uncompressed bytes of the largest row group of a Parquet file. (Asked for those of a column, Arrow may crash on
+    damaged files.)
+    """
     return max(1, *(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)), 1)
 
 
 def _decoded(content: IO[bytes], file: Input, flag: str) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks, without a byte order mark; for other files an error with the offset."""
+    """The text of a UTF-8 file in blocks, without a byte order mark; an error names the offset of a bad byte."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
     while True:

@@ -1,4 +1,4 @@
-"""What the folder of a run's corpus says of itself: where the corpus came from, and the digests of its files.
+"""The report of a run's corpus: where the corpus came from, and the digests of its files.
 
 Digests are also in the report that `megajax prepare` leaves beside a dataset.
 """
@@ -71,7 +71,7 @@ def _is_valid(value: Any, kind: Any) -> bool:
 
 
 def are_digests(value: Any) -> bool:
-    """Whether a value may be the digests of a report."""
+    """Whether a value has the form of the digests of a report."""
     known = {TOKENS, _INDEX, *(_TOKENIZER + name for name in TOKENIZER_FILES)}
     return isinstance(value, dict) and value.keys() <= known and all(isinstance(each, str) for each in value.values())
 

@@ -1,7 +1,7 @@
-"""What samples are: to train on without end, or to evaluate on."""
+"""Interfaces of samples to train on, without end, and to evaluate on; and the random order of training."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,3 +41,11 @@ class EpochSamples(EndlessSamples, Protocol):
 
     sequence_length: int  # T
     epoch_size: int  # samples per epoch
+
+
+def shuffled(size: int, *key: int) -> Any:
+    """The numbers below `size` without end, in a new random order every epoch (Grain's index shuffle)."""
+    from grain import MapDataset
+
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    return MapDataset.range(size).shuffle(seed=seed).repeat()

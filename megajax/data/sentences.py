@@ -20,7 +20,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _unwrapped(block: str) -> Iterator[str]:
-    """The lines of a text without blank lines, those joined that were wrapped."""
+    """The lines of a text without blank lines; wrapped lines are joined."""
     lines = [stripped for line in block.splitlines() if (stripped := line.strip())]
     width = max(map(len, lines), default=0)
     begun: list[str] = []
@@ -33,7 +33,7 @@ def _unwrapped(block: str) -> Iterator[str]:
 
 
 def _of_line(line: str) -> Iterator[str]:
-    """The sentences of a line, looked at in windows, each from the end of the last whole sentence of the one before."""
+    """The sentences of a line, found in windows; each begins after the last complete one of the window before."""
     import sentencex
 
     start = 0

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 
 def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
-    """The first groups of an order that have about a share of all sizes; not all groups, and at least one.
+    """The first groups in an order that have about a share of the total size; at least one group, and not all.
 
     A group larger than that share is not held out; if all are, it is the smallest.
     """

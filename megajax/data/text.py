@@ -11,7 +11,7 @@ from megajax.errors import UserError
 
 @dataclass
 class TextReport:
-    """What one pass over a text source read."""
+    """Counts of one pass over a text source."""
 
     files: int = 0  # how many files were read
     documents: int = 0  # how many documents were in them
@@ -20,7 +20,7 @@ class TextReport:
 
 
 class TextDocuments:
-    """The documents of a text source, as `TextFiles` finds them; every iteration reads it once more, from its start.
+    """The documents of a text source, as `TextFiles` finds them; every iteration reads it again from the start.
 
     Files of a folder that are not UTF-8 are skipped and counted in `report.skipped_files`. A broken line of JSONL is an
     error. Documents of white space only are left out.
@@ -65,7 +65,7 @@ class TextDocuments:
 
 
 def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Documents in lists of at least so many characters each; the last list may have fewer."""
+    """Documents in batches of at least this many characters; the last batch may have fewer."""
     part: list[str] = []
     size = 0
     for text in documents:

@@ -1,4 +1,4 @@
-"""Documents of token ids, back to back in one array: what every data set is made of."""
+"""Documents of token ids, back to back in one array, the basis of every dataset."""
 
 from collections.abc import Iterable, Sequence
 

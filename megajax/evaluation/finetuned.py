@@ -1,4 +1,4 @@
-"""A task's figures from models that were fine-tuned on it, on any mesh; several models are an ensemble."""
+"""A task's figures from models that were fine-tuned on it, on any mesh. Several models form an ensemble."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ Logits = npt.NDArray[np.float32]
 def evaluate_task(
     name: str, run_dirs: Sequence[Path], *, step: str, data: Sequence[str], overrides: dict[str, Any], predictions: str
 ) -> dict[str, Any]:
-    """A task's figures on some files, of one run that was fine-tuned on it, or of several as an ensemble.
+    """A task's figures on some files, from one run that was fine-tuned on it, or from an ensemble of several.
 
     `data` are the files; none: the first run's own dev files. With `predictions`, the file that all answers are written
     to, records need no labels.
@@ -81,7 +81,7 @@ def evaluate_task(
 
 
 def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
-    """Raises `UserError` where what a task of texts has no answers for is asked for."""
+    """Check that a task without answers is asked for neither an ensemble nor predictions."""
     if len(run_dirs) > 1:
         raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
     if predictions:
@@ -89,7 +89,7 @@ def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
-    """Check that runs have the same windows, whose answers are put together."""
+    """Check that the runs of an ensemble cut contexts into the same windows."""
     inputs = [
         (tokenizer, config.model.sequence_length, config.task.doc_stride, config.task.question_tokens)
         for tokenizer, config in zip(tokenizers, configs, strict=True)
@@ -135,8 +135,8 @@ def dev_figures(
 def text_figures(
     program: Program, params: Any, samples: TaskSamples, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The figures of texts, over all tokens that count: the mean loss in nats, the perplexity, and in percent how many
-    of them are the most probable ones; how many there are, and of how many records.
+    """The figures of texts over all counted tokens: mean loss in nats, perplexity, accuracy in percent, and the numbers
+    of tokens and records.
     """
     (found,) = perplexities(program, params, samples, between=between).values()
     figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}

@@ -57,11 +57,11 @@ class MegajaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without one: the tokenizer's begin, or without it the end of text."""
+        """The context of a text that has none: the tokenizer's begin token, or else the end of text."""
         return self._text.begin[-1] if self._text.begin else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, after the tokenizer's begin unless the text has that written out or it is not wanted."""
+        """Ids of a text, after the tokenizer's begin token unless the text spells it out or it is not wanted."""
         ids = self._text.encode(string)
         return ids if add_special_tokens is False else self._text.with_begin(ids)
 
@@ -73,7 +73,7 @@ class MegajaxLM(TemplateLM):
         return [(score.log_probability, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of texts, each after the context of a text without one."""
+        """Log-probabilities of texts without a context."""
         texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
         scores = score_continuations(self._trained.program, self._trained.params, [(ids, 1) for ids in texts])
         return [score.log_probability for score in scores]

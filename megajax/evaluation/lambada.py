@@ -1,4 +1,4 @@
-"""LAMBADA: the last word of a passage from the text before it, each subword given those before (paper §5.3)."""
+"""LAMBADA: predict the last word of a passage, each subword from the text before it (paper §5.3)."""
 
 import math
 from collections.abc import Sequence

@@ -53,8 +53,9 @@ def evaluate_perplexity(
 def perplexity_figures(
     program: Program, params: Any, samples: CorpusSamples, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The figures of `evaluate_perplexity` of any weights on some samples; `tokenizer` is that of their text, None
-    where that was given tokenized."""
+    """The figures of `evaluate_perplexity` for any weights and samples; `tokenizer` is None where the text was given
+    tokenized.
+    """
     losses = perplexities(program, params, samples)
     if not FAMILIES[program.config.model.family].continues_text:
         return {"loss": total_loss(losses)} | _figures(losses)
@@ -113,7 +114,7 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
 
 
 def _figures(losses: Mapping[str, Perplexity]) -> dict[str, Any]:
-    """Of every loss by name."""
+    """The figures of every loss, by name."""
     figures: dict[str, Any] = {}
     for name, found in losses.items():
         figures |= {f"{name}_loss": found.loss, f"{name}_perplexity": found.perplexity}

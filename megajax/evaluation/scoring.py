@@ -1,4 +1,4 @@
-"""The loss of every target of some samples, on which all evaluations are built.
+"""The loss of every target of some samples; all evaluations are built on it.
 
 Figures agree on every mesh and for every size of batch up to the rounding of each token's loss: devices compute the
 losses of tokens, and the host sums them in float64. Every process calls these functions and gets the same result.
@@ -26,7 +26,7 @@ _AHEAD = 1  # batches that the devices compute while the host reads another
 
 @dataclass(frozen=True)
 class SampleScores:
-    """The counted targets that one loss has in one sample, in order."""
+    """The counted targets of one loss in one sample, in order."""
 
     loss: npt.NDArray[np.float64]  # cross-entropy of each, in nats, float64 [targets]
     hit: npt.NDArray[np.bool_]  # whether each is the most probable one, [targets]
@@ -62,7 +62,7 @@ def answer_samples(
 def _rows(
     program: Program, function: Callable, params: Any, samples: Samples, between: Callable[[], None], limit: int = 0
 ) -> Iterator[Any]:
-    """What a function of weights and a batch makes of every sample, in order, in the host's memory."""
+    """The results of a function of weights and a batch for every sample, in order, in host memory."""
     rows, size = program.local_rows, program.config.train.global_batch
     left, running = len(samples), deque[Any]()
 

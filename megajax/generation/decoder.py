@@ -1,5 +1,4 @@
-"""Generation with a cache on a mesh without a pipe: whole prompts are read at once, then one token of every row at a
-time.
+"""Generation with a KV cache on a mesh without a pipe: prefill of whole prompts, then one token of every row at a time.
 
 Two compiled programs for each shape of a batch: one reads the prompts and chooses the first tokens, one chooses up to
 `TOKENS_AT_ONCE` more without the host in between. Rows are sharded over the axes of rows; heads of the caches, and the
@@ -87,7 +86,7 @@ class Decoder:
         self.compile_seconds = 0.0
 
     def renew(self, params: Tree) -> None:
-        """Go on with other weights of the program."""
+        """Continue with other weights of the same program."""
         self._weights = self._unstack(params)
 
     def _unstacked(self, params: Tree) -> Tree:
@@ -125,7 +124,7 @@ class Decoder:
                     break
 
     def _inputs(self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int) -> State:
-        """A batch's prompts in arrays over the mesh; the rows without a prompt stop at once."""
+        """A batch's prompts as sharded arrays; rows without a prompt are stopped from the start."""
         width = SHORTEST
         while width < max(map(len, prompts)):
             width *= 2
@@ -203,7 +202,7 @@ class Decoder:
         return state, gather_shards(tokens_BN, 0, ROW_AXES, invariant=True)
 
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
-        """Put the last tokens of all rows through the layers, [B, 1, D]."""
+        """Run the last tokens of all rows through the layers, [B, 1, D]."""
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
         tokens = {"tokens": state["token"][:, None], "positions": position_B[:, None]}

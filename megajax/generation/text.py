@@ -35,7 +35,7 @@ def read_prompts(given: list[str], file: str) -> list[str]:
 
 
 class TextStream:
-    """The text of ids that come some at a time, never with a part of a character."""
+    """The text of ids that arrive in pieces, without incomplete characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TextStream:
         self._shown = 0  # characters of their text that were returned
 
     def add(self, ids: list[int]) -> str:
-        """The text that is complete with `ids`; bytes of a character that is not complete wait for the next ones."""
+        """The new text that `ids` complete; the bytes of an incomplete character wait for the next ids."""
         self._ids += ids
         text = self._text()
         complete = text.rstrip(UNDECODED)
@@ -69,7 +69,7 @@ def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -
 
 
 class Screen:
-    """Several texts that grow at once, printed one after the other: the first unfinished one appears as it grows."""
+    """Prints several texts that grow at once, one after the other; the first unfinished one appears as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
         self._waiting = list(starts)

@@ -27,7 +27,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` that keeps its state where the step is not `taken`.
+    """`optax.scale_by_adam`, whose state stays the same where the step is not `taken`.
 
     New weights are computed from the new moments, which the barrier has XLA finish first: nothing else reads the old
     ones, so that they are overwritten in place. XLA would copy all of them otherwise.
@@ -50,7 +50,7 @@ def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtra
 def update(
     optimizer: optax.GradientTransformationExtraArgs, grads: Tree, state: Tree, params: Tree, taken: Array | bool
 ) -> tuple[Tree, Tree]:
-    """One step: new parameters and optimizer state; those there are, bit for bit, where the step is not `taken`."""
+    """One step: new parameters and optimizer state; bit for bit the old ones where the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
         updates, (adam, *others) = optimizer.update(grads, state, params, taken=taken)
     new = optax.apply_updates(params, updates), tuple(others)
@@ -68,7 +68,7 @@ def decay_mask(params: Tree) -> Tree:
 
 
 def parameter_groups(params: Tree) -> tuple[int, int]:
-    """Numbers of the parameters that decay and of those that do not."""
+    """How many parameters decay, and how many do not."""
     sizes = jax.tree.map(lambda decays, leaf: (leaf.size, 0) if decays else (0, leaf.size), decay_mask(params), params)
     pairs = jax.tree.leaves(sizes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     return sum(decayed for decayed, _ in pairs), sum(other for _, other in pairs)

@@ -1,4 +1,4 @@
-"""Values of the optimizer that do not go together."""
+"""Checks of optimizer options that depend on each other."""
 
 from megajax.errors import UserError
 from megajax.optim.config import OptimizerConfig
@@ -6,9 +6,7 @@ from megajax.options import MOST
 
 
 def check_cooldown(optimizer: OptimizerConfig) -> None:
-    """Check that `wsd`, and no other schedule, has a decay of its own, which fits between warm-up and the decay's end
-    where that is known.
-    """
+    """Check that `wsd`, and no other schedule, has cooldown steps, which fit between warm-up and decay."""
     given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
     if optimizer.schedule != "wsd":
         if optimizer.cooldown_steps:

@@ -35,7 +35,9 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
 
 
 def _left(progress: Array, shape: str) -> Array:
-    """What is left between floor and peak after a share `progress` of the decay: 1 at its beginning, 0 at its end."""
+    """The remaining share of the way from peak to floor after a share `progress` of the decay: 1 at first, 0 at the
+    end.
+    """
     match shape:
         case "linear":
             return 1.0 - progress

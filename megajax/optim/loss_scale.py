@@ -46,10 +46,10 @@ class LossScale:
         )
 
     def stored(self, config: LossScaleConfig | None) -> "LossScale":
-        """As a checkpoint has it."""
+        """The form that is stored in a checkpoint."""
         return self if config else LossScale(jnp.zeros_like(self.scale), self.good_steps)
 
     def resumed(self, config: LossScaleConfig | None) -> "LossScale":
-        """The scale to go on with from a checkpoint of any precision."""
+        """The scale to resume with from a checkpoint of any precision."""
         fresh = LossScale.start(config)
         return jax.tree.map(lambda old, new: jnp.where(self.scale > 0, old, new), self, fresh) if config else fresh

@@ -1,4 +1,4 @@
-"""Which pipelines there are, and whose tables are not too large to make. No JAX here."""
+"""Check that a pipeline is valid and its table not too large. No JAX here."""
 
 from megajax.errors import UserError
 from megajax.pipeline.config import PipelineConfig
@@ -11,15 +11,15 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
     """Check a schedule's chunks against the stages, and against the layers where there is a model."""
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
+    if num_layers is not None and pipe > num_layers:
+        raise UserError(
+            f"--mesh.pipe {pipe} with --model.num-layers {num_layers}, which leaves a stage without a layer; "
+            f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
+        )
     if not SCHEDULES[pipeline.schedule].chunked:
         if chunks != 1:
             valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
             raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
-        if num_layers is not None and pipe > num_layers:
-            raise UserError(
-                f"--mesh.pipe {pipe} with --model.num-layers {num_layers}, which leaves a stage without a layer; "
-                f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
-            )
         return
     if pipe == 1:
         raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")

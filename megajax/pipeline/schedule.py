@@ -1,10 +1,10 @@
 """Pipeline schedules as data: what every stage runs forward and backward in every tick. No JAX here.
 
-A tick is at most one forward and one backward per stage, forward first, then a hand-over to the neighbours; what is
-sent in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so that a microbatch
-goes round the pipe as often: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
+A tick is at most one forward and one backward per stage, forward first, then transfers to the neighbours; what is sent
+in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so that a microbatch
+traverses the pipe as many times: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
 
-A new schedule is one more function `(stages, microbatches, chunks) -> Ticks` with its name above it. From the ticks
+A new schedule is one more function `(stages, microbatches, chunks) -> Ticks`, decorated with its name. From the ticks
 alone `arrange` makes the table that the executor runs, buffers included, and `check` runs it with symbols in place of
 arrays.
 """
@@ -40,7 +40,7 @@ SCHEDULES: dict[str, ScheduleKind] = {}
 
 
 def named(name: str, *, chunked: bool = False) -> Callable:
-    """Enter a function into the schedules that flags, commands and tests know."""
+    """Register a schedule for flags, commands and tests."""
 
     def enter(function: Callable[[int, int, int], Ticks]) -> Callable[[int, int, int], Ticks]:
         SCHEDULES[name] = ScheduleKind(function, chunked)
@@ -50,7 +50,7 @@ def named(name: str, *, chunked: bool = False) -> Callable:
 
 
 def schedule_names(*, chunked: bool) -> list[str]:
-    """The names of the schedules that take several chunks, or of those that take one."""
+    """The names of the schedules that take several chunks, or only one."""
     return sorted(name for name, kind in SCHEDULES.items() if kind.chunked == chunked)
 
 
@@ -59,10 +59,10 @@ def schedule_names(*, chunked: bool) -> list[str]:
 def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     """Eager 1F1B: as soon as the first microbatch is through, every tick is one forward and one backward.
 
-    One chunk: `m + 2(p-1)` ticks, at most `2(p-1-s) + 1` microbatches in flight at stage s, whatever their number. More
+    One chunk: `m + 2(p-1)` ticks, at most `2(p-1-s) + 1` microbatches in flight at stage s, whatever m is. More
     chunks: the interleaved order of Megatron-LM (arXiv 2104.04473, §2.2), groups of p microbatches going through chunk
-    after chunk. Where p does not divide m, the groups are stretched to near-equal sizes of p or more; the time stays
-    minimal, and what waits longer at the first stage for the next chunk needs a deeper inbox.
+    after chunk. If p does not divide m, the groups are stretched to near-equal sizes of p or more; the time stays
+    minimal, and the first stage needs a deeper inbox because inputs wait longer for the next chunk.
     """
     microbatch, chunk, stage = np.ogrid[:num_microbatches, :num_chunks, :num_stages]
     num_groups = max(1, num_microbatches // num_stages)
@@ -82,7 +82,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
     """GPipe: all forwards, then all backwards, last microbatch first; all microbatches are in flight at once.
 
-    On one stage there is nothing to fill, so the microbatches run one by one and none is kept.
+    On one stage there is no bubble, so the microbatches run one by one without buffers.
     """
     if num_stages == 1:
         return one_forward_one_backward(num_stages, num_microbatches, num_chunks)
@@ -94,8 +94,8 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
 ) -> Schedule:
-    """The schedule called `name`, checked; with weight gradients that wait for idle time if it is said how. On one
-    stage, which is never idle, they do not.
+    """The schedule called `name`, checked; `deferring` says how weight gradients are deferred, if there are several
+    stages: a single one is never idle.
 
     Raises:
         ValueError: unknown name, no stage or no microbatch, or a number of chunks that the schedule does not take.
@@ -114,12 +114,12 @@ def make_schedule(
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Forward passes alone, for evaluation, checked."""
+    """A checked schedule of forward passes only, for evaluation."""
     return arrange(Ticks(one_forward_one_backward(num_stages, num_microbatches, num_chunks).forward))
 
 
 def arrange(ticks: Ticks) -> Schedule:
-    """The table of `ticks`, checked, every buffer as small as it can be."""
+    """The checked table of `ticks`, with buffers as small as possible."""
     num_microbatches, num_chunks, num_stages = ticks.forward.shape
     assert ticks.backward is None or (ticks.forward <= ticks.backward).all(), "a backward before its forward"
     fused = num_stages == 1 and ticks.backward is not None and bool((ticks.forward == ticks.backward).all())
@@ -162,7 +162,7 @@ def arrange(ticks: Ticks) -> Schedule:
 
 
 def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
-    """A sound `schedule` with its weight gradients placed apart, checked."""
+    """A valid `schedule` with deferred weight gradients, checked."""
     active = schedule.forward.active, schedule.backward.active
     early, late = place(*active, deferring, ring=schedule.num_chunks > 1)
     backward = schedule.backward
@@ -177,7 +177,8 @@ def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
 
 
 def _slots(first: np.ndarray, last: np.ndarray, stage: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
-    """A buffer slot for everything that is kept on its stage from tick `first` to tick `last`, both included."""
+    """Assign a buffer slot to everything that its stage holds from tick `first` to tick `last`, both inclusive; also
+    returns the number of slots."""
     slots = np.full(first.shape, IDLE)
     used = 0
     for s in range(int(stage.max()) + 1):

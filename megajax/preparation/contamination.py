@@ -1,4 +1,4 @@
-"""Parts of test sets in a corpus, found by word 8-grams (paper §5.2).
+"""Overlap of a corpus with test sets, by word 8-grams (paper §5.2).
 
 A gram is eight words in a row of a test document, in lower case, without punctuation and with letters of one form
 (NFKC). In scripts without spaces every character counts as a word. G different grams.
@@ -69,7 +69,7 @@ class TestSets:
         return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members, too_short)
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
-        """Numbers of the grams that are in a text, int64, ascending, each once."""
+        """Numbers of the grams that a text contains, int64, ascending, each once."""
         if not len(self._hashes):
             return np.empty(0, np.int64)
         words = np.array([self._ids.get(word, -1) for word in _words(text)], np.int32)

@@ -81,7 +81,7 @@ def index_bytes(options: PrepareOptions) -> int:
 
 
 def drop_exact(corpus: Shards) -> Copies:
-    """Drop documents whose text is that of an earlier one; the documents dropped."""
+    """Drop documents whose text equals that of an earlier one; returns them."""
     documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
         begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
@@ -95,7 +95,7 @@ def drop_exact(corpus: Shards) -> Copies:
 
 
 def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
-    """Drop documents that are similar to an earlier one that is kept.
+    """Drop documents that are similar to an earlier document that stays; returns them.
 
     Two documents are similar if the Jaccard similarity of their 5-grams is above `threshold`.
     """
@@ -176,7 +176,7 @@ def _write_candidates(corpus: Shards, num_bands: int) -> None:
 
 
 def _compact(work: WorkFolder, part: int) -> int:
-    """Drop repeated pairs from a file; its size in bytes, or half of `_PAIRS_BYTES` if that is more."""
+    """Drop repeated pairs from a file. Returns its size in bytes, but at least half of `_PAIRS_BYTES`."""
     file = _candidates_file(work, part)
     pairs = np.unique(np.fromfile(file, np.int64))
     with work.writing(file) as handle:

@@ -1,4 +1,4 @@
-"""Signatures that near-duplicates share: MinHash of character 5-gram sets, cut in bands (locality-sensitive hashing).
+"""Locality-sensitive hashing of near-duplicates: banded MinHash signatures of sets of character 5-grams.
 
 N documents, C characters in all of them. Two documents are candidates if all hashes of at least one band agree: with r
 hashes in each of b bands, and a Jaccard similarity of J, that happens with probability 1 - (1 - J^r)^b.
@@ -22,7 +22,7 @@ def gram_set(text: str) -> set[str]:
 
 
 def jaccard(one: set[str], other: set[str]) -> float:
-    """The Jaccard similarity of two sets: the grams in both by those in either, 0 to 1."""
+    """The Jaccard similarity of two sets, 0 to 1."""
     common = len(one & other)
     return common / (len(one) + len(other) - common)
 

@@ -1,4 +1,4 @@
-"""What `megajax prepare` can be asked for. Every field is a flag."""
+"""The options of `megajax prepare`. Every field is a flag."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What a preparation writes: PREFIX.bin, PREFIX.idx, PREFIX.tokenizer, PREFIX.report.json, and meanwhile PREFIX.work.
+"""The outputs of a preparation: PREFIX.bin, PREFIX.idx, PREFIX.tokenizer, PREFIX.report.json; PREFIX.work meanwhile.
 
 Whatever else has one of these names stays, and so does the input.
 """
@@ -31,7 +31,7 @@ def work_folder(output: str) -> WorkFolder:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a file of a preparation, None where it cannot be read."""
+    """The content of a JSON file of a preparation; None if it cannot be read."""
     try:
         return reading.parse_json(reading.read_bytes(file, _LARGEST).decode())
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ _LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
 
 
 def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
-    """Check that nothing that is read is written or removed, by whatever name, and nothing written is read."""
+    """Check that inputs and outputs are disjoint, by whatever names."""
     resolved = functools.cache(Path.resolve)
     outputs = [*_results(output), work_folder(output).folder]
     for folder in folders:
@@ -72,7 +72,7 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 
 
 def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a preparation that is done."""
+    """The report of a finished preparation with this plan; None if there is none."""
     there, found = _there(work.output), _report(work.output)
     if not there or _is_writing(work):
         return None
@@ -87,14 +87,14 @@ def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_own(work: WorkFolder, overwrite: bool) -> None:
-    """Check that the work folder is one, and with `overwrite` that what PREFIX names may be replaced."""
+    """Check that the work folder is ours, and with `overwrite` that existing outputs may be replaced."""
     _check_work_folder(work)
     if overwrite and not _is_writing(work):
         _refuse(work, _foreign(work.output))
 
 
 def allow_writing(work: WorkFolder) -> None:
-    """Note in the work folder that what PREFIX names was looked at and may from now on be replaced."""
+    """Note in the work folder that existing outputs were checked and may be replaced from now on."""
     with work.writing(work / _WRITING):
         pass
 
@@ -103,7 +103,7 @@ KEPT_FILES = ("lock", _WRITING)  # of a work folder that is used again for anoth
 
 
 def begin_writing(work: WorkFolder) -> None:
-    """Make way for the results: an older report goes, and what PREFIX names may from now on be replaced."""
+    """Make way for the outputs: remove an older report, and allow replacing existing outputs."""
     _refuse(work, [path for path in _there(work.output) if not _is_writing(work) or not _is_possible(path)])
     allow_writing(work)
     report_file(work.output).unlink(missing_ok=True)
@@ -125,12 +125,12 @@ def _results(output: str) -> list[Path]:
 
 
 def _there(output: str) -> list[Path]:
-    """What PREFIX names, as far as it is there."""
+    """The outputs that exist."""
     return [path for path in _results(output) if os.path.lexists(path)]
 
 
 def _foreign(output: str) -> list[Path]:
-    """What PREFIX names that is not what the report there was written for; all of it where there is no report."""
+    """The existing outputs that do not fit the report beside them; all of them if there is no report."""
     there, found = _there(output), _report(output)
     if found is None:
         return there
@@ -148,14 +148,14 @@ def _foreign(output: str) -> list[Path]:
 
 
 def _is_possible(path: Path) -> bool:
-    """Whether what is there is of the kind that a preparation writes: no link, no other folder."""
+    """Whether a path holds the kind of file or folder that a preparation writes, and no link."""
     if path.is_symlink():
         return False
     return has_only_tokenizer_files(path) if path.suffix == ".tokenizer" else path.is_file()
 
 
 def _report(output: str) -> dict[str, Any] | None:
-    """What a preparation wrote last, None where there is none."""
+    """The report, which a preparation writes last; None if there is none."""
     found = read_json(report_file(output))
     return found if isinstance(found, dict) and isinstance(found.get("plan"), dict) else None
 
@@ -173,11 +173,11 @@ def _check_work_folder(work: WorkFolder) -> None:
 
 
 def _place(path: Path) -> Path:
-    """Where a path itself lies, be it a link or not."""
+    """The location of a path itself, even if it is a link."""
     return path.parent.resolve() / path.name
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """What is the same for all names of a file."""
+    """The device and inode, which all names of a file share."""
     there = path.stat()
     return there.st_dev, there.st_ino

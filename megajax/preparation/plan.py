@@ -1,4 +1,4 @@
-"""What a preparation does, and which preparation a work folder belongs to."""
+"""The plan of a preparation, which its work folder belongs to."""
 
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ class Task:
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """What the result depends on, as JSON; an interrupted preparation goes on only with the same plan."""
+    """Everything that the result depends on, as JSON; an interrupted preparation resumes only with the same plan."""
     given = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
     tokenizer = given
@@ -64,7 +64,7 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 
 def _check_pieces(tokenizer: str) -> None:
-    """Check that a tokenizer, `--tokenizer`, has the pieces of words that BERT masks."""
+    """Check that the tokenizer splits words into pieces, which BERT masks."""
     if tokenizer == "bpe":
         raise UserError(
             "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
@@ -76,7 +76,7 @@ def _check_pieces(tokenizer: str) -> None:
 
 @contextlib.contextmanager
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
-    """Lock the work folder for this process in a `with` block, made if missing.
+    """Create the work folder if needed, and lock it for this process in a `with` block.
 
     With `overwrite` the preparation begins anew; an older dataset stays until it is replaced. Yields whether an
     interrupted preparation goes on.
@@ -110,7 +110,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder; if this is interrupted, no part of the folder is used later."""
+    """Remove a work folder. If this is interrupted, nothing of the folder is used later."""
     discarded = temporary.free_name(folder.with_name(f"{folder.name}.discarded"))
     with contextlib.suppress(OSError):
         if discarded.exists():

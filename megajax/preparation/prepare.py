@@ -1,4 +1,4 @@
-"""From raw text to a tokenized dataset, stage by stage; an interrupted stage goes on where it was."""
+"""From raw text to a tokenized dataset in stages; an interrupted stage resumes."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.progress import Clock, Show
+from megajax.preparation.progress import Show, measuring
 from megajax.preparation.report import printable, report, throughput
 from megajax.preparation.shards import KEPT, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean_shard
@@ -67,25 +67,25 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
 
 
 def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
-    """Run all stages; the report without its plan."""
-    options, clock = task.options, Clock()
+    """Run all stages; returns the report without its plan."""
+    options, seconds = task.options, dict[str, float]()
     with Workers(workers) as pool:
-        with clock.measuring("cleaning"):
+        with measuring(seconds, "cleaning"):
             num_shards = _clean(task, files, work, pool, show)
-        with clock.measuring("tokenizer"):
+        with measuring(seconds, "tokenizer"):
             tokenizer = _tokenizer(task, work, num_shards, show)
             test_sets = _test_sets(task, work)
-        with clock.measuring("analysis"):
+        with measuring(seconds, "analysis"):
             _analyse(task, work, num_shards, pool, show)
         corpus = Shards(work, num_shards)
         exact = near = Copies.none()
-        with clock.measuring("duplicates"):
+        with measuring(seconds, "duplicates"):
             show.begin("looking for duplicates")
             if options.duplicates != "keep":
                 exact = duplicates.drop_exact(corpus)
             if options.duplicates == "near":
                 near = duplicates.drop_near(corpus, options.jaccard, pool)
-    with clock.measuring("writing"):
+    with measuring(seconds, "writing"):
         show.begin("writing")
         found = report(task, corpus, files, tokenizer, test_sets, exact, near) | {"resumed": resumed}
         if not (corpus.rule == KEPT).any():
@@ -96,11 +96,11 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)
-    return found | {"digests": digests} | {"seconds": clock.seconds, "throughput": throughput(corpus, found, clock)}
+    return found | {"digests": digests} | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
 
 
 def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:
-    """Read and clean the input; the number of shards."""
+    """Read and clean the input; returns the number of shards."""
     if (work / "clean.json").exists():
         with opened(work / "clean.json") as file:
             return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
@@ -154,14 +154,14 @@ def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list
 
 
 class _Broken:
-    """The broken lines of the shards, counted in order: the first one is the same for any number of workers."""
+    """Counts the broken lines of the shards in order, so that the first is the same for any number of workers."""
 
     def __init__(self, task: Task, files: TextFiles, work: WorkFolder) -> None:
         self._task, self._files, self._work = task, files, work
         self._next, self._count, self._first = 0, 0, ""
 
     def check(self) -> None:
-        """Count the lines of the shards that are done since the last call."""
+        """Count the broken lines of the shards that were finished since the last call."""
         while self._work.has("clean", self._next):
             lines, problem = self._work.load("clean", self._next, "broken", "problem")
             if len(lines) and not self._first:
@@ -219,7 +219,7 @@ def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show:
 
 
 def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: bool) -> dict[str, str]:
-    """Write the dataset and its tokenizer; their digests."""
+    """Write the dataset and its tokenizer; returns their digests."""
     with folder_atomically(tokenizer_folder(output), ours=has_only_tokenizer_files) as folder:
         tokenizer.save(folder)
     with IndexedWriter(output, tokenizer.size) as writer:

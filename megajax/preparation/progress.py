@@ -1,4 +1,4 @@
-"""The progress of a preparation as it is shown on standard error: a bar on a terminal, plain lines anywhere else."""
+"""The progress of a preparation on standard error: a bar on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ _EVERY = 10.0  # seconds between two plain lines
 
 
 class Show:
-    """A bar or lines about the stages of a preparation."""
+    """Shows the stages of a preparation as a bar or as lines."""
 
     def __init__(self, shown: bool = True) -> None:
         self._shown = shown
@@ -27,7 +27,7 @@ class Show:
             self._bar.start()
 
     def begin(self, name: str, total: float = 0) -> None:
-        """Begin a stage, which has done `total` at its end, in any unit; 0: unknown."""
+        """Begin a stage of `total` units of work; 0: unknown."""
         self._name, self._total, self._last_line = name, total, time.monotonic()
         if self._bar:
             self._bar.reset(self._task, description=name, total=total or None)
@@ -35,7 +35,7 @@ class Show:
             print(name, file=sys.stderr, flush=True)
 
     def advance(self, amount: float) -> None:
-        """Show that `amount` of the stage's total is done."""
+        """Show that `amount` units of the stage's work are done."""
         if self._bar:
             self._bar.update(self._task, completed=amount)
         elif self._shown and time.monotonic() - self._last_line > _EVERY:
@@ -48,15 +48,9 @@ class Show:
             self._bar.stop()
 
 
-class Clock:
-    """The time of each stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def measuring(self, stage: str) -> Iterator[None]:
-        """Measure the `with` block as a stage."""
-        began = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - began
+@contextlib.contextmanager
+def measuring(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Measure the `with` block as a stage, in `seconds`."""
+    began = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - began

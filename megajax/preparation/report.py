@@ -12,7 +12,6 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards, index_bytes
 from megajax.preparation.plan import Task
-from megajax.preparation.progress import Clock
 from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES
 
 _EXAMPLES = 3
@@ -29,20 +28,20 @@ def report(
     exact: Copies,
     near: Copies,
 ) -> dict[str, Any]:
-    """All figures of a preparation but its times.
+    """All figures of a preparation except its times.
 
     Examples are the first documents that each rule dropped; their places are FILE:NUMBER of the line or piece.
     """
     work, shards = corpus.work, range(corpus.num_shards)
-    place = _Places(corpus, files)
     counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
     dropped = {}
     for rule, name in RULES.items():
-        examples = [place.example(document) for document in np.flatnonzero(corpus.rule == rule)[:_EXAMPLES].tolist()]
+        first = np.flatnonzero(corpus.rule == rule)[:_EXAMPLES].tolist()
+        examples = [_example(corpus, files, document) for document in first]
         copies = {EXACT: exact, NEAR: near}.get(rule)
         for number, example in enumerate(examples):
             if copies is not None:
-                example["copy_of"] = place.name(int(copies.originals[number]))
+                example["copy_of"] = _place(corpus, files, int(copies.originals[number]))
                 example["jaccard"] = round(float(copies.similarity[number]), 4)
         dropped[name] = {"count": int(counts[rule]), "examples": examples}
     broken = [line for shard in shards for line in work.load("clean", shard, "broken")[0].tolist()]
@@ -80,16 +79,15 @@ def report(
     }
 
 
-def throughput(corpus: Shards, found: dict[str, Any], clock: Clock) -> dict[str, float]:
+def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
     work, shards = corpus.work, range(corpus.num_shards)
     cleaning = sum(float(work.load("clean", shard, "seconds")[0]) for shard in shards)
-    tasks = np.sum([work.load("tokens", shard, "seconds")[0] for shard in shards], axis=0)
-    seconds = {"cleaning": cleaning, "tokenizing": tasks[0], "test_sets": tasks[1], "minhash": tasks[2]}
-    rates = {
-        f"{name}_mb_per_second_and_core": found["text_bytes_in"] / 1e6 / max(s, 1e-9) for name, s in seconds.items()
-    }
-    return rates | {"mb_per_second": found["text_bytes_in"] / 1e6 / sum(clock.seconds.values())}
+    tokenizing, test_sets, minhash = np.sum([work.load("tokens", shard, "seconds")[0] for shard in shards], axis=0)
+    tasks = {"cleaning": cleaning, "tokenizing": tokenizing, "test_sets": test_sets, "minhash": minhash}
+    megabytes = found["text_bytes_in"] / 1e6
+    rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in tasks.items()}
+    return rates | {"mb_per_second": megabytes / sum(seconds.values())}
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
@@ -125,7 +123,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
 
 
 def printable(text: str) -> str:
-    """A text that can be encoded, whatever the names of files in it: bytes that are not UTF-8 as in JSON."""
+    """A text that can be encoded: bytes of file names that are not UTF-8 are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -138,26 +136,21 @@ def _short(place: str) -> str:
     return place if len(place) <= _PLACE else "…" + place[-_PLACE:]
 
 
-class _Places:
-    """The places of documents in the input."""
+def _place(corpus: Shards, files: TextFiles, document: int) -> str:
+    """The place of a document in the input, FILE:NUMBER."""
+    shard, number = corpus.place(document)
+    source, line = corpus.work.load("clean", shard, "source", "number")
+    return f"{files.files[source[number]]}:{line[number]}"
 
-    def __init__(self, corpus: Shards, files: TextFiles) -> None:
-        self._corpus, self._files = corpus, files
 
-    def name(self, document: int) -> str:
-        """The place of a document, FILE:NUMBER."""
-        shard, number = self._corpus.place(document)
-        source, line = self._corpus.work.load("clean", shard, "source", "number")
-        return f"{self._files.files[source[number]]}:{line[number]}"
-
-    def example(self, document: int) -> dict[str, Any]:
-        """The place and the first characters of a document."""
-        text = self._corpus.work.text(*self._corpus.place(document))
-        return {"place": self.name(document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
+def _example(corpus: Shards, files: TextFiles, document: int) -> dict[str, Any]:
+    """The place and the first characters of a document."""
+    text = corpus.work.text(*corpus.place(document))
+    return {"place": _place(corpus, files, document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
 
 
 def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
-    """Shares of each test set's different 8-grams: those in the text (paper §5.2), and those in the documents kept.
+    """The share of each test set's different 8-grams in the whole text (paper §5.2), and in the documents that stay.
 
     Documents that are empty or too short do not count as text; duplicates do, but add no gram to their originals'.
     """

@@ -33,7 +33,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """A file of a work folder to read, in a `with` block."""
+    """Open a file of a work folder to read, in a `with` block; a damaged one is an error."""
     try:
         with reading.open_file(file) as content:
             yield content
@@ -45,7 +45,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 class WorkFolder:
-    """The files of a preparation that is under way."""
+    """The files of an unfinished preparation."""
 
     def __init__(self, folder: Path, output: str) -> None:
         self.folder, self.output = folder, output
@@ -58,7 +58,7 @@ class WorkFolder:
         return self._file(stage, shard, "npz").exists()
 
     def save(self, stage: str, shard: int, arrays: Arrays) -> None:
-        """Write a stage's results for a shard, which is then done."""
+        """Write a stage's results for a shard, which completes it."""
         with self.writing(self._file(stage, shard, "npz")) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
@@ -105,7 +105,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
-        """A file to write atomically, in a `with` block."""
+        """Open a file to write atomically, in a `with` block."""
         partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
         try:
             with self.writable(file), partial.open("wb") as handle:
@@ -135,14 +135,14 @@ def _starts(file: Path) -> npt.NDArray[np.int64]:
 
 
 def _array(found: Any) -> npt.NDArray[Any]:
-    """What an archive holds under a name; `ValueError` where that is no array."""
+    """An array of an archive; `ValueError` if it is something else."""
     if not isinstance(found, np.ndarray):
         raise ValueError("no array")
     return found
 
 
 def _bytes(file: IO[bytes], size: int, offset: int | None = None) -> bytes:
-    """Exactly so many bytes of a file, from `offset` or where it stands; `ValueError` where there are fewer."""
+    """Exactly `size` bytes of a file, from `offset` or the current position; `ValueError` if there are fewer."""
     if offset is not None:
         file.seek(offset)
     content = file.read(size) if size >= 0 else b""

@@ -35,7 +35,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """`function(*piece)` of each piece, in their order; few pieces are read ahead.
+        """`function(*piece)` for each piece, in order; few pieces are read ahead.
 
         Raises:
             RunError: a worker was ended, for example because memory ran out.
@@ -69,7 +69,7 @@ def _end_with_parent() -> None:
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use; all cores where the system does not say."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -11,7 +11,7 @@ from megajax.data.blend import BlendedSamples, JoinedSamples
 from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, open_corpus
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
-from megajax.data.prepared import prepared_prefix, prepared_tokens, tokenizer_folder
+from megajax.data.prepared import prepared_prefix, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
@@ -130,13 +130,8 @@ def given_samples(
         flag: names the path in error messages.
     """
     kind = _kind(config)
-    if prefix := prepared_prefix(path, flag=flag):
-        tokens: SequenceDocuments = prepared_tokens(
-            prefix, config.model.vocab_size, sentences=kind.sentences, flag=flag
-        )
-    else:
-        assert tokenizer is not None, "text, and no tokenizer"
-        tokens = evaluation_tokens(path, tokenizer, sentences=kind.sentences, flag=flag)
+    vocab_size = config.model.vocab_size
+    tokens = evaluation_tokens(path, tokenizer, vocab_size, sentences=kind.sentences, flag=flag)
     return kind.all(config, tokens, tokenizer, overlap)
 
 

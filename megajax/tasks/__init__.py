@@ -1,1 +1,1 @@
-"""What a model is fine-tuned on and scored by: the paper's tasks, their files, samples and figures. No JAX here."""
+"""The tasks that models are fine-tuned on: their files, samples and figures. No JAX here."""

@@ -1,4 +1,4 @@
-"""How many classes, or options, were right.
+"""Accuracy of classes and options.
 
 N records, C classes or options.
 """
@@ -14,8 +14,9 @@ from megajax.tasks.records import Exam, Pair
 
 
 def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-    """The most probable class of every record, of those that are as probable the first, [N]; of a question only
-    options that it has."""
+    """The most probable class of every record, [N]; the first of equally probable ones; only among the options of a
+    question.
+    """
     assert probabilities_NC.shape[0] == len(records), probabilities_NC.shape
     num_classes = probabilities_NC.shape[1]
     counts = [len(record.options) if isinstance(record, Exam) else num_classes for record in records]

@@ -1,4 +1,4 @@
-"""From the model's numbers to answers, as Hugging Face's question-answering example finds them.
+"""Answers from logits, as in Hugging Face's question-answering example.
 
 W windows of all questions, T the sequence length. A token's start logit says how well an answer begins there, its end
 logit how well one ends there; those of token 0, `[CLS]`, say that there is none.
@@ -31,7 +31,7 @@ class FoundAnswer:
 def find_answers(
     windows: SpanWindows, start_WT: Logits, end_WT: Logits, config: TaskConfig, *, unanswerable: bool
 ) -> list[FoundAnswer]:
-    """An answer to every question.
+    """Find the answer to every question.
 
     In every window the `config.n_best` best starts and ends make spans, of up to `config.answer_tokens` tokens of the
     context, which score the sum of the two logits. The best one of all windows is the answer. With `unanswerable`, the
@@ -88,7 +88,7 @@ def _best(logits_T: Logits, count: int) -> npt.NDArray[np.int64]:
 
 
 def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
-    """What stands for the start logits of several models, or for their end logits, float32 [W, T].
+    """The start logits of an ensemble, or its end logits, float32 [W, T].
 
     Every model's become probabilities over all tokens of all windows of a question. Their mean's logarithm is given,
     plus, for every question, the constant that the first model's logits are above the logarithms of its probabilities,

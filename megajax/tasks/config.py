@@ -1,4 +1,4 @@
-"""What a model is trained for, as configuration."""
+"""The task, as configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated

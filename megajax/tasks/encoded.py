@@ -47,7 +47,7 @@ class EncodedTexts:
         return self._ids_N[self._place(number)]
 
     def characters(self, number: int) -> npt.NDArray[np.int32]:
-        """Of every token of a text its first character and the one after its last, int32 [tokens, 2]."""
+        """The range of characters of every token of a text, int32 [tokens, 2]."""
         return self._characters_N2[self._place(number)]
 
     def _place(self, number: int) -> slice:

@@ -1,5 +1,4 @@
-"""Pairs of texts and exams as samples: what `classes_form` and `choice_form` of `batch.py` say. T is the sequence
-length."""
+"""Pairs of texts and exams as samples, by `classes_form` and `choice_form` of `batch.py`. T is the sequence length."""
 
 import re
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ _BLANK = re.compile("_+")
 
 
 class PairInputs:
-    """A sample of every pair: `[CLS] a [SEP] b [SEP]`, the longer text being cut at its end, or both, where it is too
-    long.
+    """A sample for every pair: `[CLS] a [SEP] b [SEP]`. If it is too long, the longer text is cut at its end, or both
+    are.
 
     What is cut is what Hugging Face's `truncation=True` cuts.
     """
@@ -48,7 +47,7 @@ class PairInputs:
 
 
 class ExamInputs:
-    """A sample of every exam: for each of its options an input of question and option, `[SEP]`, and the article.
+    """A sample for every exam: for each option an input of question and option, `[SEP]`, and the article.
 
     As in Megatron-LM, the option stands where the question has `_`, or after it, both are cut at so many tokens, and
     the article is cut at its end. Where there is no such option, there is padding of length 0.
@@ -92,7 +91,7 @@ class ExamInputs:
 
 
 def with_option(question: str, option: str) -> str:
-    """A question with an option in the place of every `_`, several in a row being one, or after it."""
+    """The question with the option in place of every run of `_`, or appended if there is none."""
     found, blanks = _BLANK.subn(lambda _: option, question)
     return found if blanks else f"{question} {option}"
 
@@ -100,8 +99,9 @@ def with_option(question: str, option: str) -> str:
 def cut_longest_first(
     lengths_a: npt.NDArray[np.int64], lengths_b: npt.NDArray[np.int64], room: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many tokens stay of every two texts, so that both fit in the room: the longer one is cut, down to the
-    shorter one; then both are, and the one that was longer has the odd token, of equal ones the second."""
+    """How many tokens of each pair of texts fit in the room: the longer text is cut to the length of the shorter one,
+    then both are. The longer one gets the odd token; of equal texts the second.
+    """
     shorter, longer = np.minimum(lengths_a, lengths_b), np.maximum(lengths_a, lengths_b)
     fits = shorter + longer <= room
     small = np.where(fits, shorter, np.minimum(shorter, room // 2))
@@ -116,7 +116,7 @@ def counted(counts: dict[str, int]) -> dict[str, int]:
 
 
 def _cleaned(text: str) -> str:
-    """A text with one space between words, also where a control character stood, as Megatron-LM cleans RACE's."""
+    """The text with single spaces between words, as Megatron-LM cleans RACE's."""
     return " ".join(text.split())
 
 

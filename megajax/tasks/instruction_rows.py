@@ -1,4 +1,4 @@
-"""Instructions as samples: several records in a row of text, of which only what the model should say counts.
+"""Instructions as samples: rows of several records, in which only what the model should say is a target.
 
 N records that are trained on, T the sequence length.
 """
@@ -42,7 +42,7 @@ def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[li
 
 
 class InstructionRows:
-    """Samples of text (`text_form`) with several records each, attention and positions anew in every one.
+    """Samples of text (`text_form`), each a row of packed records that do not attend to each other.
 
     A record is its prompt, from the tokenizer's begin, its completion, and the end of text; or its messages as the chat
     template writes them. Targets are the completion and the end, or what the assistant writes. Of a record with more

@@ -1,4 +1,4 @@
-"""Predictions as the official scorers read them: SQuAD's JSON, GLUE's TSV, and the like of it for RACE."""
+"""Files of predictions for the official scorers: SQuAD's JSON, GLUE's TSV, and a similar TSV for RACE."""
 
 import json
 import os
@@ -15,33 +15,27 @@ from megajax.tasks.registry import TASKS
 _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 
 
-def check_predictions(path: str, records: Sequence[Record], flag: str = "--predictions") -> None:
-    """Check that predictions for records can be written: before they are made, which takes long."""
-    check_place(path, flag)
+def check_predictions(path: str, records: Sequence[Record]) -> None:
+    """Check that predictions for records can be written, before they are made, which takes long."""
+    check_place(path, "--predictions")
     if os.path.lexists(path):
-        raise UserError(f"{flag} {path} is there already; valid: a name that nothing has")
+        raise UserError(f"--predictions {path} is there already; valid: a name that nothing has")
     names = set()
     for record in records:
         if record.name in names:
             valid = "records with names of their own, such as those of one file"
-            raise UserError(f"{flag}: two records have the name {record.name[:60]}; valid: {valid}")
+            raise UserError(f"--predictions: two records have the name {record.name[:60]}; valid: {valid}")
         names.add(record.name)
 
 
-def write_predictions(
-    path: str,
-    task_name: str,
-    records: Sequence[Record],
-    found: Sequence[Any],
-    flag: str = "--predictions",
-) -> None:
+def write_predictions(path: str, task_name: str, records: Sequence[Record], found: Sequence[Any]) -> None:
     """Write what was predicted.
 
     `found` has for each record the number of its class or option, or the text of its answer, empty for none. The file
     must not be there yet.
     """
     assert len(found) == len(records), (len(found), len(records))
-    check_predictions(path, records, flag)
+    check_predictions(path, records)
     task = TASKS[task_name]
     names = [record.name for record in records]
     if task.head == "span":

@@ -39,7 +39,7 @@ def _passages(file: TaskFile) -> Iterator[tuple[Any, str]]:
 
 
 def _is_lines(text: str) -> bool:
-    """Whether the first line of a text is an object, and more follows."""
+    """Whether a text has one JSON object on each line."""
     first, _, rest = text.lstrip().partition("\n")
     if not rest.strip():
         return False

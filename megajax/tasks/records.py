@@ -1,4 +1,4 @@
-"""Records as the files of the tasks have them, whatever their format."""
+"""Records of the tasks, independent of file formats."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Pair:
 
     @property
     def context(self) -> str:
-        """What must not be in training and on dev: the first text."""
+        """The text that training and dev may not share: the first one."""
         return self.texts[0]
 
 
@@ -31,8 +31,9 @@ NOT_THERE = -1
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and the character of the context where it begins; `NOT_THERE`: it counts as right, but is not trained
-    on."""
+    """An answer, and the character of the context where it begins; with `NOT_THERE` it counts as right, but is not
+    trained on.
+    """
 
     text: str
     start: int
@@ -40,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context that has its answer.
+    """A question about a context that contains the answer.
 
     Attributes:
         name: its id.
@@ -69,7 +70,7 @@ class Exam:
 
     @property
     def context(self) -> str:
-        """What must not be in training and on dev: the article."""
+        """The text that training and dev may not share: the article."""
         return self.article
 
 
@@ -84,17 +85,17 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """Its line."""
+        """Its place."""
         return self.place
 
     @property
     def texts(self) -> list[str]:
-        """All that it says."""
+        """All of its texts."""
         return [message["content"] for message in self.messages] or [self.prompt, self.completion]
 
     @property
     def context(self) -> str:
-        """What must not be in training and on dev: what is asked, of a conversation what is before the first answer."""
+        """The text that training and dev may not share: the prompt, or the messages before the first answer."""
         before = itertools.takewhile(lambda message: message["role"] != "assistant", self.messages)
         return "\n".join(message["content"] for message in before) if self.messages else self.prompt
 

@@ -11,7 +11,7 @@ _RACE = "JSON with article, questions, options and answers, of one passage or on
 
 @dataclass(frozen=True)
 class Task:
-    """What must be known of a task before its files are read.
+    """The properties of a task that are known before its files are read.
 
     Attributes:
         head: what the model predicts: the class of a pair of texts, the span of an answer in a context, the right one

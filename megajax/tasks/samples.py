@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.bits import hashed, key_of
-from megajax.data.samples import Sample, Samples
+from megajax.data.samples import Sample, Samples, shuffled
 from megajax.data.split import held_out
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
@@ -90,19 +90,16 @@ class EpochOrder:
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
-        from grain import MapDataset
-
         self.sequence_length, self.epoch_size, self._samples = samples.sequence_length, len(samples), samples
         assert self.epoch_size > 0, "no samples"
-        shuffle_seed = int(np.random.SeedSequence((_ORDER, seed)).generate_state(1)[0])
-        self._order = MapDataset.range(self.epoch_size).shuffle(seed=shuffle_seed).repeat()
+        self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
         return self._samples[self._order[number]]
 
 
 def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[list[R], list[R]]:
-    """Records to train on and records for dev, both in their order, no context being in both.
+    """Records to train on and records for dev, both in order, without a shared context.
 
     In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
     more of them than that is trained on; if all have more, the one with the fewest is for dev.
@@ -124,6 +121,6 @@ def split_by_context(entries: Sequence[R], fraction: float, seed: int) -> tuple[
 
 
 def shared_contexts(train: Sequence[Record], dev: Sequence[Record]) -> int:
-    """How many records of dev have a context that training has, too."""
+    """How many dev records have a context that is also in training."""
     contexts = {record.context for record in train}
     return sum(record.context in contexts for record in dev)

@@ -73,7 +73,7 @@ def _order(file: Path) -> list[tuple[list[Any], str]]:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file of a task that is read."""
+    """A file of a task that is being read."""
 
     path: Path  # where it is
     flag: str  # the flag that named it, for error messages
@@ -131,7 +131,7 @@ def _is_json(head: str) -> bool:
 
 
 def _recognised(head: str) -> str:
-    """The task that a file which begins like this is of; empty: none, or one cannot tell."""
+    """The task whose files begin like this; empty if none or unclear."""
     if _is_json(head):
         keys = set(_KEY.findall(head))
         if keys & {"paragraphs", "qas"}:
@@ -146,7 +146,7 @@ def _recognised(head: str) -> str:
 
 
 def decoded(content: bytes, place: str) -> str:
-    """The text that some bytes are."""
+    """Decode UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -154,7 +154,7 @@ def decoded(content: bytes, place: str) -> str:
 
 
 def parsed(text: str, place: str, task: str) -> Any:
-    """The value of a text in JSON."""
+    """Parse JSON."""
     try:
         return reading.parse_json(text)
     except json.JSONDecodeError as error:
@@ -167,7 +167,7 @@ def parsed(text: str, place: str, task: str) -> Any:
 
 
 def _is_cut_off(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether what is wrong with a text is that it ends."""
+    """Whether a JSON error means that the text ends early."""
     rest = text[error.pos : error.pos + 20].rstrip()
     return error.msg.startswith("Unterminated string") or _CUT.fullmatch(rest) is not None
 
@@ -181,7 +181,7 @@ _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number",
 
 
 def entry(value: Any, key: str, kind: type[V], place: str) -> V:
-    """What stands under a key of an object."""
+    """The value under a key of an object, which must be of a kind."""
     found = checked(value, dict, place, "the record")
     if key not in found:
         there = ", ".join(map(json.dumps, list(found)[:5])) or "none"
@@ -190,7 +190,7 @@ def entry(value: Any, key: str, kind: type[V], place: str) -> V:
 
 
 def checked(value: Any, kind: type[V], place: str, what: str) -> V:
-    """A value, if it is of a kind."""
+    """The value itself, unless it is of another kind, which is an error."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{place}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
     if isinstance(value, str) and not value.isascii():

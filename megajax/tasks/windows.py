@@ -1,4 +1,4 @@
-"""Questions and their contexts as samples, in windows over what is too long: what `span_form` of `batch.py` says.
+"""Questions and contexts as samples, with overlapping windows over long contexts: `span_form` of `batch.py`.
 
 Windows and labels are those of Hugging Face's question-answering example. T is the sequence length, W the number of
 windows.
@@ -22,7 +22,7 @@ from megajax.tasks.records import Question
 
 
 class SpanWindows:
-    """Samples `[CLS] question [SEP] window [SEP]`, of every question those of all windows over its context, in order.
+    """Samples `[CLS] question [SEP] window [SEP]`: for every question one for each window over its context, in order.
 
     Neighbouring windows share `config.doc_stride` tokens. The label is the first and the last token of the first
     answer; both are 0 where the window does not have all of it, or there is none.
@@ -78,7 +78,7 @@ class SpanWindows:
         return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
 
     def _cut(self, config: TaskConfig) -> None:
-        """Sets of every window its question and, of the context's tokens, the first and the one after the last."""
+        """Set the question of every window, and the range of the context's tokens in it."""
         tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._num_asked
         step = room - config.doc_stride
         long = tokens > room
@@ -96,7 +96,7 @@ class SpanWindows:
         self._ends = np.minimum(self._begins + room[self.owners], tokens[self.owners])
 
     def _label(self) -> npt.NDArray[np.bool_]:
-        """Sets the first and the last token of the answer in every window.
+        """Set the first and the last token of the answer in every window.
 
         Returns, for every question, whether it has an answer whose place is known, but no window holds all of it.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from megajax.config import Config
-from megajax.verify.check import STEPS, exact, held_against, with_axes
+from megajax.verify.check import STEPS, all_checks, exact, with_axes
 from megajax.verify.fold import shown
 from megajax.verify.run import run
 from megajax.verify.verdict import Finding, Verdict
@@ -63,8 +63,8 @@ def axes_that_differ(
             on_start(f"{shown(part.mesh)}, {part.precision}")
             states = () if exactly else reference.states
             other = run(part, devices, steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
-            held = held_against(reference, other, limits)
-            failed = tuple(each for each in held if not each.passed and (each.of_numbers or not numbers))
+            checked = all_checks(reference, other, limits)
+            failed = tuple(each for each in checked if not each.passed and (each.of_numbers or not numbers))
             if failed:
                 found.append((axes, part, failed))
         if found:

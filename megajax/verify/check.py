@@ -9,8 +9,8 @@ import jax
 from megajax.axes import PIPE, TENSOR
 from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
+from megajax.verify.comparison import LIMITS, Limits
 from megajax.verify.fold import shown
-from megajax.verify.limits import LIMITS, Limits
 from megajax.verify.run import MeshRun, run
 from megajax.verify.traffic import check_collectives
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
@@ -52,18 +52,18 @@ def check(
 
     def findings() -> Iterator[Finding]:
         on_start(f"{mesh}, fp64")
-        yield from held_against(reference, run(exact(config), devices, with_fresh=True, **options))
+        yield from all_checks(reference, run(exact(config), devices, with_fresh=True, **options))
         if own_precision and config.precision != "fp64":
             options["states"] = reference.states
             on_start(f"{mesh}, {config.precision}")
             own = run(config, devices, **options)
-            held = list(held_against(reference, own))
+            checked = list(all_checks(reference, own))
             right = all(finding.passed for finding in found)  # in fp64
-            if config.precision in ("bf16", "fp16") and right and not all(finding.passed for finding in held):
+            if config.precision in ("bf16", "fp16") and right and not all(finding.passed for finding in checked):
                 on_start(f"one device, {config.precision}")
                 limits.append(widened(reference, run(with_axes(config, ()), devices, **options)))
-                held = list(held_against(reference, own, limits[0]))
-            yield from held
+                checked = list(all_checks(reference, own, limits[0]))
+            yield from checked
 
     for finding in findings():
         found.append(finding)
@@ -80,7 +80,7 @@ def widened(reference: MeshRun, alone: MeshRun) -> Limits:
     return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
 
 
-def held_against(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
+def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
     """All checks of one run."""
     if other.fresh:
         yield from same_on_mesh(reference, other)

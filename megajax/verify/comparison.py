@@ -1,4 +1,4 @@
-"""Compare two traces by the project's tolerances."""
+"""How far two runs may be apart, and how far two traces are."""
 
 import math
 from dataclasses import dataclass
@@ -10,6 +10,29 @@ from megajax.verify.gradient_run import Leaves, Trace
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest errors that count as rounding.
+
+    Attributes:
+        loss: relative error of a step's loss.
+        gradient: ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient.
+        weight: the same for weights after the last step.
+    """
+
+    loss: float
+    gradient: float
+    weight: float
+
+
+LIMITS = {  # compared with one device in fp64; those of half precision are the parity tests'
+    "fp64": Limits(1e-12, 1e-12, 1e-12),
+    "fp32": Limits(LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_TOLERANCE),
+    "fp16": Limits(2e-5, 5e-3, 5e-3),
+    "bf16": Limits(2e-4, 4e-2, 4e-2),
+}
 
 
 @dataclass(frozen=True)

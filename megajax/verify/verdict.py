@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.comparison import distance, finite, leaf_errors, relative, scales
+from megajax.verify.comparison import LIMITS, Limits, distance, finite, leaf_errors, relative, scales
 from megajax.verify.gradient_run import Leaves
-from megajax.verify.limits import LIMITS, Limits
 from megajax.verify.run import MeshRun
 
 

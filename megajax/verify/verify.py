@@ -9,8 +9,8 @@ import jax
 from megajax.config import Config
 from megajax.verify.axes import AxesThatDiffer, axes_that_differ
 from megajax.verify.check import STEPS, check, one_device, steady
+from megajax.verify.comparison import LIMITS
 from megajax.verify.first_difference import Difference, first_difference
-from megajax.verify.limits import LIMITS
 from megajax.verify.run import recorded
 from megajax.verify.verdict import Finding, Verdict
 

@@ -50,7 +50,7 @@ def by_line(table: list[tuple[str, ...]]) -> list[Any]:
 def assert_refused(commands: Commands, line: str, words: list[str], names: Mapping[str, object]) -> None:
     """The command ends with a line that has the words, and writes nothing.
 
-    `names` are written in capitals in the command and in the words: texts, and paths, below which nothing may change.
+    `names` stand in capitals in the command and in the words: texts, and paths, below which nothing may change.
     """
     places = [path for name, path in names.items() if isinstance(path, Path) and re.search(rf"\b{name}\b", line)]
     before = [contents(path) for path in places]

@@ -50,6 +50,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
+    """The same in every run."""
     corpus = make_corpus(source, "", 400, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert corpus.tokenizer is not None and corpus.tokenizer.size <= 400
@@ -58,21 +59,27 @@ def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
     assert report.text_bytes == sum(map(len, TEXTS))
     assert report.tokens == corpus.tokens.num_tokens
     assert report.tokenizer_seconds > 0 and report.encoding_seconds > 0
-    files = {
-        "report.json",
-        "tokenizer/tokenizer.json",
-        "tokens.bin",
-        "tokens.digests",
-        "tokens.idx",
-    }
-    assert content(tmp_path / "run").keys() == files | {f"tokens.{end}" for end in ("bin", "idx", "digests")}
+    files = {f"tokens.{end}" for end in ("bin", "idx", "digests")} | {"tokenizer/tokenizer.json"}
+    found = content(tmp_path / "run")
+    assert found.keys() == files | {"report.json"}
     assert texts_of(open_corpus(tmp_path / "run", 400)) == TEXTS
+    make_corpus(source, "", 400, tmp_path / "again")
+    assert all(content(tmp_path / "again")[name] == found[name] for name in files)
 
 
 def test_a_given_tokenizer_is_used_and_copied(source, small_tokenizer, tmp_path):
-    corpus = make_corpus(source, small_tokenizer, 300, tmp_path / "run")
-    assert texts_of(corpus) == TEXTS
+    """A resumed run needs neither it nor the source."""
+    message = r"--tokenizer\.path: the tokenizer in .*given has 280 ids; valid: at most --model\.vocab-size 279"
+    with pytest.raises(UserError, match=message):
+        make_corpus(source, small_tokenizer, 279, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert texts_of(make_corpus(source, small_tokenizer, 300, tmp_path / "run")) == TEXTS
     assert content(Path(small_tokenizer)) == content(tmp_path / "run" / "tokenizer")
+    before = content(tmp_path / "run")
+    shutil.rmtree(source)
+    shutil.rmtree(small_tokenizer)
+    assert texts_of(make_corpus(source, small_tokenizer, 300, tmp_path / "run")) == TEXTS
+    assert content(tmp_path / "run") == before
 
 
 def test_the_tokenizer_of_imported_weights(source, small_tokenizer, tmp_path):
@@ -91,22 +98,6 @@ def test_the_tokenizer_of_imported_weights(source, small_tokenizer, tmp_path):
     assert texts_of(make_corpus(source, "", 300, folder)) == TEXTS
 
 
-def test_resume_does_not_need_the_source(source, small_tokenizer, tmp_path):
-    make_corpus(source, small_tokenizer, 300, tmp_path / "run")
-    before = content(tmp_path / "run")
-    shutil.rmtree(source)
-    shutil.rmtree(small_tokenizer)
-    assert texts_of(make_corpus(source, small_tokenizer, 300, tmp_path / "run")) == TEXTS
-    assert content(tmp_path / "run") == before
-
-
-def test_the_corpus_is_deterministic(source, tmp_path):
-    make_corpus(source, "", 300, tmp_path / "a")
-    make_corpus(source, "", 300, tmp_path / "b")
-    a, b = content(tmp_path / "a"), content(tmp_path / "b")
-    assert all(a[name] == b[name] for name in a.keys() | b.keys() if name != "report.json")
-
-
 def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tokenizer, tmp_path, monkeypatch):
     make_corpus(source, "", 300, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
@@ -117,13 +108,6 @@ def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tok
         make_corpus("python-stdlib", "", 300, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer\.path .*given': .* was made from ''"):
         make_corpus(source, small_tokenizer, 300, tmp_path / "run")
-
-
-def test_tokenizer_larger_than_the_model(source, small_tokenizer, tmp_path):
-    message = r"--tokenizer\.path: the tokenizer in .*given has 280 ids; valid: at most --model\.vocab-size 279"
-    with pytest.raises(UserError, match=message):
-        make_corpus(source, small_tokenizer, 279, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -162,29 +146,25 @@ def test_prepared_dataset_with_ids_beyond_the_vocabulary(prefix, tmp_path):
         make_corpus(prefix, "", 270, tmp_path / "run")
 
 
-def test_half_a_prepared_dataset(prefix, tmp_path):
-    Path(prefix + ".idx").unlink()
-    for name in prefix, prefix + ".bin", prefix + ".idx":
-        with pytest.raises(UserError, match=r"--data\.path: only one of .*\.bin and .*\.idx exists; valid: both"):
-            make_corpus(name, "", 300, tmp_path / "run")
-
-
-def test_prepared_dataset_that_changed(prefix, tmp_path):
+def test_a_prepared_dataset_that_changed_or_is_half(prefix, tmp_path):
     make_corpus(prefix, "", 300, tmp_path / "run")
     with IndexedWriter(prefix, 300) as writer:
         writer.add_document([1, 2, 3])
     with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens, it had \d+ when"):
         make_corpus(prefix, "", 300, tmp_path / "run")
+    Path(prefix + ".idx").unlink()
+    for name in prefix, prefix + ".bin", prefix + ".idx":
+        with pytest.raises(UserError, match=r"--data\.path: only one of .*\.bin and .*\.idx exists; valid: both"):
+            make_corpus(name, "", 300, tmp_path / "new")
 
 
-@pytest.mark.parametrize("bad", ["", "{}", "[1]", '{"x": 1}'])
-def test_damaged_report(source, tmp_path, bad):
+def test_damaged_report(source, tmp_path):
     make_corpus(source, "", 300, tmp_path / "run")
-    (tmp_path / "run" / "report.json").write_text(bad)
-    with pytest.raises(
-        UserError, match=r"report\.json: not the report of a corpus; valid: the file as it was, or no .*run"
-    ):
-        make_corpus(source, "", 300, tmp_path / "run")
+    message = r"report\.json: not the report of a corpus; valid: the file as it was, or no .*run"
+    for bad in "", "{}", "[1]", '{"x": 1}':
+        (tmp_path / "run" / "report.json").write_text(bad)
+        with pytest.raises(UserError, match=message):
+            make_corpus(source, "", 300, tmp_path / "run")
 
 
 def test_error_in_the_middle_leaves_no_dataset(tmp_path, small_tokenizer):
@@ -221,9 +201,6 @@ def test_a_corpus_that_is_not_what_is_needed_is_not_kept(tmp_path, source, small
     with pytest.raises(UserError, match="too short"):
         make_corpus(source, small_tokenizer, 300, tmp_path / "new" / "run" / "data", check=check)
     assert not (tmp_path / "new").exists()
-
-
-def test_unwritable_output(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         make_corpus(source, "", 300, tmp_path / "file" / "run")
@@ -257,7 +234,7 @@ def test_evaluation_of_any_text(small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
     text = "Document 1\n\n" * 1000
     (tmp_path / "a.txt").write_text(text)
-    tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer)
+    tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer, tokenizer.size)
     assert tokens.num_documents == 1
     assert tokens.tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tokens) == text + "<|endoftext|>"
@@ -267,11 +244,11 @@ def test_evaluation_of_any_text(small_tokenizer, tmp_path):
 
 def test_evaluation_of_a_prepared_dataset(prefix, small_tokenizer):
     tokenizer = load_tokenizer(small_tokenizer)
-    assert evaluation_tokens(prefix, tokenizer).num_documents == 40
+    assert evaluation_tokens(prefix, None, tokenizer.size).num_documents == 40
     with pytest.raises(UserError, match="beyond the vocabulary"):
-        evaluation_tokens(prefix, train_tokenizer(TEXTS, 260))
+        evaluation_tokens(prefix, None, 260)
     os.remove(prefix + ".bin")
     with pytest.raises(UserError, match=r"--data: only one of .* exists; valid: both"):
-        evaluation_tokens(prefix, tokenizer)
+        evaluation_tokens(prefix, None, tokenizer.size)
     with pytest.raises(UserError, match=r"--data: .*nowhere does not exist"):
-        evaluation_tokens("nowhere", tokenizer)
+        evaluation_tokens("nowhere", tokenizer, tokenizer.size)

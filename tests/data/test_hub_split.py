@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.full  # the package takes seconds to import
 def test_the_rows_in_their_order(folder: Path) -> None:
+    """An interrupted preparation goes on only with the same files, which are known."""
     assert list(TextDocuments(f"hf://{folder}")) == TEXTS
     documents = TextDocuments(f"hf://{folder}:validation")
     assert [place for place, _ in documents.placed()] == [f"hf://{folder}:validation:1"]  # the second has no text
@@ -55,6 +56,14 @@ def test_the_rows_in_their_order(folder: Path) -> None:
     (folder / "lines" / "test.jsonl").write_text("\n".join(lines))
     assert list(TextDocuments(f"hf://{folder}/lines:test#title")) == ["title 0", "title 1", "title 2"]
     assert list(TextDocuments(f"hf://{folder}/lines:test", key="body")) == ["body 0", "body 1", "body 2"]
+
+    def now() -> list[str]:
+        return identity(TextFiles([f"hf://{folder}"], "INPUT").files[0])
+
+    before = now()
+    assert before == now()
+    (folder / "data" / "train-00001-of-00002.parquet").unlink()
+    assert before != now()
 
 
 @pytest.mark.full  # the package takes seconds to import
@@ -73,19 +82,6 @@ def test_a_corpus_of_it(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full  # the package takes seconds to import
-def test_what_changes_is_known(folder: Path) -> None:
-    """So that an interrupted preparation goes on only with the same files."""
-
-    def now() -> list[str]:
-        return identity(TextFiles([f"hf://{folder}"], "INPUT").files[0])
-
-    before = now()
-    assert before == now()
-    (folder / "data" / "train-00001-of-00002.parquet").unlink()
-    assert before != now()
-
-
-@pytest.mark.full  # the package takes seconds to import
 def test_one_line_for_each_mistake(folder: Path) -> None:
     for url, problem in {
         "hf://": "hf://; valid: hf://NAME",
@@ -101,14 +97,13 @@ def test_one_line_for_each_mistake(folder: Path) -> None:
         assert str(raised.value).startswith("--data.path hf://") and "\n" not in str(raised.value)
 
 
-def test_names_of_datasets() -> None:
-    split = HubSplit.parse("hf://allenai/c4/en:validation#text", "--data.path")
-    assert (split.name, split.configuration, split.split, split.column) == ("allenai/c4", "en", "validation", "text")
-    split = HubSplit.parse("hf://imdb", "--data.path")
-    assert (split.name, split.configuration, split.split, split.column) == ("imdb", "", "train", "")
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, parts in {
+        "hf://allenai/c4/en:validation#text": ("allenai/c4", "en", "validation", "text"),
+        "hf://imdb": ("imdb", "", "train", ""),
+    }.items():
+        split = HubSplit.parse(url, "--data.path")
+        assert (split.name, split.configuration, split.split, split.column) == parts
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"datasets is missing; valid: pip install 'megajax\[datasets\]'"):
         check_input("hf://imdb", "--data.path")

@@ -89,16 +89,17 @@ def test_every_word_is_as_likely():
 
 
 def test_vocabularies_that_do_not_do():
-    with pytest.raises(UserError, match=r"the tokenizer has no \[MASK\]; valid: a WordPiece vocabulary"):
-        WordPieces.of(wordpiece({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4}))
-    with pytest.raises(
-        UserError, match=r"that of x has no \[CLS\] and no \[SEP\] and no \[MASK\] and no \[PAD\]; valid"
+    def pieces(tokens):
+        return wordpiece({token: number for number, token in enumerate(tokens)})
+
+    for tokenizer, problem in (
+        (pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"]), r"x has no \[MASK\]; valid: a WordPiece vocabulary"),
+        (train_tokenizer(["words"] * 9, 260), r"x has no \[CLS\] and no \[SEP\] and no \[MASK\] and no \[PAD\]; valid"),
+        (pieces(TOKENS[:5]), "x has special tokens only"),
+        (None, "x is missing, and words are masked"),
     ):
-        WordPieces.of(train_tokenizer(["some words"] * 9, 260), "that of x")
-    with pytest.raises(UserError, match="the tokenizer has special tokens only"):
-        WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS[:5])}))
-    with pytest.raises(UserError, match="the tokenizer is missing, and words are masked"):
-        WordPieces.of(None)
+        with pytest.raises(UserError, match=problem):
+            WordPieces.of(tokenizer, "x")
 
 
 def test_golden_bits():

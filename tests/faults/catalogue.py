@@ -186,7 +186,7 @@ CLASSES: dict[str, list[Fault]] = {
             "program.train_step._train_step_with_gradients",
             "state.step + taken.astype(jnp.int32)",
             "state.step + 1",
-            tests("tests/program"),
+            tests("tests/program/test_skipped_steps.py"),
         ),
     ],
     "A microbatch dropped or taken twice": [
@@ -462,7 +462,7 @@ CLASSES: dict[str, list[Fault]] = {
             "parallel.random.Dropout.at",
             "RandomBits.from_seed(seed).fold(step)",
             "RandomBits.from_seed(seed)",
-            tests("tests/models/test_gpt_forward.py"),
+            tests("tests/models/test_decoder_forward.py"),
         ),
     ],
     "Shards of ZeRO": [
@@ -521,7 +521,7 @@ CLASSES: dict[str, list[Fault]] = {
             "optim.adam.global_norm",
             "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
             'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
-            tests("tests/optim"),
+            tests("tests/optim/test_adam.py"),
         ),
     ],
     "Only the communication is wrong": [
@@ -564,7 +564,7 @@ CLASSES: dict[str, list[Fault]] = {
             "data.loader.growing_batches.load",
             "samples[first + row]",
             "samples[first + row % len(wanted)]",
-            tests("tests/data"),
+            tests("tests/data/test_batch_sizes.py"),
         ),
         Fault(
             "a resumed run skips a batch",

@@ -25,13 +25,12 @@ from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
-from megajax.data.corpus import corpus_tokenizer, open_corpus
+from megajax.data.corpus import corpus_tokenizer, evaluation_tokens, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import train_and_validation
-from megajax.data.prepared import prepared_tokens
 from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
@@ -168,6 +167,10 @@ def _write_prepared(folder: Path) -> None:
     _tokenizer("bpe").save(folder / "m.tokenizer")
     digests = digests_of(dataset_files(folder / "m")[0], _write_tokens(folder), folder / "m.tokenizer")
     (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
+
+
+def _read_prepared(folder: Path) -> None:
+    evaluation_tokens(str(folder / "m"), None, 280)
 
 
 def _write_lock(folder: Path) -> None:
@@ -316,7 +319,9 @@ READERS = [
     Reader("run.json", mark, marked_format, ("run.json",)),
     Reader("run.lock", _write_lock, _read_lock, ("run.lock",)),
     Reader("processes/0.json", _write_status, lambda folder: read_status(folder / "0.json"), ("0.json",)),
-    Reader("prepared dataset", _write_prepared, lambda folder: prepared_tokens(folder / "m", 280), _PREPARED),
+    Reader(
+        "prepared dataset", _write_prepared, lambda folder: evaluation_tokens(str(folder / "m"), None, 280), _PREPARED
+    ),
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),

@@ -1,10 +1,9 @@
 """A transformer's parts with dropout in float64, unsplit and unblocked, written plainly in numpy from the weights; and
 weights for it.
 
-Letters: B batch, T and S tokens, D model, H heads, K head size, F feed-forward, V vocabulary, C classes, L layers.
+Letters: B batch, T and S tokens, D model, H heads, K head size, P pairs of it, F feed-forward, V vocabulary, C classes,
+L layers.
 """
-
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ def hash_of(*coordinates) -> jax.Array:
 
 
 class Plain:
-    """What the families have in common.
+    """What the families have in common, by the words of the configuration.
 
     Args:
         config: of the model.
@@ -37,10 +36,9 @@ class Plain:
     """
 
     epsilon: float
-    activation: Callable[[np.ndarray], np.ndarray]
 
     def __init__(self, config: Config, weights: dict, rate: float, step: int):
-        self.config, self.rate, self.step = config, rate, step
+        self.config, self.model, self.rate, self.step = config, config.model, rate, step
         self.weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
 
     def block(self, layer: int) -> dict:
@@ -55,31 +53,107 @@ class Plain:
         bits = hash_of(np.uint32(self.config.seed), self.step, sample, *(np.uint32(index) for index in site), *others)
         return x * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)
 
-    def norm(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:
-        variance_BT1 = x_BTD.var(-1, keepdims=True)
-        normal_BTD = (x_BTD - x_BTD.mean(-1, keepdims=True)) / np.sqrt(variance_BT1 + self.epsilon)
-        return normal_BTD * weights["scale"] + weights["bias"]
+    def norm(self, weights: dict, x: np.ndarray, *, of_heads: bool = False) -> np.ndarray:
+        centered = x if of_heads or self.model.norm == "rmsnorm" else x - x.mean(-1, keepdims=True)
+        square = np.mean(centered**2, axis=-1, keepdims=True)
+        return centered / np.sqrt(square + self.epsilon) * weights["scale"] + weights.get("bias", 0)
+
+    def activation(self, x_BTF: np.ndarray) -> np.ndarray:
+        return x_BTF / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x_BTF + 0.044715 * x_BTF**3)))
+
+    def placed(self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Queries and keys that know their positions."""
+        return q_BTHK, k_BSHK
 
     def attention(self, weights: dict, x_BTD: np.ndarray, seen_BTS: np.ndarray, layer: int) -> np.ndarray:
         q_BTHK, k_BSHK, v_BSHK = (
-            np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part]["bias"]
+            np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part].get("bias", 0)
             for part in ("query", "key", "value")
         )
+        q_BTHK, k_BSHK = self.placed(weights, q_BTHK, k_BSHK)
+        group = self.model.num_heads // self.model.num_kv_heads
+        k_BSHK, v_BSHK = (np.repeat(x, group, axis=2) for x in (k_BSHK, v_BSHK))
         scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(q_BTHK.shape[-1])
         scores_BHTS = np.where(seen_BTS[:, None], scores_BHTS, -np.inf)
         exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))
         probability_BHTS = self.dropped(exp_BHTS / exp_BHTS.sum(-1, keepdims=True), layer, ATTENTION_WEIGHTS)
         y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
-        y_BTD = np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"]["bias"]
+        y_BTD = np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
         return self.dropped(y_BTD, layer, ATTENTION_OUTPUT)
 
     def mlp(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
-        x_BTF = self.activation(linear(weights["up"], x_BTD))
+        x_BTF = linear(weights["up"], x_BTD)
+        if self.model.activation == "swiglu":
+            gate_BTF = linear(weights["gate"], x_BTD)
+            x_BTF = x_BTF * gate_BTF / (1 + np.exp(-gate_BTF))
+        else:
+            x_BTF = self.activation(x_BTF)
         return self.dropped(linear(weights["down"], x_BTF), layer, MLP_OUTPUT)
 
 
+class Decoder(Plain):
+    """GPT-2, and decoders of other words."""
+
+    @property
+    def epsilon(self) -> float:
+        return self.model.norm_epsilon
+
+    def rotated(self, x_BTHK: np.ndarray) -> np.ndarray:
+        """By complex numbers, as the paper writes them: pair p turns by theta^(-2p/K) a token."""
+        half, model = x_BTHK.shape[-1] // 2, self.model
+        frequency_P = model.rope_theta ** (-np.arange(half) / half)
+        if model.rope_scaling == "linear":
+            frequency_P /= model.rope_factor
+        if model.rope_scaling == "llama3":
+            length_P, original = 2 * np.pi / frequency_P, model.rope_original_length
+            share_P = (original / length_P - model.rope_low_frequency) / (
+                model.rope_high_frequency - model.rope_low_frequency
+            )
+            between_P = (1 - share_P) * frequency_P / model.rope_factor + share_P * frequency_P
+            frequency_P = np.where(
+                length_P > original / model.rope_low_frequency,
+                frequency_P / model.rope_factor,
+                np.where(length_P < original / model.rope_high_frequency, frequency_P, between_P),
+            )
+        turn_BTP = np.exp(1j * self.position_BT[..., None] * frequency_P)
+        turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) * turn_BTP[:, :, None]
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def placed(self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.model.query_key_norm:
+            q_BTHK = self.norm(weights["query_norm"], q_BTHK, of_heads=True)
+            k_BSHK = self.norm(weights["key_norm"], k_BSHK, of_heads=True)
+        return (self.rotated(q_BTHK), self.rotated(k_BSHK)) if self.model.positions == "rotary" else (q_BTHK, k_BSHK)
+
+    def logits(self, batch: dict) -> np.ndarray:
+        """Of every token, [B, T, V]; `positions` in the batch begin anew with every document."""
+        shared, tokens_BT = self.weights["shared"], batch["tokens"]
+        index_T = np.arange(tokens_BT.shape[1])
+        self.position_BT = batch.get("positions", np.broadcast_to(index_T, tokens_BT.shape))
+        behind_TS = index_T[:, None] - index_T[None]
+        seen_BTS = (behind_TS >= 0) & (behind_TS <= self.position_BT[..., None])
+        if self.model.sliding_window:
+            seen_BTS &= behind_TS < self.model.sliding_window
+        x_BTD = shared["table"][tokens_BT]
+        if self.model.positions == "learned":
+            x_BTD = x_BTD + shared["positions"][self.position_BT]
+        x_BTD = self.dropped(x_BTD, EMBEDDING)
+        for layer in range(self.model.num_layers):
+            block = self.block(layer)
+            normal_BTD = self.norm(block["attention_norm"], x_BTD)
+            x_BTD = x_BTD + self.attention(block["attention"], normal_BTD, seen_BTS, layer)
+            x_BTD = x_BTD + self.mlp(block["mlp"], self.norm(block["mlp_norm"], x_BTD), layer)
+        table_VD = shared["table" if self.model.tied_embedding else "output"][: self.model.vocab_size]
+        return self.norm(shared["final_norm"], x_BTD) @ table_VD.T
+
+    def loss(self, batch: dict) -> float:
+        """Mean over the targets that are not ignored."""
+        losses_BT = cross_entropy(self.logits(batch), batch["targets"])
+        return losses_BT[batch["targets"] != IGNORED].mean()
+
+
 def linear(weights: dict, x: np.ndarray) -> np.ndarray:
-    return x @ weights["weight"] + weights["bias"]
+    return x @ weights["weight"] + weights.get("bias", 0)
 
 
 def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:

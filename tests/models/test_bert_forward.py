@@ -28,8 +28,7 @@ class NumpyBert(Plain):
 
     epsilon = 1e-12
 
-    @staticmethod
-    def activation(x: np.ndarray) -> np.ndarray:
+    def activation(self, x: np.ndarray) -> np.ndarray:
         return x / 2 * (1 + erf(x / np.sqrt(2)))
 
     def finished(self, batch: dict) -> np.ndarray:

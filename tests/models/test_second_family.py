@@ -45,7 +45,7 @@ def begun() -> TrainState:
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "interleaved", "chunks": 2, "vocabulary": "split", "zero": 3, "sequence_parallel": True},
+        {"vocabulary": "split", "zero": 3, "sequence_parallel": True},
         pytest.param({"remat": "selective"}, marks=pytest.mark.full),
     ],
     ids=["split", "plain"],

@@ -14,7 +14,7 @@ from megajax.parallel.collectives import axis_index
 from megajax.parallel.random import Dropout, NamedKey, RandomBits
 
 # A grid of small coordinates, in the order in which they are folded in; the last one is a feature, or a key position.
-SIZES = {"seed": 2, "step": 3, "sample": 4, "layer": 4, "site": 3, "head": 4, "token": 12, "last": 64}
+SIZES = {"seed": 2, "step": 3, "sample": 4, "layer": 4, "site": 3, "head": 4, "token": 12, "last": 32}
 AXES = list(SIZES)
 
 

@@ -1,4 +1,4 @@
-"""Broken tables: `check` rejects them, and so does the simulated pipe of test_schedule.py.
+"""Broken tables: `check` rejects them, and so does the simulated pipe of simulator.py.
 
 Letters: p stages, m microbatches, v chunks of each stage; microbatch i, stage s, chunk c, virtual stage k = c·p + s.
 """
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from test_schedule import TABLES, simulate
+from simulator import TABLES, simulate
 
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule, check

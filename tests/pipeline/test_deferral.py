@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedule import all_arguments
+from simulator import all_arguments
 
 from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.schedule import make_schedule

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedule import TABLES, all_arguments
+from simulator import TABLES, all_arguments
 
 from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import forward_only, make_schedule

@@ -79,25 +79,14 @@ def test_each_step_can_be_left_out(tmp_path, capsys):
         assert decoded(tmp_path / str(number)) == expected, flags
 
 
-def test_wordpiece_is_trained_and_used(tmp_path, capsys):
-    found = run(
-        capsys,
-        jsonl(tmp_path / "a.jsonl", *TEXTS),
-        "--output",
-        tmp_path / "a",
-        "--tokenizer=wordpiece",
-        "--min-tokens=0",
-    )
+def test_tokenizers_are_trained_and_used(tmp_path, capsys):
+    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
+    found = run(capsys, file, "--output", tmp_path / "a", "--tokenizer=wordpiece", "--min-tokens=0")
     assert (tmp_path / "a.tokenizer" / "tokenizer.json").exists() and found["tokenizer_size"] <= 300
     assert found["documents"] == len(TEXTS) and decoded(tmp_path / "a")[0] == TEXTS[0]
-
-
-def test_a_prepared_dataset_brings_its_tokenizer(tmp_path, capsys):
-    run(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), "--output", tmp_path / "a")
-    run(capsys, jsonl(tmp_path / "b.jsonl", *TEXTS), "--output", tmp_path / "b", "--vocab-size", "290")
-    for name, size in ("a", 300), ("b", 290):
-        corpus = make_corpus(str(tmp_path / name), "", 300, tmp_path / "run" / name)
-        assert corpus.tokenizer is not None and corpus.tokenizer.size == size
+    run(capsys, file, "--output", tmp_path / "b", "--vocab-size", "290")
+    corpus = make_corpus(str(tmp_path / "b"), "", 300, tmp_path / "run" / "b")
+    assert corpus.tokenizer is not None and corpus.tokenizer.size == 290
 
 
 def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
@@ -187,8 +176,7 @@ def test_another_preparation_at_the_same_place(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".tokenizer", ".report.json", ".work"])
-@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
-def test_what_no_preparation_made_stays(tmp_path, capsys, suffix, flags):
+def test_what_no_preparation_made_stays(tmp_path, capsys, suffix):
     file = jsonl(tmp_path / "a.jsonl", *TEXTS)
     there = Path(f"{tmp_path / 'a'}{suffix}")
     if suffix in (".tokenizer", ".work"):
@@ -196,8 +184,9 @@ def test_what_no_preparation_made_stays(tmp_path, capsys, suffix, flags):
         there = there / "notes.json"
     there.write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=rf"^--output \S+a: \S+{suffix} .*; valid: another PREFIX$"):
-        run(capsys, file, "--output", tmp_path / "a", *flags)
+    for flags in (), ("--overwrite",):
+        with pytest.raises(UserError, match=rf"^--output \S+a: \S+{suffix} .*; valid: another PREFIX$"):
+            run(capsys, file, "--output", tmp_path / "a", *flags)
     assert sorted(tmp_path.rglob("*")) == before and there.read_text() == "{}"
 
 

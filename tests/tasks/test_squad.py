@@ -74,14 +74,11 @@ def test_odd_questions_are_kept_and_counted(tmp_path: Path) -> None:
     assert records.odd == {what: (1, f"--data.dev: {file}: {where}") for what, where in odd.items()}
 
 
-def test_a_test_set_has_no_answers(tmp_path: Path) -> None:
+def test_a_test_set_has_no_answers_and_an_id_is_there_once(tmp_path: Path) -> None:
     file = write(tmp_path / "f", {"id": "q", "question": "Who wrote? "})
     assert read(file, labelled=False).entries == [question()]
     with pytest.raises(UserError, match='no key "answers"'):
         read(file)
-
-
-def test_an_id_is_there_once_in_all_files(tmp_path: Path) -> None:
     files = [write(tmp_path / name, asked("q", ("Zola", 6))) for name in "ab"]
     with pytest.raises(UserError, match=r"b: question 1 \(id q\) has the id of another, of .*a, question 1; valid: "):
         read(*files)

@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_config
 
 from megajax.config import Config
-from megajax.verify.check import exact, held_against, one_device, widened, with_axes
+from megajax.verify.check import all_checks, exact, one_device, widened, with_axes
 from megajax.verify.run import MeshRun
 from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding, Verdict
@@ -39,7 +39,7 @@ def config_of(precision: str) -> Config:
 
 def verdict(precision: str, change: Callable[[MeshRun], MeshRun] = lambda run: run) -> Verdict:
     config = config_of(precision)
-    return Verdict(tuple(held_against(made_up(one_device(config)), change(made_up(config)))))
+    return Verdict(tuple(all_checks(made_up(one_device(config)), change(made_up(config)))))
 
 
 def only_failure(precision: str, change: Callable[[MeshRun], MeshRun]) -> Finding:

@@ -1,4 +1,4 @@
-"""Presets that are based on others, what is missing in them, and the configuration that is printed."""
+"""Presets: their names, mistakes in them, presets that are based on others, and the configuration that is printed."""
 
 import shutil
 import tomllib
@@ -30,6 +30,97 @@ def write(file: Path, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
+
+
+def test_bare_names_are_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_preset("demo") == load_preset(PRESETS / "demo.toml")
+    assert {"demo", "gpt2-8.3b"} <= set(preset_names())
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.toml").write_text("seed = 77")
+    assert load_preset("demo") == {"seed": 77, "run_dir": "runs/demo"}
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2-8.3b"])
+def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(name: str, tmp_path: Path) -> None:
+    awkward = {"sample.prompt": 'a "b"\n\t\\ é 語', "optimizer.epsilon": 1e-300, "model.init_std": 0.1 + 0.2, "seed": 9}
+    config = resolve(load_preset(name), awkward)
+    (tmp_path / f"{name}.toml").write_text(to_toml(config), encoding="utf-8")
+    assert resolve(load_preset(tmp_path / f"{name}.toml")) == config
+
+
+def test_scan_layers_may_be_a_toml_boolean_and_a_number_may_be_whole(tmp_path: Path) -> None:
+    preset = load_preset(write(tmp_path / "mine.toml", "[model]\nscan_layers = true\ndropout = 0"))
+    assert preset["model.scan_layers"] == "true"
+    assert isinstance(preset["model.dropout"], float)
+
+
+def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path) -> None:
+    assert load_preset(write(tmp_path / "mine.toml", ""))["run_dir"] == "runs/mine"
+    assert load_preset(write(tmp_path / "mine.toml", 'run_dir = "there"'))["run_dir"] == "there"
+    assert resolve(load_preset("demo"), {"run_dir": "here"}).run_dir == "here"
+
+
+def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_path: Path) -> None:
+    """Wherever the run directory lies now; what the copy names is somebody else's."""
+    config = resolve(load_preset("demo"), {"run_dir": "theirs", "model.dropout": 0.25, "simulate_devices": 8})
+    for name, beside in (("marked", "run.json"), ("before the mark", "checkpoints")):
+        (tmp_path / name / beside).mkdir(parents=True)
+        (tmp_path / name / "config.toml").write_text(to_toml(config))
+        preset = load_preset(tmp_path / name / "config.toml")
+        assert (preset["run_dir"], preset["model.dropout"]) == (str(tmp_path / name), 0.25)
+        assert preset["simulate_devices"] == 8
+        assert read_preset(tmp_path / name / "config.toml").left_out == {}
+    for copy in ("config.toml", "mine.toml"):
+        (tmp_path / copy).write_text(to_toml(config))
+        preset = load_preset(tmp_path / copy)
+        assert preset["run_dir"] == f"runs/{Path(copy).stem}" and "simulate_devices" not in preset
+        assert read_preset(tmp_path / copy).left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    elsewhere = read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "new"))
+    assert elsewhere.left_out == {"run_dir": "theirs", "simulate_devices": 8}
+    assert not read_preset(tmp_path / "marked" / "config.toml", str(tmp_path / "marked" / ".." / "marked")).left_out
+    based = read_preset(write(tmp_path / "mine.toml", 'base = "marked/config.toml"'))
+    assert based.values["run_dir"] == "runs/mine" and "simulate_devices" not in based.values and not based.left_out
+    assert based.values["model.dropout"] == 0.25
+    own = read_preset(write(tmp_path / "mine.toml", 'run_dir = "there"'))
+    assert own.values["run_dir"] == "there" and own.left_out == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nnum_layer = 3", "model.num_layer: unknown key; did you mean model.num_layers"),
+        ("steps = 3", "steps: unknown key; did you mean train.steps?"),
+        (
+            "[checkpoint]\nzzz = 3",
+            "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
+        ),
+        ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
+        ("model = 3", "model = 3; valid tables: [model]"),
+        ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
+        ("[model]\nnum_layers = 8.0", "model.num_layers = 8.0; valid: a whole number"),
+        ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
+        ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
+        ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
+        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp16, fp64"),
+        ("run_dir = 3", "run_dir = 3; valid: text"),
+        ("seed = 1\n[model\n", "not TOML"),
+        ("seed = 1\n[model]\nnum_layers = = 2\n", "line 3"),
+    ],
+)
+def test_a_mistake_in_a_preset_names_the_file_the_key_and_what_is_valid(text: str, words: str, tmp_path: Path) -> None:
+    found = message(load_preset, write(tmp_path / "mine.toml", text))
+    assert found.startswith(f"{tmp_path / 'mine.toml'}: ")
+    assert words in found
+
+
+def test_files_that_are_no_presets(tmp_path: Path) -> None:
+    assert "did you mean demo?" in message(load_preset, "dmo")
+    assert "gpt2-355m" in message(load_preset, "zzz")
+    assert str(tmp_path / "no.toml") in message(load_preset, tmp_path / "no.toml")
+    assert "config.toml" in message(load_preset, tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"seed = 1 # \xff")
+    assert "byte 11 is not UTF-8" in message(load_preset, tmp_path / "bytes.toml")
 
 
 def test_a_preset_says_only_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
