@@ -18,6 +18,7 @@ from processes import Commands, assert_same_checkpoint, checkpoint_arrays, conte
 from megajax.config import to_toml
 from megajax.program.program import Program
 from megajax.program.state import TrainState
+from megajax.runs import init
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.runs.step_folders import complete
@@ -79,7 +80,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     import jax
 
     found: list[dict[str, Any]] = []
-    begin = loop.first_state
+    begin = init.first_state
 
     def remember(program: Any) -> tuple[TrainState, str]:
         state, told = begin(program)
@@ -87,7 +88,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
         return state, told
 
-    monkeypatch.setattr(loop, "first_state", remember)
+    monkeypatch.setattr(init, "first_state", remember)
     return found
 
 
