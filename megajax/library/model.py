@@ -67,9 +67,6 @@ class Model:
 
         Args:
             batch: token ids [B, T], any number of them; of BERT a batch by names.
-
-        Raises:
-            UserError: it is not one of the model's.
         """
         arrays = inputs_of(self.config, self.program.form, batch)
         pretrains = self.config.model.head == "pretraining"
@@ -81,9 +78,6 @@ class Model:
 
         Args:
             batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
-
-        Raises:
-            UserError: it is not one of the model's.
         """
         found = self._run(scores, batch_of(self.config, self.program.form, batch))
         return total_loss(
@@ -104,9 +98,6 @@ class Model:
         Returns:
             Figures by name: `loss` before the step, `grad_norm`, `learning_rate`, `skipped` (1.0: the gradients were
             not finite, and nothing changed), …
-
-        Raises:
-            UserError: the batch has another shape; the model was restored without its optimizer, or is of a task.
         """
         if self._state is None:
             raise UserError("train_step: the optimizer's state was not restored; valid: restore(…, training=True)")
@@ -131,9 +122,6 @@ class Model:
         `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
         Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given;
         where it has one, the data is tokenized with that.
-
-        Raises:
-            UserError: data, tokenizer or folder cannot be used.
         """
         check_given(self.config)
         if not self.config.pretrains:
@@ -166,9 +154,6 @@ class Model:
 
         Returns:
             A text, or one for each prompt; of token ids new ids.
-
-        Raises:
-            UserError: an option or a prompt is not valid; the model or its mesh cannot generate, or has no tokenizer.
         """
         known = {field.name for field in dataclasses.fields(GenerateOptions)}
         if unknown := set(options) - known:
@@ -199,9 +184,6 @@ class Model:
 
         Args:
             data: what `--data.path` can be.
-
-        Raises:
-            UserError: it cannot be used; the model has no tokenizer for it, or is of a task.
         """
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
@@ -227,7 +209,6 @@ class Model:
         """Write a run directory that stands at the model's step, for `restore` and all commands.
 
         Raises:
-            UserError: there is something already, it cannot be written, or the optimizer's state was not restored.
             RunError: the checkpoint cannot be written.
         """
         if self._state is None:
