@@ -8,31 +8,34 @@ the model, sends nothing.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
-from megajax.backend import GPU, Backend
+from megajax.backend import GPU
 from megajax.config import Config
 from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.sizes import Sizes, Times, steady_state_microbatches
-from megajax.plan.traced import Sent, ends_cost, layer_cost
+from megajax.plan.traced import Sent, StepCost, step_cost
 from megajax.plan.weight_traffic import PERMUTE, Communication, WeightTraffic, one
 from megajax.program.communication import Collective
 
 
-def communication(config: Config, backend: Backend = GPU) -> list[Communication]:
-    """All that a training step of a valid configuration communicates, per device, in the order of the program."""
-    step = _Step(config, backend)
-    return [
-        *step.targets(),
-        *step.p2p_transfers(),
-        *step.loop(),
-        *step.reduction(),
-        *step.norm(),
-        *step.new_weights(),
-    ]
+def communication(config: Config, cost: StepCost | None = None) -> list[Communication]:
+    """All that a training step of a valid configuration communicates, per device, in the order of the program. It is
+    the same on every kind of device."""
+    step = _Step(config, cost or step_cost(config, GPU))
+    before, after = _once(replace(config, train=replace(config.train, microbatch=1, remat="none")))
+    return [*before, *step.p2p_transfers(), *step.loop(), *after]
+
+
+@lru_cache(maxsize=1024)
+def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
+    """Before and after the loop, which microbatches and recomputation do not change."""
+    step = WeightTraffic(config)
+    return [*step.targets()], [*step.reduction(), *step.norm(), *step.new_weights()]
 
 
 def totals(found: Iterable[Collective]) -> Counter:
@@ -72,9 +75,9 @@ def _loops(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: 
 class _Step(WeightTraffic):
     """The sizes of a step, and what it communicates in its loop over ticks."""
 
-    def __init__(self, config: Config, backend: Backend):
+    def __init__(self, config: Config, cost: StepCost):
         super().__init__(config)
-        self._layer, self._ends = layer_cost(config, backend, config.train.remat), ends_cost(config, backend)
+        self._layer, self._ends = cost.layer, cost.ends
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage, gradients to the one before, in every tick."""

@@ -17,7 +17,7 @@ from megajax.plan.machines import Machine
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
 from megajax.plan.temporaries import Temporaries
-from megajax.plan.traced import ends_cost, layer_cost
+from megajax.plan.traced import StepCost, step_cost
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
@@ -69,45 +69,30 @@ def backend_of(machine: Machine) -> Backend:
     return GPU if machine.fused_attention else replace(GPU, fused_attention=False)
 
 
-def memory(config: Config, backend: Backend = GPU) -> Memory:
-    """What a step of a valid configuration needs on a device of its mesh."""
-    return MemoryModel(config, backend).memory(config)
-
-
-class MemoryModel:
-    """The memory of a configuration under every schedule, number of chunks and global batch."""
-
-    def __init__(self, config: Config, backend: Backend):
-        self._backend = backend
-        self._layer = layer_cost(config, backend, config.train.remat)
-        self._without_remat = layer_cost(config, backend, "none")
-        self._ends = ends_cost(config, backend)
-
-    def memory(self, config: Config) -> Memory:
-        """Of a configuration that differs in these three at most."""
-        step, weights, pipeline = Sizes(config), held(config), config.pipeline
-        table = _table(pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
-        form = batch_form(config)
-        others = weights.trained * step.wide if step.summed != step.wide or config.lora.rank else 0
-        losses = len(form.targets | form.measures) * max(4, step.summed)
-        batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
-        residuals = step.layers_of_chunk * self._layer.residual_bytes(step.microbatch)
-        kept = max(1, table.slots) * (step.activation_bytes if step.recomputes_stage else residuals)
-        factors = table.factor_slots * step.layers_of_chunk * self._layer.factor_bytes(step.microbatch)
-        temporaries = Temporaries(
-            step, self._layer, self._without_remat, self._ends, weights, self._backend, kept, factors
-        )
-        return Memory(
-            weights=weights.computed * step.item,
-            main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
-            moments=2 * weights.trained * step.wide + _COUNTERS,
-            batch=batch * _WORD // config.mesh.row_shards,
-            gradients=weights.computed * step.summed + losses + others,
-            kept=kept,
-            factors=factors,
-            p2p_transfers=table.activations * step.activation_bytes,
-            temporaries=temporaries.most,
-        )
+def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
+    """What a step of a valid configuration needs on a device of its mesh; of a search with its `cost`, which many
+    configurations have in common."""
+    cost = cost or step_cost(config, backend)
+    step, weights, pipeline = Sizes(config), held(config), config.pipeline
+    table = _table(pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
+    form = batch_form(config)
+    others = weights.trained * step.wide if step.summed != step.wide or config.lora.rank else 0
+    losses = len(form.targets | form.measures) * max(4, step.summed)
+    batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
+    residuals = step.layers_of_chunk * cost.layer.residual_bytes(step.microbatch)
+    kept = max(1, table.slots) * (step.activation_bytes if step.recomputes_stage else residuals)
+    factors = table.factor_slots * step.layers_of_chunk * cost.layer.factor_bytes(step.microbatch)
+    return Memory(
+        weights=weights.computed * step.item,
+        main_weights=weights.owned * step.wide if step.item != step.wide or config.lora.rank else 0,
+        moments=2 * weights.trained * step.wide + _COUNTERS,
+        batch=batch * _WORD // config.mesh.row_shards,
+        gradients=weights.computed * step.summed + losses + others,
+        kept=kept,
+        factors=factors,
+        p2p_transfers=table.activations * step.activation_bytes,
+        temporaries=Temporaries(step, cost, weights, backend, kept, factors).most,
+    )
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,8 @@ class Plan:
         """By axes and kind, how many collectives the device that sends most takes part in, and the bytes it has of
         their operands; over axes of one device nothing is sent."""
         sizes = asdict(self.config.mesh)
-        all_of_step = communication(self.config, backend_of(self.machine))
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for (names, kind), (count, size) in bytes_by_axis(all_of_step, sent=True).items():
+        for (names, kind), (count, size) in bytes_by_axis(communication(self.config), sent=True).items():
             axes = ",".join(axis for axis in names.split(",") if sizes[axis] > 1)
             before = found.get((axes, kind), (0, 0))
             if axes:

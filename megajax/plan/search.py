@@ -19,10 +19,10 @@ from megajax.pipeline.checks import has_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import GIB, Machine, peak_of
-from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
+from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
-from megajax.plan.traced import layer_cost
+from megajax.plan.traced import StepCost, step_cost
 from megajax.validation import validate, validate_mesh
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)
@@ -107,16 +107,19 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     tried, smallest, fitting = 0, None, []
     for base in _on_meshes(config, devices, kept):
         models: dict[Any, StepModel] = {}
+        costs: dict[Any, StepCost] = {}
         for each in _of_mesh(base, kept):
-            sizes = list(_sizes(each, kept, backend))
+            like = each.train.remat, each.sequence_parallel
+            cost = costs[like] = costs.get(like) or step_cost(each, backend)
+            sizes = list(_sizes(each, kept, backend, cost))
             tried += len(sizes)
             least = min(sizes, key=lambda pair: pair[0], default=None)
             if least is not None and (smallest is None or least[0] < smallest[0]):
                 smallest = least[0], replace(each, pipeline=least[1])
             fit = [(size, pipeline) for size, pipeline in sizes if size <= machine.usable]
             if fit:
-                like = _as_fast(each, backend)
-                model = models[like] = models.get(like) or StepModel(each, machine)
+                as_fast = _as_fast(each, cost)
+                model = models[as_fast] = models.get(as_fast) or StepModel(each, machine, cost)
                 fitting += [
                     Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
                 ]
@@ -214,17 +217,16 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
         )
 
 
-def _as_fast(config: Config, backend: Backend) -> Config:
+def _as_fast(config: Config, cost: StepCost) -> Config:
     """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
     model sees, unless it is a product or a collective."""
-    if config.train.remat != "selective":
-        return config
-    selective, none = (layer_cost(config, backend, remat) for remat in ("selective", "none"))
-    same = (selective.regions, selective.backward) == (none.regions, none.backward)
-    return replace(config, train=replace(config.train, remat="none")) if same else config
+    cheap = config.train.remat == "selective" and cost.recomputes_cheaply
+    return replace(config, train=replace(config.train, remat="none")) if cheap else config
 
 
-def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[tuple[int, PipelineConfig]]:
+def _sizes(
+    config: Config, kept: frozenset[str], backend: Backend, cost: StepCost
+) -> Iterator[tuple[int, PipelineConfig]]:
     """Every schedule and number of chunks whose table can be made and its buffers told quickly, with the bytes that a
     device needs. Those are told by fewer microbatches where the schedule's table has buffers of the same sizes with
     these."""
@@ -234,7 +236,6 @@ def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[t
         config.train.global_batch // (config.mesh.row_shards * config.train.microbatch),
     )
     rows, layers = mesh.row_shards * train.microbatch, config.model.num_layers
-    model = MemoryModel(config, backend)
     for pipeline in _pipelines(config.pipeline, mesh.pipe, layers):
         if any(
             f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
@@ -246,7 +247,7 @@ def _sizes(config: Config, kept: frozenset[str], backend: Backend) -> Iterator[t
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)
-        found = model.memory(replace(config, train=short, pipeline=pipeline))
+        found = memory(replace(config, train=short, pipeline=pipeline), backend, cost)
         yield sum(vars(found).values()) + found.batch * (m - fewer) // fewer, pipeline
 
 

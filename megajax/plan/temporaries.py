@@ -17,7 +17,7 @@ from math import prod
 from megajax.backend import CPU, Backend
 from megajax.plan.shapes import Held
 from megajax.plan.sizes import Sizes, scores_of_head
-from megajax.plan.traced import EndsCost, LayerCost, Region
+from megajax.plan.traced import Region, StepCost
 
 _FP32 = 4
 
@@ -28,17 +28,14 @@ class Temporaries:
 
     Attributes:
         step: its sizes.
-        layer, without_remat: a layer, and one that recomputes nothing.
-        ends: embedding and head.
+        cost: what is traced of its layers and ends.
         held: its weights.
         backend: kind of device.
         kept, factors: bytes of the buffers of activations and of factors that wait.
     """
 
     step: Sizes
-    layer: LayerCost
-    without_remat: LayerCost
-    ends: EndsCost
+    cost: StepCost
     held: Held
     backend: Backend
     kept: int
@@ -84,7 +81,7 @@ class Temporaries:
     @property
     def _residuals(self) -> int:
         """Bytes of a chunk's residuals."""
-        return self.step.layers_of_chunk * self.layer.residual_bytes(self.step.microbatch)
+        return self.step.layers_of_chunk * self.cost.layer.residual_bytes(self.step.microbatch)
 
     def _forward(self) -> int:
         """A chunk's residuals, before they are put in their slot; of a pipe of one stage they are never elsewhere."""
@@ -97,7 +94,7 @@ class Temporaries:
         """Logits and, on CPUs, where XLA does not overwrite them, their gradients; and the gradient of the table,
         beside the table if it is gathered. Of a converted pair one stays as it was."""
         weights = [prod(placed.whole) for placed in self.held.weights if not placed.weight.stacked]
-        logits = prod(self.ends.logits.shape(self.step.microbatch))
+        logits = prod(self.cost.ends.logits.shape(self.step.microbatch))
         pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
         table = max(weights) * (pair if self._gathers else self._wide)
         return logits * (pair if self._on_cpu else self._wide) + table
@@ -116,7 +113,7 @@ class Temporaries:
             own += _FP32 * self.step.layers_of_chunk * self._layer_weights
         if not self._piped and self.step.microbatches > 1:
             own += 2 * _FP32 * sum(placed.size for placed in self.held.weights if not placed.weight.stacked)
-        largest = max(operand.num_bytes(self.step.microbatch) for operand in self.layer.residuals)
+        largest = max(operand.num_bytes(self.step.microbatch) for operand in self.cost.layer.residuals)
         return own + max(layer, 0 if native else self.step.layers_of_chunk * largest)
 
     def _optimizer(self) -> int:
@@ -129,9 +126,9 @@ class Temporaries:
         """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the
         largest; with ZeRO-3 its gathered weights and their gradients."""
         rows = self.step.microbatch
-        again = self.without_remat.residual_bytes(rows) - self.layer.residual_bytes(rows)
+        again = self.cost.without_remat.residual_bytes(rows) - self.cost.layer.residual_bytes(rows)
         entered = prod(self.step.whole) * self.step.item
-        regions = max(self._region(region) for region in self.layer.regions)
+        regions = max(self._region(region) for region in self.cost.layer.regions)
         gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0
         return self._ratio * (again + 2 * entered) + regions + gathered
 
@@ -147,7 +144,7 @@ class Temporaries:
     def _scores(self) -> int:
         """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
         these are unrolled, and XLA runs them in any order."""
-        if self.layer.fused:
+        if self.cost.layer.fused:
             return 0
         step, model = self.step, self.step.config.model
         all_heads = model.num_heads // step.config.mesh.tensor

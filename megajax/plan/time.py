@@ -27,6 +27,7 @@ from megajax.plan.links import seconds_of
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
+from megajax.plan.traced import StepCost, step_cost
 from megajax.plan.weight_traffic import Communication
 from megajax.plan.work import Seconds, Work
 
@@ -92,12 +93,13 @@ class _Visit:
 class StepModel:
     """The times of a step's parts, of which schedule and chunks change how long the pipe waits only."""
 
-    def __init__(self, config: Config, machine: Machine):
+    def __init__(self, config: Config, machine: Machine, cost: StepCost | None = None):
+        cost = cost or step_cost(config, backend_of(machine))
         self.config, self.machine = config, machine
         self.sizes = Sizes(config)
-        self.work = Work(config, self.sizes, machine)
+        self.work = Work(config, self.sizes, machine, cost)
         self._by_part: dict[str, list[tuple[Communication, float]]] = defaultdict(list)  # with their seconds
-        for each in communication(config, backend_of(machine)):
+        for each in communication(config, cost):
             self._by_part[each.part].append((each, seconds_of(each, config.mesh, machine)))
         self._layer = self._visits_of_a_layer()
         embedding = self.work.embedding()

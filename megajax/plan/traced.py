@@ -9,7 +9,7 @@ largest blocks of queries that there are: neither changes what is kept, computed
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -21,7 +21,9 @@ from jax.sharding import PartitionSpec
 
 from megajax.axes import ROW_AXES
 from megajax.backend import Backend
-from megajax.config import Config
+from megajax.config import Config, TrainConfig
+from megajax.data.config import DataConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.parallel.collectives import PIPE, vary
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.executor import Pipeline
@@ -148,11 +150,30 @@ class LayerCost:
 
     def residual_bytes(self, rows: int) -> int:
         """Of a microbatch of so many rows."""
-        return sum(operand.num_bytes(rows) for operand in self.residuals)
+        return _linear(self._residual_bytes, rows)
 
     def factor_bytes(self, rows: int) -> int:
         """Likewise."""
-        return sum(operand.num_bytes(rows) for operand in self.factors)
+        return _linear(self._factor_bytes, rows)
+
+    @cached_property
+    def _residual_bytes(self) -> tuple[int, int]:
+        return _of_one_and_two(self.residuals)
+
+    @cached_property
+    def _factor_bytes(self) -> tuple[int, int]:
+        return _of_one_and_two(self.factors)
+
+
+def _of_one_and_two(operands: tuple[Operand, ...]) -> tuple[int, int]:
+    """Their bytes with one row and with two."""
+    one, two = (sum(operand.num_bytes(rows) for operand in operands) for rows in (1, 2))
+    return one, two
+
+
+def _linear(bytes_of: tuple[int, int], rows: int) -> int:
+    one, two = bytes_of
+    return one + (rows - 1) * (two - one)
 
 
 @dataclass(frozen=True)
@@ -184,32 +205,63 @@ class EndsCost:
         return Dims(largest.of_row[::2], largest.counting[::2])
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """What is traced of a configuration.
+
+    Attributes:
+        layer, without_remat: a layer, and one that recomputes nothing.
+        ends: embedding and head.
+    """
+
+    layer: LayerCost
+    without_remat: LayerCost
+    ends: EndsCost
+
+    @property
+    def recomputes_cheaply(self) -> bool:
+        """Whether neither a product nor a collective is computed again."""
+        layer, plain = self.layer, self.without_remat
+        return (layer.regions, layer.backward) == (plain.regions, plain.backward)
+
+
+def step_cost(config: Config, backend: Backend) -> StepCost:
+    """The costs of a configuration on a kind of device."""
+    layer, plain = (layer_cost(config, backend, remat) for remat in (config.train.remat, "none"))
+    return StepCost(layer, plain, ends_cost(config, backend))
+
+
 def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    pipeline = PipelineConfig(weight_gradients="deferred")
-    coarse = replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None)
-    return _layer_cost(_of_one_microbatch(config, 2, pipeline, "none" if remat == "stage" else remat), coarse)
+    return _layer_cost(_of_one_microbatch(config, "none" if remat == "stage" else remat), _coarse(backend))
 
 
 def ends_cost(config: Config, backend: Backend) -> EndsCost:
     """The ends of a configuration."""
-    split = config.splits_vocabulary
-    pipeline = PipelineConfig(vocabulary=config.pipeline.vocabulary if split else "replicated")
-    return _ends_cost(_of_one_microbatch(config, config.mesh.pipe if split else 2, pipeline, "none"), backend)
+    return _ends_cost(_of_one_microbatch(config, "none", config.splits_vocabulary), _coarse(backend))
 
 
-def _of_one_microbatch(config: Config, pipe: int, pipeline: PipelineConfig, remat: Any) -> Config:
+def _coarse(backend: Backend) -> Backend:
+    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None)
+
+
+def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends: one for many configurations."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
-    return replace(
-        config,
+    pipe = config.mesh.pipe if splits_vocabulary else 2
+    pipeline = PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred")
+    return Config(
+        precision=config.precision,
+        sequence_parallel=config.sequence_parallel,
+        model=replace(config.model, num_layers=pipe, scan_layers="true"),
+        lora=config.lora,
         mesh=replace(config.mesh, pipe=pipe, **dict.fromkeys(ROW_AXES, 1)),
         pipeline=pipeline,
-        model=replace(config.model, num_layers=pipe, scan_layers="true"),
-        optimizer=replace(config.optimizer, zero=0),
-        train=replace(config.train, global_batch=rows, microbatch=rows, remat=remat),
+        train=TrainConfig(global_batch=rows, microbatch=rows, remat=remat),
+        optimizer=OptimizerConfig(learning_rate=1.0, zero=0, gradient_dtype=config.optimizer.gradient_dtype),
+        data=DataConfig(reset_attention=config.data.reset_attention),
     )
 
 
@@ -270,10 +322,15 @@ def _trace(config: Config, backend: Backend, look: Callable[[Program, Pipeline, 
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
-        program = Program.abstract(config, backend)
+        program = _program(config, backend)
         specs = program.layout.specs.params, BATCH
         function = program.region(region, specs, PartitionSpec())
         jax.eval_shape(function, program.layout.shapes.params, program.batch_types)
+
+
+@lru_cache(maxsize=4)
+def _program(config: Config, backend: Backend) -> Program:
+    return Program.abstract(config, backend)
 
 
 def _kept(forward: Jaxpr, num_outputs: int) -> list:

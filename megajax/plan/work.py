@@ -11,10 +11,9 @@ from math import prod
 from megajax.backend import GPU
 from megajax.config import Config
 from megajax.plan.machines import Machine, peak_of
-from megajax.plan.memory import backend_of
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes, scores_of_head
-from megajax.plan.traced import ends_cost, layer_cost
+from megajax.plan.traced import StepCost
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 _SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several
@@ -43,11 +42,10 @@ class Seconds:
 class Work:
     """The parts of a configuration's step on a machine."""
 
-    def __init__(self, config: Config, sizes: Sizes, machine: Machine):
+    def __init__(self, config: Config, sizes: Sizes, machine: Machine, cost: StepCost):
         self.config, self.sizes, self.machine = config, sizes, machine
-        self.peak = peak_of(machine, config.precision)
-        backend, model = backend_of(machine), config.model
-        self.layer, self.ends = layer_cost(config, backend, config.train.remat), ends_cost(config, backend)
+        self.peak, model = peak_of(machine, config.precision), config.model
+        self.layer, self.ends = cost.layer, cost.ends
         self.hidden, self.tokens = model.hidden_size, sizes.rows * sizes.tokens
         self.heads = model.num_heads // config.mesh.tensor
         auto = model.scan_layers == "auto" and config.optimizer.zero == 3  # `program.scans_layers` on GPUs
