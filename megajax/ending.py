@@ -115,23 +115,18 @@ def _imports(frame: FrameType | None) -> bool:
 stop_signals = StopSignals()  # a process has its signals once
 
 
-class _Traces:
-    """The folder for traces of unexpected errors, and traces from libraries' threads."""
+class _End:
+    """How the process is left."""
 
-    folder: Path | None = None
-    of_threads: ClassVar[list[str]] = []
+    traces: Path | None = None  # the folder for traces of unexpected errors
+    of_threads: ClassVar[list[str]] = []  # traces from libraries' threads
+    together: Callable[[bool], None] | None = None
+    at_once = False
 
 
 def keep_traces_in(folder: Path) -> None:
     """Write the trace of an unexpected error to a file in `folder`, which exists."""
-    _Traces.folder = folder
-
-
-class _End:
-    """How the process is left."""
-
-    together: Callable[[bool], None] | None = None
-    at_once = False
+    _End.traces = folder
 
 
 def leave_together(leave: Callable[[bool], None]) -> None:
@@ -147,7 +142,7 @@ def leave_threads_behind() -> None:
 def run(main: Callable[[], None]) -> None:
     """Call `main` and end the process with an exit code and, unless it is 0, one line on standard error."""
     code = 1
-    _Traces.folder, _Traces.of_threads = None, []
+    _End.traces, _End.of_threads = None, []
     silent = logging.getLogger("absl"), logging.getLogger("asyncio")
     for logger in silent:  # Orbax logs an error before it raises it
         logger.setLevel(logging.CRITICAL)
@@ -219,7 +214,7 @@ def _quiet_threads() -> Iterator[None]:
 
     def keep(failure: Any) -> None:
         lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-        _Traces.of_threads.append("".join(lines))
+        _End.of_threads.append("".join(lines))
 
     threading.excepthook = sys.unraisablehook = keep
     try:
@@ -230,9 +225,9 @@ def _quiet_threads() -> Iterator[None]:
 
 def _where_the_trace_is(error: BaseException) -> str:
     """Write the full trace to a file; returns the end of the last line, which names it."""
-    text = "\n".join(["".join(traceback.format_exception(error)), *_Traces.of_threads])
+    text = "\n".join(["".join(traceback.format_exception(error)), *_End.of_threads])
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for folder in (_Traces.folder, Path(tempfile.gettempdir())):
+    for folder in (_End.traces, Path(tempfile.gettempdir())):
         if folder is None:
             continue
         file = folder / f"error-{now}-{os.getpid()}.txt"

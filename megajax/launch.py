@@ -70,9 +70,7 @@ def start(config: Config) -> None:
     if runs_at_once(config):
         # Else a step takes its temporaries, hundreds of megabytes, before those of the step before are free.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.config.update("jax_enable_x64", config.precision == "fp64")
-    if config.precision == "fp32":
-        jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
+    _set_precision(config)
     if config.simulate_devices:
         _simulate(config.simulate_devices)
     cluster = config.distributed
@@ -145,9 +143,15 @@ def imagine_devices(config: Config, count: int | None = None) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count or config.mesh.num_devices)
+    _set_precision(config)
+
+
+def _set_precision(config: Config) -> None:
+    import jax
+
     jax.config.update("jax_enable_x64", config.precision == "fp64")
     if config.precision == "fp32":
-        jax.config.update("jax_default_matmul_precision", "float32")
+        jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
 
 
 def _relayed(coordinator: str) -> str:

@@ -44,14 +44,11 @@ def _check_paths(config: Config) -> None:
     """Refuse paths of the configuration that cannot be looked at, and a run directory that cannot be made."""
     if not config.profile_pipeline:
         check_place(config.run_dir, "--run-dir")
-    texts = [("--data.path", config.data.path)] + [("--data.sources", source.path) for source in config.data.sources]
-    texts += [("--data.validation", entry.path) for entry in config.data.validation]
-    for flag, path in texts:
-        if path:
-            check_input(path, flag)
-    named = [("--tokenizer.path", config.tokenizer.path)]
+    for flag, path in config.data.texts:
+        check_input(path, flag)
+    named = [("--tokenizer.path", config.tokenizer.path), ("--init", config.init)]
     named += [("--data.train", path) for path in config.data.train]
-    named += [("--data.dev", path) for path in config.data.dev] + [("--init", config.init)]
+    named += [("--data.dev", path) for path in config.data.dev]
     for flag, path in named:
         if path:
             check_path(path, flag)

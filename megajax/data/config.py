@@ -46,6 +46,13 @@ class DataConfig:
         bool, "attention and positions start anew with every document, also where several share a sequence"
     ] = False
 
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """The path of every corpus, after the flag that names it."""
+        texts = [("--data.path", self.path)] if self.path else []
+        texts += [("--data.sources", source.path) for source in self.sources]
+        return texts + [("--data.validation", entry.path) for entry in self.validation]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:

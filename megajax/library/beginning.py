@@ -28,9 +28,6 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
         name_or_file: a name such as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
         overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
             those of preset files; `megajax train --help` lists them as flags.
-
-    Raises:
-        UserError: there is no such preset, or a key or a value is not valid.
     """
     return presets.resolve(presets.load_preset(name_or_file), overrides)
 
@@ -44,9 +41,6 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
     Args:
         config: of the model and its mesh.
         devices: the mesh takes the first ones; without them of all that JAX has.
-
-    Raises:
-        UserError: the mesh does not fit the devices or the model; `simulate_devices` are asked for too late.
     """
     start(config)
     there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
@@ -59,10 +53,6 @@ def init(config: Config | str | Path) -> Model:
 
     Args:
         config: of `load_preset`, or what that takes.
-
-    Raises:
-        UserError: the mesh does not fit devices or model; there is not enough memory; the tokenizer or the run of
-            `init` cannot be used; adapters (`lora.rank`) without `init`.
     """
     config = config if isinstance(config, Config) else load_preset(config)
     program = make_program(config)
@@ -100,7 +90,6 @@ def restore(
         training: also restore the optimizer's state, so that `train_step` goes on.
 
     Raises:
-        UserError: there is no such run or step, or it does not fit the mesh or the memory.
         RunError: the checkpoint is damaged.
     """
     folder = Path(run_dir)

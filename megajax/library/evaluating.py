@@ -28,7 +28,6 @@ def evaluate(
         overrides: values that replace the run's, by key, such as a mesh; without one it is all devices as `data`.
 
     Raises:
-        UserError: there is no such task or run, or they do not fit each other or the data.
         RunError: the checkpoint is damaged.
     """
     if task not in EVALUATIONS and task not in TASKS:

@@ -40,17 +40,17 @@ from megajax.training.begin import check_given
 
 
 class Model:
-    """A model on the mesh of a configuration. `init` and `restore` make one.
+    """A model on the mesh of a configuration, made by `init` or `restore`.
 
     Attributes:
-        config: what it is.
-        program: it on its mesh, `program.mesh`.
-        step: steps that its weights were trained for.
-        tokenizer: of its texts; None: there is none yet.
+        config: its configuration.
+        program: the configuration on its mesh, `program.mesh`.
+        step: the number of steps that its weights were trained for.
+        tokenizer: of its texts; None if there is none yet.
     """
 
     def __init__(self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None):
-        """`weights` are a `TrainState`, or of one the `params` alone, which cannot be trained on."""
+        """`weights` are a `TrainState`, or only its `params`, which cannot be trained on."""
         self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights = weights
@@ -67,9 +67,6 @@ class Model:
 
         Args:
             batch: token ids [B, T], any number of them; of BERT a batch by names.
-
-        Raises:
-            UserError: it is not one of the model's.
         """
         arrays = inputs_of(self.config, self.program.form, batch)
         pretrains = self.config.model.head == "pretraining"
@@ -81,9 +78,6 @@ class Model:
 
         Args:
             batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
-
-        Raises:
-            UserError: it is not one of the model's.
         """
         found = self._run(scores, batch_of(self.config, self.program.form, batch))
         return total_loss(
@@ -104,9 +98,6 @@ class Model:
         Returns:
             Figures by name: `loss` before the step, `grad_norm`, `learning_rate`, `skipped` (1.0: the gradients were
             not finite, and nothing changed), …
-
-        Raises:
-            UserError: the batch has another shape; the model was restored without its optimizer, or is of a task.
         """
         if self._state is None:
             raise UserError("train_step: the optimizer's state was not restored; valid: restore(…, training=True)")
@@ -126,14 +117,11 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
-        """The batches that a run of the configuration trains on from the model's step on, without end.
+        """The batches of a run of the configuration from the model's step on, without end.
 
-        `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
-        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given;
-        where it has one, the data is tokenized with that.
-
-        Raises:
-            UserError: data, tokenizer or folder cannot be used.
+        `data.path`, or `data.sources`, is tokenized to files in `folder`, where a later call finds them. A model
+        without a tokenizer gets that of the data, which is trained if none is given; else the data is tokenized with
+        the model's.
         """
         check_given(self.config)
         if not self.config.pretrains:
@@ -166,9 +154,6 @@ class Model:
 
         Returns:
             A text, or one for each prompt; of token ids new ids.
-
-        Raises:
-            UserError: an option or a prompt is not valid; the model or its mesh cannot generate, or has no tokenizer.
         """
         known = {field.name for field in dataclasses.fields(GenerateOptions)}
         if unknown := set(options) - known:
@@ -194,15 +179,8 @@ class Model:
         return [continuation_text(self.tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
 
     def evaluate(self, data: str | Path) -> dict[str, Any]:
-        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval
-        perplexity --data` says them; of BERT figures of each of its losses.
-
-        Args:
-            data: what `--data.path` can be.
-
-        Raises:
-            UserError: it cannot be used; the model has no tokenizer for it, or is of a task.
-        """
+        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval perplexity
+        --data`; for BERT, figures of each of its losses. `data` can be anything that `--data.path` can."""
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
         tokenized = prepared_prefix(str(data), flag="data") is not None
@@ -216,18 +194,17 @@ class Model:
         return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
 
     def weights(self) -> dict[str, Any]:
-        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; of a
-        layer's weights all layers are stacked, [L, …]."""
+        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; a layer's
+        weights are stacked over the layers, [L, …]."""
         layout = self.program.layout
         state, merged = self._state, layout.adapters is not None  # what adapters add is in what layers compute with
         held = self._params if state is None or state.main is None or merged else state.main
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:
-        """Write a run directory that stands at the model's step, for `restore` and all commands.
+        """Write a run directory at the model's step, for `restore` and all commands.
 
         Raises:
-            UserError: there is something already, it cannot be written, or the optimizer's state was not restored.
             RunError: the checkpoint cannot be written.
         """
         if self._state is None:
@@ -248,13 +225,13 @@ class Model:
             write_atomically(new / "config.toml", to_toml(config))
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-        """A function of `program/scoring.py` of the model's weights and a batch of any size."""
+        """Call a function of `program/scoring.py` on the model's weights and a batch of any size."""
         program = self._program(len(arrays["tokens"]))
         whole = padded(program.form, arrays, program.config.train.global_batch)
         return function(program)(self._params, program.put_batch(whole, program.local_rows))
 
     def _program(self, rows: int) -> Program:
-        """The program for a batch of at least so many rows; made once."""
+        """The program for a batch of at least `rows` rows, made once."""
         train, shards = self.config.train, self.config.mesh.row_shards
         microbatch = min(train.microbatch, -(-rows // shards))
         size = -(-rows // (shards * microbatch)) * shards * microbatch

@@ -23,7 +23,7 @@ from megajax.runs.failures import in_one_line
 from megajax.runs.lazy_array import new_state
 from megajax.runs.metrics import validation_losses
 from megajax.runs.mismatch import check_fits
-from megajax.runs.retention import Retention
+from megajax.runs.step_folders import Retention
 from megajax.runs.stored import DamagedCheckpoint, Reader, weights_of
 from megajax.runs.writing import Write
 
@@ -74,14 +74,9 @@ class Checkpoints:
         Raises:
             RunError: too many writes in a row have failed.
         """
-        self._settle()
         if validation_loss is not None:
             self._losses[step] = validation_loss
-        obstacle = self._obstacle(step) if is_first_process() else ""
-        if of_first_process(bool(obstacle)):
-            self._failed(step, obstacle or "process 0 says why")
-            return
-        self._begin(step, self._transfer.to_host(state))
+        self._begin(step, lambda: self._transfer.to_host(state))
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
         """Begin to write the state before the first step; `weight` makes each canonical main weight from its path and
@@ -90,15 +85,15 @@ class Checkpoints:
         Raises:
             RunError: too many writes have failed.
         """
-        self._settle()
-        obstacle = self._obstacle(0)
-        if obstacle:
-            self._failed(0, obstacle)
-            return
-        self._begin(0, new_state(self._layout, weight))
+        self._begin(0, lambda: new_state(self._layout, weight))
 
-    def _begin(self, step: int, canonical: TrainState) -> None:
-        self._write = Write(self.folder, step, canonical, then=self._retire)
+    def _begin(self, step: int, canonical: Callable[[], TrainState]) -> None:
+        self._settle()
+        obstacle = self._obstacle(step) if is_first_process() else ""
+        if of_first_process(bool(obstacle)):
+            self._failed(step, obstacle or "process 0 says why")
+        else:
+            self._write = Write(self.folder, step, canonical(), then=self._retire)
 
     def wait(self) -> None:
         """Wait until what was saved is complete.

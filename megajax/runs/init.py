@@ -20,6 +20,8 @@ from megajax.models.family import CutModel
 from megajax.models.lora import LORA
 from megajax.options import as_flag, compared
 from megajax.parallel.boundary import F_AND_G
+from megajax.phases import phase
+from megajax.processes import say
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved
@@ -159,6 +161,22 @@ def first_state(program: Program) -> tuple[TrainState, str]:
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:
     """Options and properties that differ, of those that change the weights, or what is computed with them."""
     return [name for name in compared(ModelConfig, changes) if getattr(model, name) != getattr(theirs, name)]
+
+
+def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: Path) -> TrainState:
+    """The newest state of a run that can be read, or the first one; prints which it is."""
+    with phase("preparing the state"):
+        state, step, damaged = checkpoints.restore_newest()
+        for message in damaged:
+            say(f"damaged checkpoint, the one before it is used: {message}")
+        if state is None:
+            state, origin = first_state(program)
+            if program.config.init or not program.config.pretrains:
+                say(origin)
+            return state
+        checkpoints.set_aside(after=step)
+        say(f"resumed from step {step} of {run_dir}")
+        return state
 
 
 def _answers(model: ModelConfig) -> tuple[str, int]:

@@ -94,12 +94,8 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
 
 def _check_apart(config: Config, run_dir: Path) -> None:
     """Refuse a run directory in a folder that is read as data."""
-    named = [("--data.path", config.data.path)]
-    named += [("--data.sources", source.path) for source in config.data.sources]
-    named += [("--data.validation", entry.path) for entry in config.data.validation]
-    for flag, path in named:
-        folders = read_folders(path, flag) if path else []
-        if any(read.resolve() in (run_dir / "data").resolve().parents for read in folders):
+    for flag, path in config.data.texts:
+        if any(read.resolve() in (run_dir / "data").resolve().parents for read in read_folders(path, flag)):
             raise UserError(
                 f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
             )

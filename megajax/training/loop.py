@@ -19,16 +19,14 @@ from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import total_loss
 from megajax.launch import give_back_freed_memory, runs_at_once
-from megajax.phases import phase
 from megajax.processes import Poll, is_first_process, say
 from megajax.program.program import Batch, Program
-from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
-from megajax.runs.init import first_state
+from megajax.runs.init import first_or_newest_state
 from megajax.runs.lock import RunLock
-from megajax.runs.retention import Retention
+from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
 from megajax.training.describe import memory_in_use
 from megajax.training.profiler import StepTrace
@@ -65,7 +63,7 @@ class Trainer:
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = _restored(self.checkpoints, program, run_dir)
+        self.state = first_or_newest_state(self.checkpoints, program, run_dir)
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, run_dir, self.first)
@@ -288,19 +286,3 @@ class Trainer:
             self.log.record_text(max(self.first, steps), "sample", text)
         for line in written(self.run_dir):
             say(line)
-
-
-def _restored(checkpoints: Checkpoints, program: Program, run_dir: Path) -> TrainState:
-    """The newest state of a run that can be read, or the first one; prints which it is."""
-    with phase("preparing the state"):
-        state, step, damaged = checkpoints.restore_newest()
-        for message in damaged:
-            say(f"damaged checkpoint, the one before it is used: {message}")
-        if state is None:
-            state, origin = first_state(program)
-            if program.config.init or not program.config.pretrains:
-                say(origin)
-            return state
-        checkpoints.set_aside(after=step)
-        say(f"resumed from step {step} of {run_dir}")
-        return state

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megajax.data.files import file_atomically
 from megajax.paths import identity
-from megajax.training.tracker import Tracker
+from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # steps below which a line is not smoothed
 _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"

@@ -11,12 +11,9 @@ from rich.console import Console
 from megajax.config import Config, to_toml, to_values
 from megajax.errors import UserError
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
-from megajax.training.display import Display
-from megajax.training.events import Events
-from megajax.training.metrics_file import MetricsFile
+from megajax.training.display import Display, TrainingProgress
 from megajax.training.plot import Curves, LossPlot
-from megajax.training.progress import TrainingProgress
-from megajax.training.tracker import Tracker
+from megajax.training.trackers import Events, MetricsFile, Tracker
 
 
 class RunLog:

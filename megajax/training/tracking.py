@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megajax import reading
 from megajax.config import Config
@@ -22,7 +22,7 @@ from megajax.ending import leave_threads_behind
 from megajax.errors import UserError
 from megajax.processes import is_first_process
 from megajax.training.run_log import RunLog
-from megajax.training.tracker import Tracker
+from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 _IDS = "tracking.json"  # in the run directory: the id of the run in each library
@@ -63,7 +63,7 @@ class LibraryTracker(Tracker):
 
     def __init__(self, library: str, run_dir: Path):
         self.name = LIBRARIES[library]
-        self._calls: queue.Queue[Callable[[Recorder], None]] = queue.Queue(_MOST)
+        self._calls: queue.Queue[Callable[[Tracker], None]] = queue.Queue(_MOST)
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._problem, self._ended = "", False
         run = library, run_dir.resolve(), _id_of(run_dir, library)
@@ -71,14 +71,14 @@ class LibraryTracker(Tracker):
         self._thread.start()
 
     def config(self, text: str, values: Mapping[str, object]) -> None:
-        self._put(lambda recorder: recorder.config(values, text))
+        self._put(lambda tracker: tracker.config(text, values))
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         finite = {name: each for name, each in figures.items() if math.isfinite(each)}
-        self._put(lambda recorder: recorder.figures(step, finite))
+        self._put(lambda tracker: tracker.figures(step, finite))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._put(lambda recorder: recorder.text(step, name, text))
+        self._put(lambda tracker: tracker.text(step, name, text))
 
     def news(self) -> list[str]:
         return [self._news.get() for _ in range(self._news.qsize())]
@@ -86,8 +86,8 @@ class LibraryTracker(Tracker):
     def close(self, *, finished: bool) -> None:
         """Wait for the library, but not for long."""
 
-        def end(recorder: Recorder) -> None:
-            recorder.end(finished)
+        def end(tracker: Tracker) -> None:
+            tracker.close(finished=finished)
             self._ended = True
 
         try:
@@ -100,7 +100,7 @@ class LibraryTracker(Tracker):
         if self._problem:
             raise OSError(self._problem)
 
-    def _put(self, call: "Callable[[Recorder], None]") -> None:
+    def _put(self, call: Callable[[Tracker], None]) -> None:
         """Raises `OSError` if the library has failed, or does not follow."""
         if self._problem:
             raise OSError(self._problem)
@@ -112,10 +112,10 @@ class LibraryTracker(Tracker):
     def _record(self, library: str, run_dir: Path, name: str) -> None:
         """The thread: all calls of the library, in order, until the last one or the first error."""
         try:
-            recorder = RECORDERS[library](run_dir, name)
-            self._news.put(f"{self.name}: {recorder.where}")
+            tracker = _TRACKERS[library](run_dir, name)
+            self._news.put(f"{self.name}: {tracker.where}")
             while not self._ended:
-                self._calls.get()(recorder)
+                self._calls.get()(tracker)
         except BaseException as error:  # libraries raise SystemExit and KeyboardInterrupt, too
             self._problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -133,21 +133,7 @@ def _id_of(run_dir: Path, library: str) -> str:
     return known[library]
 
 
-class Recorder(Protocol):
-    """A run in a library; `where` says where people find it."""
-
-    where: str
-
-    def config(self, values: Mapping[str, Any], text: str) -> None: ...
-
-    def figures(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def text(self, step: int, name: str, text: str) -> None: ...
-
-    def end(self, finished: bool) -> None: ...
-
-
-class WandbRecorder:
+class WandbTracker(Tracker):
     """A run of Weights & Biases. Its own variables, such as WANDB_PROJECT and WANDB_MODE, say where and whether online;
     its files go to RUN/wandb. Figures are drawn over `step`: one that is computed again after a resume comes again."""
 
@@ -167,7 +153,7 @@ class WandbRecorder:
         self._run.define_metric("*", step_metric="step")
         self.where = self._run.url or f"offline, in {run_dir / 'wandb'} (wandb sync sends it)"
 
-    def config(self, values: Mapping[str, Any], text: str) -> None:
+    def config(self, text: str, values: Mapping[str, object]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
@@ -176,11 +162,11 @@ class WandbRecorder:
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")})
 
-    def end(self, finished: bool) -> None:
+    def close(self, *, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
 
 
-class MlflowRecorder:
+class MlflowTracker(Tracker):
     """A run of MLflow. MLFLOW_TRACKING_URI says where, else it is RUN/mlflow/mlflow.db, and MLFLOW_EXPERIMENT_NAME in
     which experiment."""
 
@@ -209,7 +195,7 @@ class MlflowRecorder:
         self._sent = time.monotonic()
         self.where = f"run {self._id} of the experiment {title} in {uri}"
 
-    def config(self, values: Mapping[str, Any], text: str) -> None:
+    def config(self, text: str, values: Mapping[str, object]) -> None:
         there = self._client.get_run(self._id).data.params
         for key, value in values.items():
             if key not in there:  # what a run has been started with cannot be changed there
@@ -231,9 +217,9 @@ class MlflowRecorder:
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/step-{step}.txt")
 
-    def end(self, finished: bool) -> None:
+    def close(self, *, finished: bool) -> None:
         self._send()
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
-RECORDERS: dict[str, Callable[[Path, str], Recorder]] = {"wandb": WandbRecorder, "mlflow": MlflowRecorder}
+_TRACKERS: dict[str, type[WandbTracker | MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}

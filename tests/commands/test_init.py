@@ -18,6 +18,7 @@ from processes import Commands, assert_same_checkpoint, checkpoint_arrays, conte
 from megajax.config import to_toml
 from megajax.program.program import Program
 from megajax.program.state import TrainState
+from megajax.runs import init
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.runs.step_folders import complete
@@ -79,7 +80,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     import jax
 
     found: list[dict[str, Any]] = []
-    begin = loop.first_state
+    begin = init.first_state
 
     def remember(program: Any) -> tuple[TrainState, str]:
         state, told = begin(program)
@@ -87,7 +88,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
         return state, told
 
-    monkeypatch.setattr(loop, "first_state", remember)
+    monkeypatch.setattr(init, "first_state", remember)
     return found
 
 
@@ -123,8 +124,8 @@ def test_only_the_weights_are_taken(
     assert f"weights: of step {STEPS} of {pretrained}, fresh head." in done.out
     assert "the first 48 of 64 positions" in done.out
     assert curve(tmp_path / "run")[0][1] != curve(tuning.run(task))[0][1]
-    assert (tmp_path / "run/data/tokenizer/vocab.txt").read_bytes() == (
-        pretrained / "data/tokenizer/vocab.txt"
+    assert (tmp_path / "run/data/tokenizer/tokenizer.json").read_bytes() == (
+        pretrained / "data/tokenizer/tokenizer.json"
     ).read_bytes()
 
 
@@ -233,7 +234,7 @@ def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
     assert not complete(run / "checkpoints")
     length = ("--model.sequence-length", 48)
     done = tuning.start("mnli", run, "--init", pretrained, *length, "--train.steps", 1)
-    vocabularies = [(folder / "data/tokenizer/vocab.txt").read_bytes() for folder in (run, pretrained)]
+    vocabularies = [(folder / "data/tokenizer/tokenizer.json").read_bytes() for folder in (run, pretrained)]
     assert done.code == 2 or vocabularies[0] == vocabularies[1]
 
 

@@ -22,7 +22,7 @@ from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint, stored
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import read_manifest
-from megajax.runs.retention import Retention
+from megajax.runs.step_folders import Retention
 from megajax.runs.stored import DamagedCheckpoint
 
 # Orbax abandons its other reads when one fails, and Python complains when it finds them.

@@ -20,9 +20,8 @@ from megajax.config import to_toml
 from megajax.errors import UserError
 from megajax.runs.metrics import read_metrics
 from megajax.training import display
-from megajax.training.display import Display, time_text
+from megajax.training.display import Display, TrainingProgress, time_text
 from megajax.training.plot import Curves, plot_loss, smoothed
-from megajax.training.progress import TrainingProgress
 from megajax.training.run_log import RunLog
 
 MORE = {"loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5, "tokens_per_second": 1024.0}

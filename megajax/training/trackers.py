@@ -1,0 +1,127 @@
+"""Where the figures of a run are recorded: metrics.jsonl, TensorBoard events, and the interface that loss.png
+(`plot.py`), Weights & Biases and MLflow (`tracking.py`) have, too."""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+from tensorboardX.summary import text as text_summary
+
+from megajax.data.files import write_atomically
+from megajax.errors import RunError
+
+_FLUSH_EVERY = 30.0  # seconds
+_LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")
+
+
+class Tracker:
+    """Receives the configuration, the figures and the texts of a run; this base class ignores them.
+
+    A method that cannot record raises `OSError`. That is reported once, and then the tracker is dropped unless it
+    `tries_again`. Figures have the names of metrics.jsonl and may be infinite or NaN.
+    """
+
+    name: str
+    tries_again = False
+
+    def config(self, text: str, values: Mapping[str, object]) -> None:
+        """The configuration of this start: the text of its `config.toml`, and its values by key (`to_values`)."""
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """The figures after `step` steps."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text after `step` steps; its name is "sample" or "validation", for example."""
+
+    def news(self) -> list[str]:
+        """Lines for the user since the last call."""
+        return []
+
+    def close(self, *, finished: bool) -> None:
+        """The end of this start; `finished` if the run has taken all its steps."""
+
+
+class MetricsFile(Tracker):
+    """The figures of a run, a JSON line for each record. If it cannot be written the run ends, because a resumed run
+    reads it. `records` are those of earlier starts.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):
+        self._path = run_dir / "metrics.jsonl"
+        self.name = str(self._path)
+        write_atomically(self._path, "".join(map(_line, records)))
+        self._file = self._path.open("ab", buffering=0)
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write a line.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        line = _line({"step": step, **figures}).encode()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            problem = (error.strerror or str(error)).lower()
+            raise RunError(f"{self._path} cannot be written: {problem}; the same command goes on") from None
+
+    def close(self, *, finished: bool) -> None:
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """A record as a line of JSON, floats in full; infinite numbers and NaN become null, since JSON has none."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+class Events(Tracker):
+    """The event file of one start of a run, written synchronously: the thread of tensorboardX's own writer waits for
+    ever if it cannot write."""
+
+    def __init__(self, folder: Path, finished_steps: int):
+        """Figures after `finished_steps` that earlier starts have written are superseded.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.name, self._finished_steps = str(folder), finished_steps
+        folder.mkdir(exist_ok=True)
+        suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
+        self._writer = EventsWriter(str(folder / "events"), suffix)
+        self._flushed = time.monotonic()
+        self._write(finished_steps + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def config(self, text: str, values: Mapping[str, object]) -> None:
+        self.text(self._finished_steps, "config", text)
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, figure in figures.items():
+            if name not in _LEFT_OUT and math.isfinite(figure):
+                tag = {"loss": "loss/training"}.get(name, name.replace("validation_loss", "loss/validation"))
+                self._write(step, summary=scalar(tag, figure))
+        if time.monotonic() - self._flushed > _FLUSH_EVERY:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        as_it_is = "\n".join(f"    {line}" for line in text.splitlines())  # TensorBoard reads Markdown
+        self._write(step, summary=text_summary(name, as_it_is))
+
+    def close(self, *, finished: bool) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, **content: object) -> None:
+        self._writer.write_event(Event(step=step, wall_time=time.time(), **content))
