@@ -36,7 +36,7 @@ BATCH_AXES = _having("rows", "tokens")
 """Both: losses and gradients are sums over them, and ZeRO shards over them."""
 
 SEQUENCE_AXES = _having("sequence")
-"""Axes that activations between tensor-parallel regions are sharded over, with `--sequence-parallel`."""
+"""Axes that the tokens of activations between tensor-parallel regions are sharded over, with `--sequence-parallel`."""
 
 WEIGHT_AXES = _having("weights")
-"""Axes that weights are sharded over, also without ZeRO."""
+"""Axes that the weights are sharded over, with or without ZeRO."""

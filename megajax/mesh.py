@@ -141,8 +141,8 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    By the name of an axis its groups. `model`: the devices that hold one copy of the model. `embedding`: first and last
-    stage of every pipe group, which share the tied embedding.
+    The groups of every axis under its name. `model`: the devices that hold one copy of the model. `embedding`: first
+    and last stage of every pipe group, which share the tied embedding.
     """
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
 

@@ -69,24 +69,14 @@ NOT_EMPTY = Range(bool, "one character or more")
 
 @dataclass(frozen=True)
 class Option:
-    """A field as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`).
+    """A field as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`)."""
 
-    Attributes:
-        key: its name, after that of its section if it is in one.
-        kind: int, float, bool, str, a Literal of strings or whole numbers, or a tuple of texts or of a dataclass's
-            records.
-        default: dataclasses.MISSING where a value must be given.
-        help: its text in `--help`.
-        declared: the valid values that the field declares; None: all of the type, for numbers the positive ones.
-        traits: what else the field declares (`megajax.traits`).
-    """
-
-    key: str
-    kind: Any
-    default: Any
+    key: str  # its name, after that of its section if it is in one
+    kind: Any  # int, float, bool, str, a Literal of strings or ints, a tuple of texts or of a dataclass's records
+    default: Any  # dataclasses.MISSING if a value must be given
     help: str
-    declared: Range | OneOf | None = None
-    traits: tuple[Any, ...] = ()
+    declared: Range | OneOf | None = None  # its valid values; None: all of its type, for numbers the positive ones
+    traits: tuple[Any, ...] = ()  # what else the field declares (`megajax.traits`)
 
     def trait(self, kind: type[_Trait]) -> _Trait | None:
         """The trait of a type; None where the field does not declare one."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from megajax.convert.families import exchange_for
 from megajax.convert.weights import Places, Tensor, weight_of, weight_shapes
 from megajax.models.config import ModelConfig
 
@@ -14,3 +15,8 @@ def from_tensors(places: Places, read: Callable[[str], Tensor], config: ModelCon
     return jax.tree_util.tree_map_with_path(
         lambda path, ours: weight_of(places, read, config, path, ours.shape), weight_shapes(config)
     )
+
+
+def places_of(model: ModelConfig) -> Places:
+    """Where a model's weights are in the class of transformers that it is exported as."""
+    return exchange_for(model, "", "it").places(model)

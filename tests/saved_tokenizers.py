@@ -151,3 +151,16 @@ def write_saved(folder: Path, kind: str) -> Path:
         text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def write_pair(folder: Path, tokenizer: Any) -> None:
+    """`vocab.json` and `merges.txt` of one of ours."""
+    model = json.loads(tokenizer.files["tokenizer.json"])["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{' '.join(pair)}\n" for pair in model["merges"]))
+
+
+def write_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """`vocab.txt` of one of ours."""
+    tokens = sorted(tokenizer.vocabulary, key=tokenizer.vocabulary.__getitem__)
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens))

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import pytest
 
 from megajax.config import Config, to_toml
+from megajax.convert.exchange import Exchange
+from megajax.convert.families import EXCHANGES
 from megajax.errors import UserError
 from megajax.mesh import RULES
 from megajax.models.config import ModelConfig
@@ -90,3 +92,12 @@ def test_a_new_size_is_divided_and_made_small() -> None:
     assert small.num_experts == 8 and small.lookback == small.sequence_length // 2
     with pytest.raises(UserError, match=r"--mesh.tensor 4 does not divide --model.num-experts 6; valid: 1, 2"):
         validate_mesh(demo(model__num_experts=6, mesh__tensor=4), 4)
+
+
+@pytest.mark.usefixtures("new_options")
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.model_type)
+def test_no_class_of_transformers_takes_a_new_option(exchange: Exchange) -> None:
+    model = demo().model
+    known = set(exchange.lacks(model))
+    for name, value in (("num_experts", 8), ("temperature", 2.0)):
+        assert exchange.lacks(dataclasses.replace(model, **{name: value})).keys() - known == {name}

@@ -42,7 +42,7 @@ def import_hf(argv: Sequence[str]) -> None:
     if not args.json:
         if source.added_tokens:
             left_out = ", ".join(source.added_tokens)
-            print(f"left out of the tokenizer, as ours has {source.exchange.special_tokens}: {left_out}")
+            print(f"left out of the tokenizer, as the model has no ids for them: {left_out}")
         if source.weights.fresh:
             print(f"not in the safetensors, so drawn anew: {' and '.join(source.weights.fresh)}")
         if source.tokenizer is None:

@@ -1,96 +1,87 @@
 """BERT: `MegatronBertFor…` of transformers where a layer's LayerNorms come first, `BertFor…` where they follow the
-additions; `bert_heads.py` has the heads. The output product of pretraining is tied."""
+additions. The output product of pretraining is tied."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from megajax.convert.bert_heads import HEADS
-from megajax.convert.exchange import Exchange
+from megajax.convert.exchange import Exchange, Head
+from megajax.convert.parts import Part, dropout, plain_heads
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Place, Places, linear, norm
-from megajax.convert.wordpiece_files import read_wordpiece, special_ids, write_wordpiece
-from megajax.data.tokenizer import Tokenizer
+from megajax.convert.weights import Place, linear, norm
 from megajax.models.bert.model import TOKEN_TYPES
-from megajax.models.config import ModelConfig
+from megajax.tasks.registry import TASKS
 
-_ORDERS = {"megatron-bert": "pre", "bert": "post"}  # their `model_type` -> our layer order
-_PREFIXES = {"pre": "Megatron", "post": ""}  # of a class's name
-_SIZES = {  # theirs -> ours
-    "num_hidden_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "num_attention_heads": "model.num_heads",
-    "max_position_embeddings": "model.sequence_length",
-    "vocab_size": "model.vocab_size",
-}
-_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_FIXED = {  # what our model is; also the defaults of both configurations, so a field may be missing
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-    "type_vocab_size": TOKEN_TYPES,
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-
-
-def _read_settings(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-    order = _ORDERS[fields.get("model_type")]
-    known = {_PREFIXES[order] + name: head for head in HEADS.values() for name in head.classes}
-    named = fields.get("architectures")
-    if named is not None:
-        fields.check("architectures", *([name] for name in known))
-    head = known[named[0]] if named else HEADS["pretraining"]
-    fields.check_all(_FIXED)
-    sizes = fields.sizes(_SIZES)
-    fields.check_divides("num_attention_heads", "hidden_size")
-    if fields.get("intermediate_size") != 4 * sizes["model.hidden_size"]:
-        valid = f"{4 * sizes['model.hidden_size']} (4 x hidden_size)"
-        raise fields.refusal("intermediate_size", fields.get("intermediate_size"), valid)
-    model = {"model.family": "bert", "model.layer_order": order}
-    return model | head.read(fields) | sizes | fields.dropout(_DROPOUT, given) | fields.init_std()
-
-
-def _settings(model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None) -> dict[str, dict[str, Any]]:
-    kind = next(name for name, order in _ORDERS.items() if order == model.layer_order)
-    sizes = {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
-        "max_position_embeddings": model.sequence_length,
-        "vocab_size": model.vocab_size,
-        "intermediate_size": model.mlp_size,
-    }
-    config = {"architectures": [_architecture(model)], "model_type": kind, **sizes, **_FIXED}
-    config |= dict.fromkeys(_DROPOUT, model.dropout) | {"initializer_range": model.init_std}
-    config |= HEADS[model.head].settings(model, labels)
-    padding = special_ids(tokenizer).get("[PAD]") if tokenizer else None
-    return {"config.json": config | {"pad_token_id": padding}}
-
-
-def _architecture(model: ModelConfig) -> str:
-    return _PREFIXES[model.layer_order] + HEADS[model.head].classes[0]
-
-
+_CHOICES = 4  # theirs takes any number of texts to choose from; ours as many as RACE has
+_TABLE = "bert.embeddings.word_embeddings.weight"
+_PREDICTIONS = "cls.predictions."
+_POOLER = linear("head/pooler/dense", "bert.pooler.dense", "DD")
+_ONE_LABEL = "single_label_classification"
 _LAYER = "bert.encoder.layer.{layer}."
-
-_SHARED = {
-    "table": Place("bert.embeddings.word_embeddings.weight", "VD"),
-    "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
-    "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
-}
-_BLOCKS = {
-    **linear("attention/query", f"{_LAYER}attention.self.query", "DD"),
-    **linear("attention/key", f"{_LAYER}attention.self.key", "DD"),
-    **linear("attention/value", f"{_LAYER}attention.self.value", "DD"),
-    **linear("attention/output", f"{_LAYER}attention.output.dense", "DD"),
-    **linear("mlp/up", f"{_LAYER}intermediate.dense", "FD"),
-    **linear("mlp/down", f"{_LAYER}output.dense", "DF"),
-}
-_NORMS = {  # of an order: the one outside the layers, that of the attention, that of the MLP
+_NORMS = {  # of a layer order: the one outside the layers, that of the attention, that of the MLP
     "pre": ("bert.encoder.ln", f"{_LAYER}attention.ln", f"{_LAYER}ln"),
     "post": ("bert.embeddings.LayerNorm", f"{_LAYER}attention.output.LayerNorm", f"{_LAYER}output.LayerNorm"),
 }
+
+
+def _read_classes(fields: Fields) -> dict[str, Any]:
+    """Labels of a task must have its order: by their numbers alone, answers would be other ones than there."""
+    fields.check("problem_type", None, _ONE_LABEL)
+    names = fields.labels()
+    lower = [name.lower() for name in names]
+    for task, labels in ((name, task.labels) for name, task in TASKS.items() if task.head == "classes"):
+        if sorted(lower) == sorted(labels) and lower != [*labels]:
+            raise fields.refusal("id2label", fields.get("id2label"), f"in the order of {task}, {', '.join(labels)}")
+    return {"model.head": "classes", "model.num_classes": len(names)}
+
+
+def _read_span(fields: Fields) -> dict[str, Any]:
+    if len(fields.labels()) != 2:
+        name = "num_labels" if fields.get("id2label") is None else "id2label"
+        raise fields.refusal(name, fields.get(name), "two labels, a span's start and its end")
+    return {"model.head": "span", "model.num_classes": 2}
+
+
+_HEADS = {  # their classes by the names from `Bert` on
+    "pretraining": Head(
+        classes=("BertForPreTraining", "BertForMaskedLM"),
+        kind="a BERT with a head of masked tokens",
+        shared={
+            **linear("head/masked/dense", f"{_PREDICTIONS}transform.dense", "DD"),
+            **norm("head/masked/norm", f"{_PREDICTIONS}transform.LayerNorm"),
+            "head/masked/bias": Place(f"{_PREDICTIONS}bias", "V"),
+            **_POOLER,
+            **linear("head/order", "cls.seq_relationship", "2D"),
+        },
+        copies={f"{_PREDICTIONS}decoder.weight": _TABLE, f"{_PREDICTIONS}decoder.bias": f"{_PREDICTIONS}bias"},
+        fresh={"head/pooler": "the pooler", "head/order": "the order head"},
+    ),
+    "classes": Head(
+        classes=("BertForSequenceClassification",),
+        kind="a BERT with a head of classes",
+        shared=_POOLER | linear("head/output", "classifier", "CD"),
+        read=_read_classes,
+        write=lambda _: {"problem_type": _ONE_LABEL},
+    ),
+    "span": Head(
+        classes=("BertForQuestionAnswering",),
+        kind="a BERT with a head of spans",
+        shared=linear("head/output", "qa_outputs", "2D"),
+        read=_read_span,
+        unused=tuple(place.name for place in _POOLER.values()),  # which older versions wrote
+    ),
+    "choice": Head(
+        classes=("BertForMultipleChoice",),
+        kind="a BERT with a head of choices",
+        shared=_POOLER | linear("head/output", "classifier", "1D"),
+        read=lambda _: {"model.head": "choice", "model.num_classes": _CHOICES},
+    ),
+}
+
+
+def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    fields.check("intermediate_size", 4 * fields.get("hidden_size"), missing=None)
+    return {}
 
 
 def _spelling(there: Collection[str]) -> Callable[[str], str]:
@@ -104,30 +95,50 @@ def _spelling(there: Collection[str]) -> Callable[[str], str]:
     return spelled
 
 
-def places(model: ModelConfig) -> Places:
-    """Where the weights of a model are."""
-    head = HEADS[model.head]
-    outside, attention, mlp = _NORMS[model.layer_order]
-    return Places(
-        shared={**_SHARED, **norm("norm", outside), **head.shared},
-        blocks=_BLOCKS | norm("attention_norm", attention) | norm("mlp_norm", mlp),
-        copies=head.copies,
-        unused=("bert.embeddings.position_ids", *head.unused),
-        fresh=head.fresh,
+def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
+    outside, attention, mlp = _NORMS[order]
+    heads = {
+        name: replace(head, classes=tuple(prefix + each for each in head.classes)) for name, head in _HEADS.items()
+    }
+    return Exchange(
+        family="bert",
+        model_type=model_type,
+        dialect="bert",
+        heads=heads,
+        options={"layer_order": order},
+        fixed={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-12,
+            "type_vocab_size": TOKEN_TYPES,
+            "position_embedding_type": "absolute",
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        parts=(
+            plain_heads("num_attention_heads", "hidden_size"),
+            Part(("mlp_size",), _read_mlp, lambda model: {"intermediate_size": model.mlp_size}),
+            dropout("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        ),
+        shared={
+            "table": Place(_TABLE, "VD"),
+            "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
+            "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
+            **norm("norm", outside),
+        },
+        blocks={
+            **norm("attention_norm", attention),
+            **linear("attention/query", f"{_LAYER}attention.self.query", "DD"),
+            **linear("attention/key", f"{_LAYER}attention.self.key", "DD"),
+            **linear("attention/value", f"{_LAYER}attention.self.value", "DD"),
+            **linear("attention/output", f"{_LAYER}attention.output.dense", "DD"),
+            **norm("mlp_norm", mlp),
+            **linear("mlp/up", f"{_LAYER}intermediate.dense", "FD"),
+            **linear("mlp/down", f"{_LAYER}output.dense", "DF"),
+        },
+        unused=("bert.embeddings.position_ids",),
         spelling=_spelling,
     )
 
 
-EXCHANGE = Exchange(
-    family="bert",
-    model_types=tuple(_ORDERS),
-    kind=lambda model: HEADS[model.head].kind,
-    special_tokens="BERT's five special tokens",
-    layers="num_hidden_layers",
-    read_settings=_read_settings,
-    settings=_settings,
-    architecture=_architecture,
-    places=places,
-    read_tokenizer=read_wordpiece,
-    write_tokenizer=write_wordpiece,
-)
+EXCHANGES = (_exchange("megatron-bert", "pre", "Megatron"), _exchange("bert", "post", ""))

@@ -1,54 +1,201 @@
-"""What a family says of its models in Hugging Face's format. To add one, write a module with such an `Exchange`, and
-enter it in `families.py`."""
+"""A class of Hugging Face's format as tables: of its settings, and of the place of every weight.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+To add one, write such an `Exchange` and enter it in `families.py`. What a field is called that says the same as one of
+our options stands on the option (`Theirs` in `models/config.py`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from megajax.convert.parts import Lacks, Part
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Places
-from megajax.data.tokenizer import Tokenizer
+from megajax.convert.tokenizer_files import check_wordpiece
+from megajax.convert.weights import Place, Places, named, weight_paths
+from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
 from megajax.models.config import ModelConfig
+from megajax.models.registry import FAMILIES
+from megajax.options import Option, options
+from megajax.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, Theirs, Through
 
-Lacks = dict[str, Any]  # options of the model, fields of `ModelConfig`, and a value that would be valid
 
+@dataclass(frozen=True)
+class Head:
+    """What a model predicts, `model.head`, in Hugging Face's format.
 
-def _nothing(_: ModelConfig) -> Lacks:
-    return {}
+    Attributes:
+        classes: of transformers that have it; the first is written.
+        kind: a model with all of its weights, in messages.
+        shared: where its own weights are.
+        read: config.json -> values by key of a run's preset; raises `UserError` where the head is not ours.
+        write: model -> fields of config.json.
+        copies: as in `Places`.
+        unused: as in `Places`.
+        fresh: as in `Places`.
+    """
+
+    classes: tuple[str, ...]
+    kind: str
+    shared: Mapping[str, Place] = field(default_factory=dict)
+    read: Callable[[Fields], dict[str, Any]] = lambda _: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
+    copies: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    fresh: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Settings, weights and tokenizer of some classes of transformers.
+    """Settings and weights of a class of transformers, or of several that differ in their heads.
 
     Attributes:
         family: whose models they are, `model.family`.
-        model_types: its values of `model_type` in config.json.
-        kind: model -> what it is in messages, as in "a GPT-2".
-        special_tokens: that its tokenizer knows, in messages.
-        layers: what config.json calls the number of layers.
-        read_settings: (config.json, values by key that the user gave) -> values by key of a run's preset; raises
-            `UserError` where the model is not ours.
-        settings: (model, names of the classes that it tells apart, none if they have none, tokenizer) -> contents of
-            the JSON files by name, config.json among them.
-        architecture: model -> the class of transformers that loads it.
-        lacks: model of the family -> those of its options that the class cannot hold.
-        places: model -> where its weights are.
-        read_tokenizer: folder -> its tokenizer, and its added tokens that ours leaves out; None and no tokens where
-            there is none; raises `UserError` where it is damaged or of another kind.
-        write_tokenizer: (tokenizer, tokens in a sequence, folder): all files by which transformers finds it.
+        model_type: its value in config.json.
+        dialect: by which options have names there (`Theirs`).
+        heads: by `model.head`.
+        options: those that have one value there, beside those of our family; all that nothing here names must have
+            their defaults.
+        fixed: fields of config.json that have one value, which they also have where they are missing.
+        defaults: of options that have names there, where the field is missing; None: it may be null.
+        parts: what is said in another way.
+        shared: where the weights of the ends are; of those of a head, its own table.
+        blocks: where those of every layer are.
+        copies: as in `Places`, where the model has no such weights of its own.
+        unused: as in `Places`.
+        spelling: as in `Places`.
     """
 
     family: str
-    model_types: tuple[str, ...]
-    kind: Callable[[ModelConfig], str]
-    special_tokens: str
-    layers: str
-    read_settings: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
-    settings: Callable[[ModelConfig, Sequence[str], Tokenizer | None], dict[str, dict[str, Any]]]
-    architecture: Callable[[ModelConfig], str]
-    places: Callable[[ModelConfig], Places]
-    read_tokenizer: Callable[[Path], tuple[Tokenizer | None, list[str]]]
-    write_tokenizer: Callable[[Tokenizer, int, Path], None]
-    lacks: Callable[[ModelConfig], Lacks] = _nothing
+    model_type: str
+    dialect: str
+    heads: Mapping[str, Head]
+    shared: Mapping[str, Place]
+    blocks: Mapping[str, Place]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    spelling: Callable[[Collection[str]], Callable[[str], str]] = lambda _: str
+
+    def kind(self, model: ModelConfig) -> str:
+        """What a model is in messages, as in "a GPT-2"."""
+        return self.heads[model.head].kind
+
+    def architecture(self, model: ModelConfig) -> str:
+        """The class that loads a model."""
+        return self.heads[model.head].classes[0]
+
+    def read_settings(self, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by key of a run's preset; `given` are those of the user.
+
+        Raises:
+            UserError: the model is not ours.
+        """
+        known = {name: head for head in self.heads.values() for name in head.classes}
+        classes = fields.get("architectures")
+        if classes is not None:
+            fields.check("architectures", *([name] for name in known))
+        head = known[classes[0]] if classes else self.heads["pretraining"]
+        fields.check_all(self.fixed)
+        found = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
+        for name, (theirs, option) in self.named_options().items():
+            key, missing = f"model.{name}", self.defaults.get(name, ...)
+            if option.trait(Changes) is NOTHING:  # weights that exist do not need it
+                found |= fields.if_valid(theirs, key)
+            elif missing is not None or fields.get(theirs) is not None:
+                found[key] = fields.value(theirs, key, None if missing is ... else missing)
+        for part in self.parts:
+            found |= part.read(fields, given)
+        return found | head.read(fields)
+
+    def settings(
+        self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
+    ) -> dict[str, dict[str, Any]]:
+        """Contents of the JSON files by name, config.json among them.
+
+        Args:
+            model: to write.
+            labels: names of the classes that it distinguishes; none if they have none.
+            tokenizer: of the model, if there is one.
+
+        Raises:
+            UserError: the tokenizer is of another kind than the class's.
+        """
+        head = self.heads[model.head]
+        config: dict[str, Any] = {"architectures": [self.architecture(model)], "model_type": self.model_type}
+        config |= self.fixed
+        config |= {theirs: getattr(model, name) for name, (theirs, _) in self.named_options().items()}
+        for part in self.parts:
+            config |= part.write(model)
+        if model.head != "pretraining":
+            config |= _labels(model, labels)
+        config |= head.write(model)
+        if FAMILIES[self.family].tokenizer == "wordpiece":
+            if tokenizer:
+                check_wordpiece(tokenizer, "the run's tokenizer")
+            return {"config.json": config | {"pad_token_id": tokenizer.vocabulary["[PAD]"] if tokenizer else None}}
+        special = _special_ids(tokenizer)
+        generation = {"_from_model_config": True, **special}
+        return {"config.json": config | special, "generation_config.json": generation}
+
+    def lacks(self, model: ModelConfig) -> Lacks:
+        """Those of a model's options that the class cannot hold."""
+        named, fixed = self.named_options(), {**FAMILIES[self.family].fixed, **self.options, "family": self.family}
+        covered = named.keys() | {name for part in self.parts for name in part.options}
+        found: Lacks = {}
+        for name, option in options(ModelConfig).items():
+            reader = option.trait(ReadWith)
+            matters = option.trait(Changes) in (WEIGHTS, COMPUTATION) and not option.trait(Through)
+            if reader and (reader.name in found or not reader.is_read(model)):
+                matters = False
+            valid = fixed.get(name, option.default)
+            if matters and name not in covered and getattr(model, name) != valid:
+                found[name] = valid
+        for part in self.parts:
+            found |= part.lacks(model)
+        return found
+
+    def places(self, model: ModelConfig) -> Places:
+        """Where the weights of a model are."""
+        head = self.heads[model.head]
+        there = {named(path) for path in weight_paths(model)}
+        shared = {name: place for name, place in {**self.shared, **head.shared}.items() if ("shared", name) in there}
+        own = {place.name for place in shared.values()}
+        return Places(
+            shared=shared,
+            blocks={name: place for name, place in self.blocks.items() if ("blocks", name) in there},
+            copies={copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in own},
+            unused=(*self.unused, *head.unused),
+            fresh=head.fresh,
+            spelling=self.spelling,
+        )
+
+    def named_options(self) -> dict[str, tuple[str, Option]]:
+        """Options that a field says one to one: its name, and the option."""
+        covered = {name for part in self.parts for name in part.options}
+        found = {}
+        for name, option in options(ModelConfig).items():
+            theirs = option.trait(Theirs)
+            if theirs and name not in covered and (field := theirs.name_in(self.dialect)):
+                found[name] = (field, option)
+        return found
+
+
+def _labels(model: ModelConfig, names: Sequence[str]) -> dict[str, Any]:
+    names = names or [f"LABEL_{number}" for number in range(model.num_classes)]  # as transformers names them
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"id2label": {str(number): name for name, number in numbers.items()}, "label2id": numbers}
+
+
+def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Of a tokenizer that continues text; GPT-2's end of text also begins one."""
+    if not tokenizer:
+        return {"bos_token_id": None, "eos_token_id": None}
+    end = tokenizer.end_of_text
+    begin = [*tokenizer.begin, *([end] if tokenizer.token(end) == END_OF_TEXT else [])]
+    return {
+        "bos_token_id": begin[0] if begin else None,
+        "eos_token_id": tokenizer.ends if tokenizer.ends[1:] else end,
+    }

@@ -15,7 +15,7 @@ from megajax.convert.families import exchange_for
 from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
 from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
-from megajax.convert.tokenizer_files import write_objects
+from megajax.convert.tokenizer_files import write_objects, write_tokenizer
 from megajax.convert.weights import Tensor, tensors_of
 from megajax.data.corpus import corpus_tokenizer
 from megajax.data.files import folder_atomically
@@ -90,7 +90,7 @@ def export_hf(
         write_tensors(new, places.shapes(model), tensors_of(places, model, read), dtype, shard_bytes)
         write_objects(new, settings)
         if tokenizer:
-            exchange.write_tokenizer(tokenizer, model.sequence_length, new)
+            write_tokenizer(tokenizer, model.sequence_length, new)
     return number, tokenizer
 
 

@@ -2,13 +2,14 @@
 model on export."""
 
 from megajax.convert import bert, gpt2, llama
-from megajax.convert.exchange import Exchange, Lacks
+from megajax.convert.exchange import Exchange
+from megajax.convert.parts import Lacks
 from megajax.convert.settings import Fields
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.options import as_flag
 
-EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, bert.EXCHANGE)
+EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, *bert.EXCHANGES)
 
 
 def exchange_of(fields: Fields) -> Exchange:
@@ -17,12 +18,12 @@ def exchange_of(fields: Fields) -> Exchange:
     Raises:
         UserError: its `model_type` is none of ours, or its weights are quantized.
     """
-    types = [name for exchange in EXCHANGES for name in exchange.model_types]
-    fields.check("model_type", *types, missing=None)
+    by_type = {exchange.model_type: exchange for exchange in EXCHANGES}
+    fields.check("model_type", *by_type, missing=None)
     for name in "quantization_config", "compression_config":
         if fields.get(name) is not None:
             raise fields.refusal(name, fields.get(name), "null, with weights in F32, F16 or BF16")
-    return next(exchange for exchange in EXCHANGES if fields.get("model_type") in exchange.model_types)
+    return by_type[fields.get("model_type")]
 
 
 def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
@@ -42,9 +43,9 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     fewest = min(len(exchange.lacks(model)) for exchange in those)
     nearest = [exchange for exchange in those if len(exchange.lacks(model)) == fewest]
     has = dict.fromkeys(option for exchange in nearest for option in exchange.lacks(model))
-    told = " and ".join(as_flag(f"model.{option}", getattr(model, option)) for option in has)
+    given = " and ".join(as_flag(f"model.{option}", getattr(model, option)) for option in has)
     valid = " or ".join(f"{_flags(exchange.lacks(model))} ({exchange.architecture(model)})" for exchange in nearest)
-    raise UserError(f"{name} holds a model that no class of transformers can, with {told}; valid: {valid}")
+    raise UserError(f"{name} holds a model that no class of transformers can, with {given}; valid: {valid}")
 
 
 def _flags(lacks: Lacks) -> str:

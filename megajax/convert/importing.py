@@ -16,12 +16,14 @@ from megajax.convert.families import exchange_of
 from megajax.convert.origin import Origin
 from megajax.convert.settings import RECIPE, Fields
 from megajax.convert.stored_weights import StoredWeights
+from megajax.convert.tokenizer_files import read_tokenizer
 from megajax.convert.weights import Tensor
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
+from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import F_AND_G
 from megajax.paths import check_place
 from megajax.presets import resolve
@@ -38,7 +40,7 @@ class Source:
         config: of a run that trains on, its run directory not set.
         exchange: of its class.
         origin: what the run keeps of it.
-        added_tokens: tokens that were added to the tokenizer and that ours does not know.
+        added_tokens: tokens that were added to the tokenizer and that the model has no ids for.
     """
 
     config: Config
@@ -68,12 +70,7 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
         raise UserError(f"{flag} with {folder}{told}; valid: {valid}")
     weights = StoredWeights(folder, config.model, exchange)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
-    tokenizer, added = exchange.read_tokenizer(folder)
-    if tokenizer and tokenizer.size > config.model.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {tokenizer.size} ids, vocab_size in config.json is "
-            f"{config.model.vocab_size}; valid: no more ids than that"
-        )
+    tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
     return Source(config, exchange, origin, weights, tokenizer, added)
 
 

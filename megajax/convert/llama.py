@@ -1,28 +1,18 @@
 """Llama, Qwen2, Qwen3 and Mistral: `…ForCausalLM` of transformers, which differ in their biases, windows and norms of
 queries and keys, and in what a field means that is missing."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megajax.convert.exchange import Exchange, Lacks
-from megajax.convert.rope import read_rope, rope_fields
-from megajax.convert.saved_tokenizer_files import read_saved_tokenizer, write_saved_tokenizer
+from megajax.convert.exchange import Exchange, Head
+from megajax.convert.parts import Lacks, Part, lacks_divisible_heads, words
+from megajax.convert.rope import ROPE
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Place, Places, linear
-from megajax.data.tokenizer import Tokenizer
+from megajax.convert.weights import Place, linear
 from megajax.models.config import ModelConfig
 
-_SIZES = {  # theirs -> ours
-    "num_hidden_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "num_attention_heads": "model.num_heads",
-    "intermediate_size": "model.mlp_size",
-    "max_position_embeddings": "model.sequence_length",
-    "vocab_size": "model.vocab_size",
-}
-_COMMON = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"}  # of all four
 _WINDOW = "sliding_attention"  # as layer_types calls a layer with a window, and one without:
 _NO_WINDOW = "full_attention"
 
@@ -54,31 +44,7 @@ class _Kind:
     heads_divide: bool = False
 
 
-def _read_settings(kind: _Kind, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-    if fields.get("architectures") is not None:
-        fields.check("architectures", [kind.architecture])
-    fields.check("hidden_act", "silu", "swish")  # two names of one function
-    fields.check("is_causal", True)
-    fields.check("tie_word_embeddings", False, True)
-    sizes = fields.sizes(_SIZES)
-    return (
-        {"model.family": "decoder", **{f"model.{name}": value for name, value in _COMMON.items()}}
-        | sizes
-        | _read_heads(kind, fields)
-        | read_rope(fields)
-        | {
-            "model.norm_epsilon": fields.value("rms_norm_eps", "model.norm_epsilon", 1e-6),
-            "model.bias": _read_bias(kind, fields),
-            "model.query_key_norm": kind.query_key_norm,
-            "model.tied_embedding": fields.get("tie_word_embeddings", False),
-            "model.sliding_window": _read_window(kind, fields),
-        }
-        | _read_dropout(fields, given)
-        | fields.init_std()
-    )
-
-
-def _read_heads(kind: _Kind, fields: Fields) -> dict[str, int]:
+def _read_heads(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     kv_heads = heads
     if fields.get("num_key_value_heads", kind.kv_heads) is not None:
@@ -95,7 +61,11 @@ def _read_heads(kind: _Kind, fields: Fields) -> dict[str, int]:
     return {"model.num_kv_heads": kv_heads, "model.head_size": size}
 
 
-def _read_bias(kind: _Kind, fields: Fields) -> str:
+def _write_heads(model: ModelConfig) -> dict[str, Any]:
+    return {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_size}
+
+
+def _read_bias(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     """Llama says whether attention and MLP have biases, and ours are in both or neither; the others' is fixed."""
     chosen = "all" in kind.biases
     for name in "attention_bias", "mlp_bias":
@@ -103,10 +73,24 @@ def _read_bias(kind: _Kind, fields: Fields) -> str:
     attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
-    return "all" if attention else kind.biases[0]
+    return {"model.bias": "all" if attention else kind.biases[0]}
 
 
-def _read_window(kind: _Kind, fields: Fields) -> int:
+def _write_bias(kind: _Kind, model: ModelConfig) -> dict[str, Any]:
+    if "all" in kind.biases:
+        return dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
+    return {"attention_bias": False} if kind.query_key_norm else {}
+
+
+def _lacks_bias(kind: _Kind, model: ModelConfig) -> Lacks:
+    return {} if model.bias in kind.biases else {"bias": kind.biases[0]}
+
+
+def _read_window(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"model.sliding_window": _window(kind, fields)}
+
+
+def _window(kind: _Kind, fields: Fields) -> int:
     """Tokens that a token sees, the same in all layers; 0: all before it."""
     layers = fields.get("num_hidden_layers")
     window = fields.get("sliding_window", None if kind.window == "none" else 4096)
@@ -135,6 +119,19 @@ def _read_window(kind: _Kind, fields: Fields) -> int:
     return window or 0
 
 
+def _write_window(kind: _Kind, model: ModelConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {} if kind.window == "none" else {"sliding_window": model.sliding_window or None}
+    if kind.window == "switched":
+        name = _WINDOW if model.sliding_window else _NO_WINDOW
+        found |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
+        found["max_window_layers"] = 0 if model.sliding_window else model.num_layers
+    return found
+
+
+def _lacks_window(kind: _Kind, model: ModelConfig) -> Lacks:
+    return {"sliding_window": 0} if model.sliding_window and kind.window == "none" else {}
+
+
 def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
     """Theirs is of attention only, ours of the residual branches, too."""
     rate = fields.get("attention_dropout", 0.0)
@@ -143,105 +140,56 @@ def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 
-def _lacks(kind: _Kind, model: ModelConfig) -> Lacks:
-    lacks: Lacks = {name: value for name, value in _COMMON.items() if getattr(model, name) != value}
-    if model.bias not in kind.biases:
-        lacks["bias"] = kind.biases[0]
-    if model.query_key_norm != kind.query_key_norm:
-        lacks["query_key_norm"] = kind.query_key_norm
-    if model.sliding_window and kind.window == "none":
-        lacks["sliding_window"] = 0
-    if kind.heads_divide and model.hidden_size % model.num_heads:
-        lacks["hidden_size"] = model.hidden_size // model.num_heads * model.num_heads or model.num_heads
-    return lacks
-
-
-def _settings(
-    kind: _Kind, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
-) -> dict[str, dict[str, Any]]:
-    special: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    if tokenizer:
-        special["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None
-        special["eos_token_id"] = tokenizer.ends[0] if len(tokenizer.ends) == 1 else tokenizer.ends
-    config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": kind.model_type}
-    config |= {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_size,
-        "intermediate_size": model.mlp_size,
-        "max_position_embeddings": model.sequence_length,
-        "vocab_size": model.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tied_embedding,
-        "attention_dropout": model.dropout,
-        "initializer_range": model.init_std,
-        "use_cache": True,
-        **rope_fields(model),
-    }
-    if "all" in kind.biases:
-        config |= dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
-    elif kind.query_key_norm:
-        config["attention_bias"] = False
-    if kind.window != "none":
-        config["sliding_window"] = model.sliding_window or None
-    if kind.window == "switched":
-        name = _WINDOW if model.sliding_window else _NO_WINDOW
-        config |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
-        config["max_window_layers"] = 0 if model.sliding_window else model.num_layers
-    return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
-
-
 _LAYER = "model.layers.{layer}."
-
-
-def _spelling(_: Collection[str]) -> Callable[[str], str]:
-    return str
-
-
-def _places(model: ModelConfig) -> Places:
-    attention, everywhere = model.bias != "none", model.bias == "all"
-    blocks = {
-        "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
-        "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
-        **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD", bias=attention),
-        **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD", bias=attention),
-        **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD", bias=attention),
-        **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ", bias=everywhere),
-        **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD", bias=everywhere),
-        **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD", bias=everywhere),
-        **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF", bias=everywhere),
-    }
-    if model.query_key_norm:
-        blocks["attention/query_norm/scale"] = Place(f"{_LAYER}self_attn.q_norm.weight", "K")
-        blocks["attention/key_norm/scale"] = Place(f"{_LAYER}self_attn.k_norm.weight", "K")
-    shared = {
-        "table": Place("model.embed_tokens.weight", "VD"),
-        "final_norm/scale": Place("model.norm.weight", "D"),
-    }
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.tied_embedding else {}
-    if not model.tied_embedding:
-        shared["output"] = Place("lm_head.weight", "VD")
-    unused = (f"{_LAYER}self_attn.rotary_emb.inv_freq",)  # older versions wrote the angles
-    return Places(shared, blocks, copies=tied, unused=unused, spelling=_spelling)
 
 
 def _exchange(kind: _Kind) -> Exchange:
     return Exchange(
         family="decoder",
-        model_types=(kind.model_type,),
-        kind=lambda _: f"a {kind.said}",
-        special_tokens="all special tokens",
-        layers="num_hidden_layers",
-        read_settings=partial(_read_settings, kind),
-        settings=partial(_settings, kind),
-        architecture=lambda _: kind.architecture,
-        lacks=partial(_lacks, kind),
-        places=_places,
-        read_tokenizer=read_saved_tokenizer,
-        write_tokenizer=write_saved_tokenizer,
+        model_type=kind.model_type,
+        dialect="llama",
+        heads={"pretraining": Head((kind.architecture,), f"a {kind.said}")},
+        options={"norm": "rmsnorm", "positions": "rotary", "query_key_norm": kind.query_key_norm},
+        fixed={"is_causal": True},
+        defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
+        parts=(
+            words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of one function
+            Part(
+                ("num_kv_heads", "head_size"),
+                partial(_read_heads, kind),
+                _write_heads,
+                lacks_divisible_heads if kind.heads_divide else lambda _: {},
+            ),
+            Part(("bias",), partial(_read_bias, kind), partial(_write_bias, kind), partial(_lacks_bias, kind)),
+            Part(
+                ("sliding_window",),
+                partial(_read_window, kind),
+                partial(_write_window, kind),
+                partial(_lacks_window, kind),
+            ),
+            Part(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
+            ROPE,
+        ),
+        shared={
+            "table": Place("model.embed_tokens.weight", "VD"),
+            "final_norm/scale": Place("model.norm.weight", "D"),
+            "output": Place("lm_head.weight", "VD"),
+        },
+        blocks={
+            "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
+            "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
+            **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
+            **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
+            **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
+            **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ"),
+            **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
+            **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD"),
+            **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
+            "attention/query_norm/scale": Place(f"{_LAYER}self_attn.q_norm.weight", "K"),
+            "attention/key_norm/scale": Place(f"{_LAYER}self_attn.k_norm.weight", "K"),
+        },
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions wrote the angles
     )
 
 

@@ -1,8 +1,10 @@
 """Rotary positions in config.json: `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5, which
 have both in one object. The rules of precedence are those of transformers 5."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from megajax.convert.parts import Part
 from megajax.convert.settings import Fields
 from megajax.models.config import ModelConfig
 
@@ -15,7 +17,7 @@ _LENGTH = "original_max_position_embeddings"
 _KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _LENGTH)
 
 
-def read_rope(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     """Our values by key.
 
     Raises:
@@ -50,7 +52,7 @@ def _read_llama3(fields: Fields, part: Fields) -> dict[str, Any]:
     return found | {"model.rope_original_length": owner.value(name, "model.rope_original_length")}
 
 
-def rope_fields(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> dict[str, Any]:
     """In both spellings: versions of transformers before 5 do not know `rope_parameters`, and would take the default
     angles without a word."""
     kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == model.rope_scaling)
@@ -65,3 +67,13 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
         "rope_scaling": scaling if model.rope_scaling != "none" else None,
         "rope_parameters": scaling | theta,
     }
+
+
+ROPE = Part(
+    (
+        *("rope_theta", "rope_scaling", "rope_factor"),
+        *("rope_low_frequency", "rope_high_frequency", "rope_original_length"),
+    ),
+    _read,
+    _write,
+)

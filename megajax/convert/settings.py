@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ RECIPE = {  # for training further: a low learning rate does not undo what the m
     "optimizer.warmup_steps": 100,
     "checkpoint.every": 100,
 }
-
-_ZERO_MEANS_OTHERS = ("model.num_kv_heads", "model.head_size", "model.mlp_size", "model.norm_epsilon")
 
 
 class Fields:
@@ -102,20 +100,9 @@ class Fields:
             raise self.refusal(name, given, option.valid) from None
         if option.problem(value):
             raise self.refusal(name, given, option.valid)
-        if value == 0 and key in _ZERO_MEANS_OTHERS:
+        if value == 0 and type(value) is not bool:  # where 0 is valid it means that another option decides
             raise self.refusal(name, given, "more than 0")
         return value
-
-    def sizes(self, names: Mapping[str, str]) -> dict[str, int]:
-        """Numbers by our keys.
-
-        Args:
-            names: theirs -> ours.
-
-        Raises:
-            UserError: one is missing, or none that is valid.
-        """
-        return {key: self.value(name, key) for name, key in names.items()}
 
     def labels(self) -> tuple[str, ...]:
         """Names of the classes in the order of their numbers; those of transformers where only their number is given,
@@ -126,8 +113,7 @@ class Fields:
         """
         given = self.get("id2label")
         if given is None:
-            sizes = {"num_labels": "model.num_classes"}
-            number = 2 if self.get("num_labels") is None else self.sizes(sizes)["model.num_classes"]
+            number = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
             return tuple(f"LABEL_{n}" for n in range(number))
         numbers = [str(n) for n in range(len(given))] if isinstance(given, dict) and len(given) > 1 else []
         if not numbers or given.keys() != {*numbers} or not all(isinstance(name, str) for name in given.values()):
@@ -135,40 +121,29 @@ class Fields:
         return tuple(given[number] for number in numbers)
 
     def check_divides(self, number: str, width: str) -> None:
-        """Check that the field `number` divides `width`, both of which `sizes` has read.
+        """Check that the field `number` divides `width`, both of which have been read.
 
         Raises:
             UserError: it does not.
         """
         if self.get(width) % self.get(number):
-            raise UserError(
-                f"{self.file}: {width} {self.get(width)} is not divisible by {number} {self.get(number)}; "
-                "valid: a multiple of it"
+            raise self.error(
+                f"{width} {self.get(width)} is not divisible by {number} {self.get(number)}; valid: a multiple of it"
             )
 
-    def dropout(self, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, float]:
-        """Our one rate of dropout by key, from theirs; nothing if the user has given it.
-
-        Raises:
-            UserError: they differ, or one is not valid.
-        """
-        if "model.dropout" in given:
+    def if_valid(self, name: str, key: str) -> dict[str, Any]:
+        """What a field says of our option `key`, by that; nothing if it is missing or not valid."""
+        option = options(Config)[key]
+        try:
+            value = option.convert(self.get(name))
+        except ValueError:
             return {}
-        rates = [self.get(name, 0.1) for name in names]
-        for name, rate in zip(names, rates, strict=True):
-            if type(rate) not in (int, float) or not 0 <= rate < 1:
-                raise self.refusal(name, rate, "0 or more and less than 1")
-        if len(set(rates)) > 1:
-            told = ", ".join(f"{name} {rate}" for name, rate in zip(names, rates, strict=True))
-            raise UserError(f"{self.file}: {told}; valid: all the same, or --model.dropout X")
-        return {"model.dropout": rates[0]}
-
-    def init_std(self) -> dict[str, float]:
-        """Ours by key, if theirs can be: weights that exist do not need it."""
-        std = self.get("initializer_range", 0.02)
-        option = options(Config)["model.init_std"]
-        return {"model.init_std": std} if type(std) is float and not option.problem(std) else {}
+        return {} if option.problem(value) else {key: value}
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""
-        return UserError(f"{self.file}: {self._before}{name} is {json.dumps(value)[:200]}; valid: {valid}")
+        return self.error(f"{self._before}{name} is {json.dumps(value)[:200]}; valid: {valid}")
+
+    def error(self, text: str) -> UserError:
+        """That something in the file is not valid."""
+        return UserError(f"{self.file}: {text}")

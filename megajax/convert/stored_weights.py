@@ -41,8 +41,8 @@ class StoredWeights:
         there = self._tensors.shapes
         if config.num_layers > max(len(there), _LAYERS):  # each has several
             raise UserError(
-                f"{folder / 'config.json'}: {exchange.layers} is {config.num_layers}, but there are {len(there)} "
-                "tensors in all; valid: the number of layers in the safetensors"
+                f"{folder / 'config.json'}: {exchange.named_options()['num_layers'][0]} is {config.num_layers}, but "
+                f"there are {len(there)} tensors in all; valid: the number of layers in the safetensors"
             )
         self._places = exchange.places(config)
         self._spelled = self._places.spelling(there)

@@ -1,4 +1,4 @@
-"""What the readers of tokenizers in Hugging Face's format have in common."""
+"""Tokenizers of models in Hugging Face's format: read as for training, checked against the model, written again."""
 
 import json
 from collections.abc import Mapping
@@ -6,58 +6,102 @@ from pathlib import Path
 from typing import Any
 
 from megajax import reading
-from megajax.data.saved_tokenizer import SavedTokenizer
-from megajax.data.tokenizer import FILE_BYTES
+from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
+from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, SINGLE
+from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer
+from megajax.data.wordpiece import SPECIAL_TOKENS
 from megajax.errors import UserError
 
-SINGLE = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
+_OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
+_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
+_DECIDED = {  # fields of tokenizer_config.json that transformers follows, not tokenizer.json: where that has them
+    "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
+    "do_lower_case": ("normalizer", "lowercase"),
+    "strip_accents": ("normalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
+}
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        UserError: there is none.
-    """
-    content = reading.read_json(file, FILE_BYTES)
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object; valid: what the library tokenizers wrote")
-    return content
-
-
-def check_plain(file: Path, content: Mapping[str, Any], plain: Mapping[str, tuple[object, ...]], owner: str) -> None:
-    """Check a tokenizer's fields, `section.name` or `name`, against their valid values; None: it may be missing.
+def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer of a model's folder, None where there is none, and its added tokens that are left out because the
+    model has no ids for them.
 
     Args:
-        file: that they are from.
-        content: of the file.
-        plain: valid values by field.
-        owner: whose they are, for error messages, as in "GPT-2's".
+        folder: of the model.
+        kind: of the tokenizers that its family is trained with.
+        vocab_size: ids that the model has.
 
     Raises:
-        UserError: one has another value.
+        UserError: it is damaged, or of another kind, or has more ids than the model.
     """
-    for key, valid in plain.items():
-        section, _, name = key.rpartition(".")
-        part = (content.get(section) or {}) if section else content
-        value = part.get(name) if isinstance(part, dict) else part
-        if not any(value == known and type(value) is type(known) for known in valid):
-            raise UserError(f"{file}: {key} is {json.dumps(value)[:80]}; valid: {json.dumps(valid[0])}, as {owner}")
+    if not is_tokenizer_folder(folder):
+        if other := next((name for name in _OTHERS if reading.is_file(folder / name)), ""):
+            valid = f"{SINGLE}, which save_pretrained of transformers writes, or no tokenizer"
+            raise UserError(f"{folder}: {other} without {SINGLE}; valid: {valid}")
+        return None, []
+    tokenizer = load_tokenizer(folder, "PATH")
+    if kind == "wordpiece":
+        check_wordpiece(tokenizer, str(folder))
+    _check_settings(folder, json.loads(tokenizer.files[SINGLE]))
+    tokenizer, left_out = tokenizer.without_added_from(vocab_size)
+    if tokenizer.size > vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.size} ids, vocab_size in config.json is {vocab_size}; "
+            "valid: no more ids than that"
+        )
+    return tokenizer, left_out
+
+
+def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
+    """Check that a tokenizer, `name` in messages, is one that BERT can use.
+
+    Raises:
+        UserError: it is not.
+    """
+    missing = [token for token in SPECIAL_TOKENS if token not in tokenizer.vocabulary]
+    if not tokenizer.is_wordpiece or missing:
+        what = f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer cuts no words in pieces"
+        raise UserError(f"{name}: {what}; valid: a WordPiece vocabulary with {', '.join(SPECIAL_TOKENS)}")
+
+
+def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
+    """Refuse settings that contradict `tokenizer.json`: texts would have other ids in `transformers`."""
+    if not reading.is_file(folder / CONFIG):
+        return
+    settings = reading.read_json(folder / CONFIG, FILE_BYTES)
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder / CONFIG}: not a JSON object; valid: what transformers wrote")
+    for name, (section, theirs) in _DECIDED.items():
+        part = content.get(section)
+        if not isinstance(part, dict) or theirs not in part or settings.get(name) is None:
+            continue
+        decided = part["lowercase"] if part[theirs] is None else part[theirs]  # strip_accents that is null
+        if settings[name] is not decided:
+            given, valid = json.dumps(settings[name])[:80], json.dumps(decided)
+            raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
+
+
+def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
+    """Write the files of a tokenizer as they were read; `length` is that of the model's sequences, for the settings of
+    one that came without."""
+    for name, text in tokenizer.files.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    if CONFIG in tokenizer.files:
+        return
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    if tokenizer.is_wordpiece:
+        named = {role: token for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)}
+        settings |= {role: token for role, token in named.items() if token in tokenizer.vocabulary}
+        normalizer = json.loads(tokenizer.files[SINGLE])["normalizer"]
+        settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": normalizer["lowercase"]}
+    elif tokenizer.token(tokenizer.end_of_text) == END_OF_TEXT:
+        settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    else:
+        settings["eos_token"] = tokenizer.token(tokenizer.end_of_text)
+    write_objects(folder, {CONFIG: settings | tokenizer.named_tokens})
 
 
 def write_objects(folder: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:
     """Write JSON files by name."""
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def write_saved(tokenizer: SavedTokenizer, length: int, folder: Path) -> None:
-    """Write the files of a tokenizer as they were read; `length` is that of the model's sequences, for the settings of
-    one that came without."""
-    for name, text in tokenizer.files.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    if SETTINGS not in tokenizer.files:
-        end = tokenizer.token(tokenizer.end_of_text)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": end}
-        write_objects(folder, {SETTINGS: settings | tokenizer.named_tokens})

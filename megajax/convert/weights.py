@@ -39,10 +39,12 @@ class Place:
     turned: bool = False
 
 
-def linear(ours: str, theirs: str, dims: str, *, bias: bool = True) -> dict[str, Place]:
-    """Weight, and bias if it has one, of a `Linear` of PyTorch; `dims` [out, in]."""
-    weight = {f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True)}
-    return weight | ({f"{ours}/bias": Place(f"{theirs}.bias", dims[0])} if bias else {})
+def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
+    """Weight and bias of a `Linear` of PyTorch; `dims` [out, in]."""
+    return {
+        f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True),
+        f"{ours}/bias": Place(f"{theirs}.bias", dims[0]),
+    }
 
 
 def norm(ours: str, theirs: str) -> dict[str, Place]:
@@ -138,7 +140,7 @@ def tensors_of(
     """
     shapes = places.shapes(config)
     sharing: dict[str, list[tuple[Any, Place]]] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(weight_shapes(config)):
+    for path in weight_paths(config):
         place = places.of(path)
         sharing.setdefault(place.name, []).append((path, place))
     for name, members in sharing.items():
@@ -170,6 +172,11 @@ def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) 
 def weight_shapes(config: ModelConfig) -> Any:
     """Our weights in canonical form, as types."""
     return CutModel(config, F_AND_G, CPU).shapes
+
+
+def weight_paths(config: ModelConfig) -> list[Any]:
+    """Paths of our weights in the tree of weights."""
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(weight_shapes(config))]
 
 
 def named(path: Any) -> tuple[str, str]:

@@ -1,90 +1,63 @@
-"""GPT-2's byte-level byte-pair encoding, loaded from its two files or learned from a corpus."""
+"""GPT-2's byte-level byte-pair encoding, read from its two files or learned from a corpus: no prefix space; decoding an
+encoded text gives it back unchanged."""
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megajax.data.files import write_atomically
-from megajax.data.tokenizer import END_OF_TEXT, FILE_BYTES, MOST_IDS, Tokenizer
+from megajax.data.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
+from megajax.data.tokenizer_settings import FILE_BYTES
 from megajax.errors import UserError
 from megajax.reading import read_json, read_text
 
 
-class BytePairTokenizer(Tokenizer):
-    """A byte-level BPE with GPT-2's pre-tokenizer: no prefix space; decoding an encoded text gives it back unchanged.
+def byte_pair(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """A tokenizer.
 
     Args:
         vocabulary: id of every token, tokens in GPT-2's printable form of bytes.
         merges: pairs of tokens, the first to be merged first.
     """
+    from tokenizers import AddedToken, models
 
-    def __init__(self, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> None:
-        from tokenizers import AddedToken, models
+    core = _byte_level(models.BPE(vocab=vocabulary, merges=list(merges)))
+    core.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return Tokenizer(core.to_str(pretty=True))
 
-        self._merges = list(merges)
-        core = _byte_level(models.BPE(vocab=vocabulary, merges=self._merges))
-        core.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-        super().__init__(core, vocabulary, END_OF_TEXT)
 
-    @classmethod
-    def learn(cls, documents: Iterable[str], vocab_size: int, flag: str) -> "BytePairTokenizer":
-        """Learn a vocabulary, as `train_tokenizer` describes. Ids are GPT-2's: 256 bytes, merges, `<|endoftext|>` last.
+def learn_byte_pair(documents: Iterable[str], vocab_size: int, flag: str) -> Tokenizer:
+    """Learn a vocabulary, as `train_tokenizer` describes. Ids are GPT-2's: 256 bytes, merges, `<|endoftext|>` last.
 
-        Raises:
-            UserError: `vocab_size` is less than 257.
-        """
-        from tokenizers import models, pre_tokenizers, trainers
+    Raises:
+        UserError: `vocab_size` is less than 257.
+    """
+    from tokenizers import models, pre_tokenizers, trainers
 
-        if vocab_size < 257:
-            raise UserError(f"{flag} {vocab_size}; valid: 257 or more, for 256 bytes and {END_OF_TEXT}")
-        core = _byte_level(models.BPE())
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size - 1,
-            min_frequency=2,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            special_tokens=[],
-            show_progress=False,
-        )
-        core.train_from_iterator(documents, trainer)
-        model = json.loads(core.to_str())["model"]
-        vocabulary: dict[str, int] = model["vocab"]
-        return cls(vocabulary | {END_OF_TEXT: len(vocabulary)}, [(left, right) for left, right in model["merges"]])
+    if vocab_size < 257:
+        raise UserError(f"{flag} {vocab_size}; valid: 257 or more, for 256 bytes and {END_OF_TEXT}")
+    core = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[],
+        show_progress=False,
+    )
+    core.train_from_iterator(documents, trainer)
+    model = json.loads(core.to_str())["model"]
+    vocabulary: dict[str, int] = model["vocab"]
+    return byte_pair(vocabulary | {END_OF_TEXT: len(vocabulary)}, [(left, right) for left, right in model["merges"]])
 
-    @classmethod
-    def read(cls, vocabulary_file: Path, merges_file: Path) -> "BytePairTokenizer":
-        """Read a tokenizer's two files, as `load_tokenizer` describes.
 
-        Raises:
-            UserError: a file cannot be read or is malformed.
-        """
-        vocabulary = check_vocabulary(read_json(vocabulary_file, FILE_BYTES), vocabulary_file)
-        return cls(vocabulary, _parse_merges(merges_file, vocabulary))
+def read_byte_pair(vocabulary_file: Path, merges_file: Path) -> Tokenizer:
+    """Read a tokenizer's two files, as `load_tokenizer` describes.
 
-    def num_bytes(self, ids: npt.NDArray[np.integer]) -> int:
-        """UTF-8 bytes of the text that was encoded as these ids; `<|endoftext|>` has none."""
-        return int(self._byte_lengths[ids].sum())
-
-    @cached_property
-    def _byte_lengths(self) -> npt.NDArray[np.int64]:
-        lengths = np.zeros(self.size, np.int64)
-        for token, number in self.vocabulary.items():
-            lengths[number] = len(token) if token != END_OF_TEXT else 0  # the printable form has a character a byte
-        return lengths
-
-    def save(self, folder: str | Path) -> None:
-        """Write `vocab.json` and `merges.txt`, each atomically.
-
-        Raises:
-            UserError: they cannot be written.
-        """
-        merges = "".join(f"{left} {right}\n" for left, right in self._merges)
-        write_atomically(Path(folder, "merges.txt"), "#version: 0.2\n" + merges)
-        write_atomically(Path(folder, "vocab.json"), json.dumps(self.vocabulary, ensure_ascii=False))
+    Raises:
+        UserError: a file cannot be read or is malformed.
+    """
+    vocabulary = _checked(read_json(vocabulary_file, FILE_BYTES), vocabulary_file)
+    return byte_pair(vocabulary, _parse_merges(merges_file, vocabulary))
 
 
 def _byte_level(model: Any) -> Any:
@@ -96,7 +69,7 @@ def _byte_level(model: Any) -> Any:
     return core
 
 
-def check_vocabulary(vocabulary: Any, file: Path) -> dict[str, int]:
+def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
     """`vocabulary`, read from `file`, as that of a byte-level tokenizer.
 
     Raises:

@@ -1,48 +1,113 @@
-"""Text to token ids and back: GPT-2's byte-level byte-pair encoding, BERT's WordPiece, and any `tokenizer.json`."""
+"""Text to token ids and back: any tokenizer of the package `tokenizers`, as a `tokenizer.json` has it."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-# The special token that ends every document in GPT-2's vocabulary, and separates documents in a text file.
-END_OF_TEXT = "<|endoftext|>"
-FILE_BYTES = 1 << 26  # of a tokenizer's file; a vocabulary of 256,000 tokens has 7 MB
+from megajax import reading
+from megajax.data.files import write_atomically
+from megajax.data.tokenizer_settings import (
+    FILE_BYTES,
+    GENERATION,
+    NO_SETTINGS,
+    SINGLE,
+    TokenizerSettings,
+    parsed_object,
+    read_settings,
+)
+from megajax.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"  # ends every document in GPT-2's vocabulary, and separates documents in a text file
 MOST_IDS = 1 << 31  # token ids are int32
 
+_ENDS = (END_OF_TEXT, "[SEP]")  # what ends documents where no settings say so: GPT-2's token, and BERT's
+_LINE_END = "\n"  # after which a text has no space put before it, as transformers encodes parts of chats
+_UNSET_END = 50256  # the id that transformers writes for a GPT-2 for which none was given
+_PROBES = ("a", "1", "\n")  # one of them has a token in every vocabulary
 
-class Tokenizer(ABC):
-    """A vocabulary, and how text is cut in its tokens.
+
+class Tokenizer:
+    """A tokenizer as its files have it; they are written again as they were read.
+
+    Before every text stands what the post-processor of `tokenizer.json` puts there, as in `transformers`, which ignores
+    `add_bos_token` where there is a `tokenizer.json`; what it puts after a text is left out. BERT's `[CLS]` is not put
+    there: its samples have that themselves. Documents end with `eos_token`.
 
     Args:
-        core: the tokenizer of the package `tokenizers` that does the work.
-        vocabulary: id of every token.
-        end: the token that ends every document.
+        text: of `tokenizer.json`.
+        settings: what the files beside it say.
+        folder: where they are, for error messages.
 
     Attributes:
-        vocabulary: as given.
+        vocabulary: id of every token.
         size: ids that a model needs: the largest id plus one.
         end_of_text: id of the token that ends every document.
         begin: ids that stand before every document and every prompt.
         ends: ids that end a generation, `end_of_text` the first.
         chat_template: how messages become a text (`megajax.data.chat`); None: that is not known.
         named_tokens: special tokens by their role, as chat templates name them (`eos_token`).
+        files: texts of its files by name.
+
+    Raises:
+        UserError: the tokenizer cannot be used.
     """
 
-    begin: list[int]
-    ends: list[int]
-    chat_template: str | None
-    named_tokens: dict[str, str]
+    def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
+        file = folder / SINGLE
+        self._content = parsed_object(text, file)
+        self._core = _core(text, file)
+        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        if not self.vocabulary or max(self.vocabulary.values()) >= MOST_IDS:
+            raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
+        _add_named(self._core, self.vocabulary, settings)
+        self.size = max(self.vocabulary.values()) + 1
+        self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]
+        self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)
+        known = [number for number in settings.ends if number in self.vocabulary.values()]
+        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))
+        self.chat_template = settings.template
+        self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
+        self.files, self._settings = {**settings.files, SINGLE: text}, settings
 
-    def __init__(self, core: Any, vocabulary: dict[str, int], end: str) -> None:
-        self._core, self.vocabulary = core, vocabulary
-        self.size = max(vocabulary.values()) + 1
-        self.end_of_text = vocabulary[end]
-        self.begin, self.ends = [], [self.end_of_text]
-        self.chat_template, self.named_tokens = None, {}
+    @classmethod
+    def read(cls, folder: Path) -> "Tokenizer":
+        """Read a folder's `tokenizer.json` and the files beside it.
+
+        Raises:
+            UserError: one cannot be read or is malformed, or they do not fit each other.
+        """
+        return cls(reading.read_text(folder / SINGLE, FILE_BYTES), read_settings(folder), folder)
+
+    def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
+        """The tokenizer without the added tokens whose ids are `size` or more, and what those tokens are."""
+        added = self._content.get("added_tokens") or []
+        left_out = [token["content"] for token in added if token["id"] >= size]
+        if not left_out:
+            return self, []
+        content = self._content | {"added_tokens": [token for token in added if token["id"] < size]}
+        return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings), sorted(left_out)
+
+    def save(self, folder: str | Path) -> None:
+        """Write its files as they were read, and what ends a generation as `generation_config.json`; each atomically.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        files = self.files
+        if self.ends != [self.end_of_text]:
+            files = {GENERATION: json.dumps({"eos_token_id": self.ends}) + "\n", **files}
+        for name, text in files.items():
+            write_atomically(Path(folder, name), text)
+
+    @property
+    def is_wordpiece(self) -> bool:
+        """Whether it cuts words in pieces as BERT's."""
+        return self._content["model"].get("type") == "WordPiece"
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; neither begin nor end is added. Special tokens that are written out in the text
@@ -54,10 +119,6 @@ class Tokenizer(ABC):
         one without a begin the end of text."""
         return self.with_begin(self.encode(text)) or [self.end_of_text]
 
-    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts that go on with another one."""
-        return self.encode_batch(texts)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, encoded on all cores."""
         return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -67,10 +128,22 @@ class Tokenizer(ABC):
         found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
-    @property
-    def special_tokens(self) -> list[str]:
-        """What becomes a token of its own where it is written out in a text, as a special token."""
-        return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
+    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts that go on with another one: without the space that some tokenizers put before texts."""
+        if not self._adds_space:
+            return self.encode_batch(texts)
+        line_end = self.encode(_LINE_END)
+        after = self.encode_batch([_LINE_END + text for text in texts])
+        own = self.encode_batch(texts)
+        return [
+            both[len(line_end) :] if both[: len(line_end)] == line_end else alone
+            for both, alone in zip(after, own, strict=True)
+        ]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a text's first word gets a space before it."""
+        return self.decode(self.encode("a") * 2) != "aa"
 
     def with_begin(self, ids: list[int]) -> list[int]:
         """The ids of a text after `begin`, or, where the text has that written out, as they are."""
@@ -84,27 +157,106 @@ class Tokenizer(ABC):
         """The token of an id, as the vocabulary has it."""
         return self._core.id_to_token(number)
 
+    @property
+    def special_tokens(self) -> list[str]:
+        """What becomes a token of its own where it is written out in a text, as a special token."""
+        return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
+
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
-        """UTF-8 bytes of the text that was encoded as these ids, without ends of text; None if that is unknown."""
+        """UTF-8 bytes of the text, as it was normalized, that was encoded as these ids, without special tokens; None if
+        the tokenizer is neither byte-level nor falls back to bytes."""
+        if self._byte_lengths is not None:
+            return int(self._byte_lengths[ids].sum())
+        if self._content["model"].get("byte_fallback") is True:
+            return len(self._core.decode(ids.tolist(), skip_special_tokens=True).encode())
         return None
 
-    def to_json(self) -> str:
-        """The text of `tokenizer.json`, the one file of the package `tokenizers`."""
-        return self._core.to_str(pretty=True)
+    @cached_property
+    def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
+        """Of every id, of a byte-level tokenizer, in whose model a token's printable form has a character a byte."""
+        if "ByteLevel" not in _types(self._content.get("decoder")):
+            return None
+        lengths = np.zeros(self.size, np.int64)
+        for token, number in self.vocabulary.items():
+            lengths[number] = len(token)
+        for number, token in self._core.get_added_tokens_decoder().items():
+            lengths[number] = 0 if token.special else len(token.content.encode())
+        return lengths
 
     def __eq__(self, other: object) -> bool:
         """Whether every document gets the same ids."""
         if not isinstance(other, Tokenizer):
             return NotImplemented
         same = (self.begin, self.end_of_text) == (other.begin, other.end_of_text)
-        return same and self.to_json() == other.to_json()
+        return same and (self.files[SINGLE] == other.files[SINGLE] or self._rules == other._rules)
 
     __hash__ = None  # type: ignore[assignment]
 
-    @abstractmethod
-    def save(self, folder: str | Path) -> None:
-        """Write the files that `load` reads, each atomically.
+    @cached_property
+    def _rules(self) -> tuple[Any, ...]:
+        """All of `tokenizer.json` that decides ids, without settings that are empty."""
+        content = json.loads(self._core.to_str())
+        model = {name: value for name, value in content["model"].items() if value}
+        added = [(token["id"], token["content"], token["special"]) for token in content["added_tokens"]]
+        return model, content["normalizer"], content["pre_tokenizer"], added
 
-        Raises:
-            UserError: they cannot be written.
-        """
+
+def _core(text: str, file: Path) -> Any:
+    from tokenizers import Tokenizer as Core
+
+    try:
+        core = Core.from_str(text)
+        core.no_padding()
+        core.no_truncation()
+        core.encode("a")
+        return core
+    except BaseException as error:  # what is wrong inside the package is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{file}: no tokenizer: {reason}; valid: what the package tokenizers wrote") from None
+
+
+def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSettings) -> None:
+    """Make tokens of the vocabulary special that only the settings name as such, as `transformers` does."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in core.get_added_tokens_decoder().values()}
+    tokens = [token for token in settings.named.values() if token in vocabulary and token not in known]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(tokens)])
+    core.encode_special_tokens = settings.splits_special
+
+
+def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Path) -> str:
+    """The token that ends documents: the settings' eos_token, or what ends a generation, or the usual one."""
+    tokens = {number: token for token, number in vocabulary.items()}
+    valid = "valid: a token of tokenizer.json"
+    if unknown := [number for number in settings.ends if number not in tokens and number != _UNSET_END]:
+        raise UserError(f"{folder}: eos_token_id {unknown[0]} is the id of no token; {valid}")
+    usual = next((token for token in _ENDS if token in vocabulary), "")
+    end = settings.named.get("eos_token") or next(
+        (tokens[number] for number in settings.ends if number in tokens), usual
+    )
+    if end not in vocabulary:
+        name = f"eos_token {end[:40]!r} is no token" if "eos_token" in settings.named else "no eos_token"
+        raise UserError(f"{folder}: {name}; {valid} as eos_token in tokenizer_config.json, to end documents with")
+    return end
+
+
+def _begin(core: Any) -> list[int]:
+    """What the post-processor puts before a text."""
+    for probe in _PROBES:
+        encoding = core.encode(probe, add_special_tokens=True)
+        if 0 in encoding.special_tokens_mask:
+            return encoding.ids[: encoding.special_tokens_mask.index(0)]
+    return []
+
+
+def _types(part: Any) -> set[str]:
+    """The types of a part of `tokenizer.json`, those in a sequence too."""
+    if isinstance(part, list):
+        return set().union(*map(_types, part)) if part else set()
+    if not isinstance(part, dict):
+        return set()
+    inner = [value for value in part.values() if isinstance(value, list)]
+    return {str(part.get("type"))} | set().union(set(), *map(_types, inner))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax import reading
-from megajax.data.tokenizer import FILE_BYTES
 from megajax.errors import UserError
 
+FILE_BYTES = 1 << 26  # of a tokenizer's file; a vocabulary of 256,000 tokens has 7 MB
 SINGLE, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
@@ -37,6 +37,9 @@ class TokenizerSettings:
     ends: list[int]
     template: str | None
     splits_special: bool
+
+
+NO_SETTINGS = TokenizerSettings({}, {}, [], None, splits_special=False)
 
 
 def read_settings(folder: Path) -> TokenizerSettings:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from megajax import hub, reading
-from megajax.data.bpe import BytePairTokenizer
-from megajax.data.saved_tokenizer import SavedTokenizer, is_gpt2
+from megajax.data.bpe import learn_byte_pair, read_byte_pair
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, GENERATION, SINGLE, SPECIAL, TEMPLATE
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.wordpiece import learn_wordpiece, read_wordpiece
 from megajax.errors import UserError
 
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
@@ -41,7 +40,7 @@ def train_tokenizer(
     Raises:
         UserError: `vocab_size` is too small for what every vocabulary has.
     """
-    learn = BytePairTokenizer.learn if kind == "bpe" else WordPieceTokenizer.learn
+    learn = learn_byte_pair if kind == "bpe" else learn_wordpiece
     return learn(documents, vocab_size, flag)
 
 
@@ -69,20 +68,18 @@ def _even_part(documents: Iterable[str], share: float) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:
-    """Read `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and `vocab.bpe`, or BERT's `vocab.txt`, or, unless
-    it says no more than those, `tokenizer.json`.
+    """Read `tokenizer.json`, or, where there is none, `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and
+    `vocab.bpe`, or BERT's `vocab.txt`.
 
     Raises:
         UserError: folder or files are missing, unreadable or malformed; a token that must be there is not.
     """
-    pair, words = _find(Path(folder), BPE_FILES), _find(Path(folder), WORDPIECE_FILES)
-    single = _find(Path(folder), SINGLE_FILES) and not (words and not pair)
-    if single and not (pair and is_gpt2(Path(folder))):
-        return SavedTokenizer.read(Path(folder))
-    if pair:
-        return BytePairTokenizer.read(*pair)
-    if words:
-        return WordPieceTokenizer.read(*words)
+    if _find(Path(folder), SINGLE_FILES):
+        return Tokenizer.read(Path(folder))
+    if pair := _find(Path(folder), BPE_FILES):
+        return read_byte_pair(*pair)
+    if words := _find(Path(folder), WORDPIECE_FILES):
+        return read_wordpiece(*words)
     found = reading.names(folder)
     for names in BPE_FILES:
         if half := found & set(names):

@@ -40,17 +40,17 @@ from megajax.training.begin import check_given
 
 
 class Model:
-    """A model on the mesh of a configuration. `init` and `restore` make one.
+    """A model on the mesh of a configuration, made by `init` or `restore`.
 
     Attributes:
-        config: what it is.
-        program: it on its mesh, `program.mesh`.
-        step: steps that its weights were trained for.
-        tokenizer: of its texts; None: there is none yet.
+        config: its configuration.
+        program: the configuration on its mesh, `program.mesh`.
+        step: the number of steps that its weights were trained for.
+        tokenizer: of its texts; None if there is none yet.
     """
 
     def __init__(self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None):
-        """`weights` are a `TrainState`, or of one the `params` alone, which cannot be trained on."""
+        """`weights` are a `TrainState`, or only its `params`, which cannot be trained on."""
         self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights = weights
@@ -117,11 +117,11 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
-        """The batches that a run of the configuration trains on from the model's step on, without end.
+        """The batches of a run of the configuration from the model's step on, without end.
 
-        `data.path`, or `data.sources`, is read and tokenized to files in `folder`, which a later call finds there.
-        Where the model has no tokenizer yet, it gets that of the data, with which one is trained where none is given;
-        where it has one, the data is tokenized with that.
+        `data.path`, or `data.sources`, is tokenized to files in `folder`, where a later call finds them. A model
+        without a tokenizer gets that of the data, which is trained if none is given; else the data is tokenized with
+        the model's.
         """
         check_given(self.config)
         if not self.config.pretrains:
@@ -179,12 +179,8 @@ class Model:
         return [continuation_text(self.tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
 
     def evaluate(self, data: str | Path) -> dict[str, Any]:
-        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval
-        perplexity --data` says them; of BERT figures of each of its losses.
-
-        Args:
-            data: what `--data.path` can be.
-        """
+        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval perplexity
+        --data`; for BERT, figures of each of its losses. `data` can be anything that `--data.path` can."""
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
         tokenized = prepared_prefix(str(data), flag="data") is not None
@@ -198,8 +194,8 @@ class Model:
         return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
 
     def weights(self) -> dict[str, Any]:
-        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; of a
-        layer's weights all layers are stacked, [L, …]."""
+        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; a layer's
+        weights are stacked over the layers, [L, …]."""
         layout, held = self.program.layout, self._params
         if self._state is not None and self._state.main is not None:
             held = layout.with_trained(held, self._state.main)
@@ -208,7 +204,7 @@ class Model:
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:
-        """Write a run directory that stands at the model's step, for `restore` and all commands.
+        """Write a run directory at the model's step, for `restore` and all commands.
 
         Raises:
             RunError: the checkpoint cannot be written.
@@ -231,13 +227,13 @@ class Model:
             write_atomically(new / "config.toml", to_toml(config))
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-        """A function of `program/scoring.py` of the model's weights and a batch of any size."""
+        """Call a function of `program/scoring.py` on the model's weights and a batch of any size."""
         program = self._program(len(arrays["tokens"]))
         whole = padded(program.form, arrays, program.config.train.global_batch)
         return function(program)(self._params, program.put_batch(whole, program.local_rows))
 
     def _program(self, rows: int) -> Program:
-        """The program for a batch of at least so many rows; made once."""
+        """The program for a batch of at least `rows` rows, made once."""
         train, shards = self.config.train, self.config.mesh.row_shards
         microbatch = min(train.microbatch, -(-rows // shards))
         size = -(-rows // (shards * microbatch)) * shards * microbatch

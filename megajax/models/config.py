@@ -101,7 +101,7 @@ class ModelConfig:
         "is added to the variance; 0: 1e-5, of BERT 1e-12",
         between(0, 1),
         WEIGHTS,
-        Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert="layer_norm_eps"),
+        Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
     ] = 0
     positions: Annotated[
         Literal["learned", "rotary"],
@@ -149,7 +149,7 @@ class ModelConfig:
     ] = "all"
     query_key_norm: Annotated[bool, "an RMSNorm on every head of queries and keys", WEIGHTS] = False
     tied_embedding: Annotated[
-        bool, "the output product is with the embedding table", WEIGHTS, Theirs("tie_word_embeddings")
+        bool, "the output product is with the embedding table", WEIGHTS, Theirs("tie_word_embeddings", bert="")
     ] = True
     sliding_window: Annotated[
         int,

@@ -17,8 +17,9 @@ from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
+from megajax.plan.costs import Sent, StepCost
 from megajax.plan.sizes import Sizes, Times, steady_state_microbatches
-from megajax.plan.traced import Sent, StepCost, step_cost
+from megajax.plan.traced import step_cost
 from megajax.plan.weight_traffic import PERMUTE, Communication, WeightTraffic, one
 from megajax.program.communication import Collective
 

@@ -13,11 +13,12 @@ from megajax.backend import GPU, Backend
 from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
+from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
 from megajax.plan.temporaries import Temporaries
-from megajax.plan.traced import StepCost, step_cost
+from megajax.plan.traced import step_cost
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
@@ -78,9 +79,9 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     others = weights.trained * step.wide if step.summed != step.wide else 0
     losses = len(form.targets | form.measures) * max(4, step.summed)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
-    residuals = step.layers_of_chunk * cost.layer.residual_bytes(step.microbatch)
+    residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
     kept = max(1, table.slots) * (step.activation_bytes if step.recomputes_stage else residuals)
-    factors = table.factor_slots * step.layers_of_chunk * cost.layer.factor_bytes(step.microbatch)
+    factors = table.factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
         weights=weights.computed * step.item,
         main_weights=weights.trained * step.wide if step.item != step.wide else 0,

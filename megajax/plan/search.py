@@ -18,11 +18,12 @@ from megajax.options import as_flag, options
 from megajax.pipeline.checks import has_table
 from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.schedule import SCHEDULES
+from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
-from megajax.plan.traced import StepCost, step_cost
+from megajax.plan.traced import step_cost
 from megajax.validation import validate, validate_mesh
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from math import prod
 
 from megajax.backend import CPU, Backend
+from megajax.plan.costs import Region, StepCost
 from megajax.plan.shapes import Held
 from megajax.plan.sizes import Sizes, scores_of_head
-from megajax.plan.traced import Region, StepCost
 
 _FP32 = 4
 
@@ -81,7 +81,7 @@ class Temporaries:
     @property
     def _residuals(self) -> int:
         """Bytes of a chunk's residuals."""
-        return self.step.layers_of_chunk * self.cost.layer.residual_bytes(self.step.microbatch)
+        return self.step.layers_of_chunk * self.cost.layer.residuals.num_bytes(self.step.microbatch)
 
     def _forward(self) -> int:
         """A chunk's residuals, before they are put in their slot; of a pipe of one stage they are never elsewhere."""
@@ -113,7 +113,7 @@ class Temporaries:
             own += _FP32 * self.step.layers_of_chunk * self._layer_weights
         if not self._piped and self.step.microbatches > 1:
             own += 2 * _FP32 * sum(placed.size for placed in self.held.weights if not placed.weight.stacked)
-        largest = max(operand.num_bytes(self.step.microbatch) for operand in self.cost.layer.residuals)
+        largest = self.cost.layer.residuals.largest(self.step.microbatch)
         return own + max(layer, 0 if native else self.step.layers_of_chunk * largest)
 
     def _optimizer(self) -> int:
@@ -126,7 +126,7 @@ class Temporaries:
         """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the
         largest; with ZeRO-3 its gathered weights and their gradients."""
         rows = self.step.microbatch
-        again = self.cost.without_remat.residual_bytes(rows) - self.cost.layer.residual_bytes(rows)
+        again = self.cost.without_remat.residuals.num_bytes(rows) - self.cost.layer.residuals.num_bytes(rows)
         entered = prod(self.step.whole) * self.step.item
         regions = max(self._region(region) for region in self.cost.layer.regions)
         gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0

@@ -23,11 +23,12 @@ from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
 from megajax.plan.communication import communication
+from megajax.plan.costs import StepCost
 from megajax.plan.links import seconds_of
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
-from megajax.plan.traced import StepCost, step_cost
+from megajax.plan.traced import step_cost
 from megajax.plan.weight_traffic import Communication
 from megajax.plan.work import Seconds, Work
 

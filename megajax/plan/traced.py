@@ -8,8 +8,8 @@ attention in the largest blocks of queries that there are: neither changes what 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -30,199 +30,15 @@ from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
+from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, Shape, StepCost
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import training_pipeline
-from megajax.program.communication import COLLECTIVES, Collective, collectives_of, equations
+from megajax.program.communication import COLLECTIVES, collectives_of, equations
 from megajax.program.program import BATCH, Program
 
 Tree = Any
-Shape = tuple[int, ...]
 _PRIMES = 10_007, 10_009, 10_037
 _LARGEST_BLOCK = 2**30
-
-
-@dataclass(frozen=True)
-class Dims:
-    """The shape of an array, of one row; and which dims count rows."""
-
-    of_row: Shape
-    counting: tuple[bool, ...]
-
-    @classmethod
-    def at(cls, shape: Shape, rows: int) -> "Dims":
-        """The dims of an array that has this shape with so many rows."""
-        counting = tuple(dim > 0 and dim % rows == 0 for dim in shape)
-        return cls(tuple(dim // rows if counts else dim for dim, counts in zip(shape, counting, strict=True)), counting)
-
-    def shape(self, rows: int) -> Shape:
-        """The shape with so many rows."""
-        return tuple(dim * rows if counts else dim for dim, counts in zip(self.of_row, self.counting, strict=True))
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An array that is kept or sent.
-
-    Attributes:
-        dims: its shape.
-        item: bytes of a number.
-    """
-
-    dims: Dims
-    item: int
-
-    def num_bytes(self, rows: int) -> int:
-        """With so many rows."""
-        return self.item * prod(self.dims.shape(rows))
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A collective, see `program/communication.Collective`."""
-
-    kind: str
-    axes: tuple[str, ...]
-    operand: Operand
-    count: int
-
-    def collective(self, rows: int) -> Collective:
-        """With so many rows."""
-        return Collective(
-            self.kind, self.axes, (self.operand.dims.shape(rows),), self.operand.num_bytes(rows), self.count
-        )
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product, or several with the same left operand, side by side.
-
-    Attributes:
-        dims: [rows, inner, columns].
-        again: the backward pass computes it again.
-    """
-
-    dims: Dims
-    again: bool = False
-
-    def shape(self, rows: int) -> tuple[int, int, int]:
-        """Rows, inner dim and columns, with so many rows of a microbatch."""
-        first, inner, columns = self.dims.shape(rows)
-        return first, inner, columns
-
-
-@dataclass(frozen=True)
-class Region:
-    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows.
-
-    Attributes:
-        products: in their order.
-        attends: whether attention stands between them.
-    """
-
-    products: tuple[Product, ...]
-    attends: bool
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """One layer.
-
-    Attributes:
-        residuals: what is kept until the backward pass, each array once.
-        factors: what is kept until deferred weight gradients are computed.
-        regions: what the forward pass computes.
-        fused: whether attention is one kernel that keeps no scores.
-        forward, backward, weight_gradients: what the three passes send.
-    """
-
-    residuals: tuple[Operand, ...]
-    factors: tuple[Operand, ...]
-    regions: tuple[Region, ...]
-    fused: bool
-    forward: tuple[Sent, ...]
-    backward: tuple[Sent, ...]
-    weight_gradients: tuple[Sent, ...]
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """Those of all regions."""
-        return tuple(product for region in self.regions for product in region.products)
-
-    def residual_bytes(self, rows: int) -> int:
-        """Of a microbatch of so many rows."""
-        return _linear(self._residual_bytes, rows)
-
-    def factor_bytes(self, rows: int) -> int:
-        """Likewise."""
-        return _linear(self._factor_bytes, rows)
-
-    @cached_property
-    def _residual_bytes(self) -> tuple[int, int]:
-        return _of_one_and_two(self.residuals)
-
-    @cached_property
-    def _factor_bytes(self) -> tuple[int, int]:
-        return _of_one_and_two(self.factors)
-
-
-def _of_one_and_two(operands: tuple[Operand, ...]) -> tuple[int, int]:
-    """Their bytes with one row and with two."""
-    one, two = (sum(operand.num_bytes(rows) for operand in operands) for rows in (1, 2))
-    return one, two
-
-
-def _linear(bytes_of: tuple[int, int], rows: int) -> int:
-    one, two = bytes_of
-    return one + (rows - 1) * (two - one)
-
-
-@dataclass(frozen=True)
-class EndsCost:
-    """Embedding and head.
-
-    Attributes:
-        activation: what stages hand over.
-        products: of the head, forward and backward.
-        embedding, head, embedding_backward: what the three passes send; that of the head goes forward and backward.
-    """
-
-    activation: Operand
-    products: tuple[Product, ...]
-    embedding: tuple[Sent, ...]
-    head: tuple[Sent, ...]
-    embedding_backward: tuple[Sent, ...]
-
-    @property
-    def weight_gradients(self) -> tuple[Dims, ...]:
-        """The products that sum over rows."""
-        return tuple(each.dims for each in self.products if each.dims.counting[1])
-
-    @property
-    def logits(self) -> Dims:
-        """[rows, columns] of the largest product forward."""
-        of_rows = [each.dims for each in self.products if each.dims.counting[0]]
-        largest = max(of_rows, key=lambda dims: dims.of_row[1] * dims.of_row[2])  # of equal ones the first, forward
-        return Dims(largest.of_row[::2], largest.counting[::2])
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What is traced of a configuration.
-
-    Attributes:
-        layer, without_remat: a layer, and one that recomputes nothing.
-        ends: embedding and head.
-    """
-
-    layer: LayerCost
-    without_remat: LayerCost
-    ends: EndsCost
-
-    @property
-    def recomputes_cheaply(self) -> bool:
-        """Whether neither a product nor a collective is computed again."""
-        layer, plain = self.layer, self.without_remat
-        return (layer.regions, layer.backward) == (plain.regions, plain.backward)
 
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
@@ -283,8 +99,8 @@ def _layer_cost(config: Config, backend: Backend) -> LayerCost:
             lambda sums: layers.add_weight_gradients(weights, 0, sums, 0) if layers.products else sums
         )(sums)
         found["cost"] = LayerCost(
-            tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output)))),
-            tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors)),
+            Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
+            Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
             tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
             any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
             *(_sent(traced, rows) for traced in (forward, backward, later)),
@@ -306,7 +122,6 @@ def _ends_cost(config: Config, backend: Backend) -> EndsCost:
         head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
         backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
         found["cost"] = EndsCost(
-            _operand(x_BTD.aval, rows),
             tuple(Product(_dims(eqn, rows)) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
             *(_sent(traced, rows) for traced in (embedding, head, backward)),
         )

@@ -10,10 +10,10 @@ from math import prod
 
 from megajax.backend import GPU
 from megajax.config import Config
+from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine, peak_of
 from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes, scores_of_head
-from megajax.plan.traced import StepCost
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 _SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several

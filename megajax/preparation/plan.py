@@ -14,7 +14,6 @@ from megajax.data.inputs import identity, read_folders
 from megajax.data.library import DOCSTRINGS
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
-from megajax.data.saved_tokenizer import SavedTokenizer
 from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
@@ -45,8 +44,7 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     tokenizer = given
     if given not in TRAINED:
         loaded = named_tokenizer(given, flag="--tokenizer")  # its errors come before any work
-        content = json.dumps(loaded.files) if isinstance(loaded, SavedTokenizer) else loaded.to_json()
-        tokenizer = hashlib.sha256(content.encode()).hexdigest()
+        tokenizer = hashlib.sha256(json.dumps(loaded.files).encode()).hexdigest()
     if task.options.split_sentences:
         _check_pieces(given)
     inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]

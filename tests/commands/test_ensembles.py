@@ -1,5 +1,6 @@
 """Several checkpoints are one: the mean of their probabilities."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_the_order_of_runs_does_not_matter(tuning: Finetuning, task: str, tmp_pa
     other, run = tmp_path / "other", tuning.run(task)
     words = () if task == "squad2" else ("--data.train", tuning.file(task, "other"))
     tuning.train(task, other, *words, "--train.steps", 2)
-    vocabularies = [(folder / "data" / "tokenizer" / "vocab.txt").read_text() for folder in (run, other)]
+    vocabularies = [(folder / "data" / "tokenizer" / "tokenizer.json").read_text() for folder in (run, other)]
     assert (vocabularies[0] != vocabularies[1]) == (task != "squad2")
     assert_same_figures(tuning.figures(task, run, other), tuning.figures(task, other, run))
     one = tuning.predictions(task, tmp_path / "one", run, other)
@@ -39,9 +40,12 @@ def test_the_order_of_runs_does_not_matter(tuning: Finetuning, task: str, tmp_pa
 
 def test_spans_of_other_tokenizers_are_refused(tuning: Finetuning, tmp_path: Path) -> None:
     other = shutil.copytree(tuning.run("squad2"), tmp_path / "other")
-    vocabulary = other / "data" / "tokenizer" / "vocab.txt"
-    words = vocabulary.read_text().split("\n")
-    vocabulary.write_text("\n".join([*words[:-3], words[-2], words[-3], words[-1]]))
+    vocabulary = other / "data" / "tokenizer" / "tokenizer.json"
+    content = json.loads(vocabulary.read_text())
+    ids = content["model"]["vocab"]
+    first, second = list(ids)[-2:]
+    ids[first], ids[second] = ids[second], ids[first]
+    vocabulary.write_text(json.dumps(content))
     line = one_line(evaluate(tuning, "squad2", tuning.run("squad2"), other))
     assert f"--checkpoint {other}: another tokenizer, model.sequence_length" in line
 

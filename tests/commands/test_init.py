@@ -124,8 +124,8 @@ def test_only_the_weights_are_taken(
     assert f"weights: of step {STEPS} of {pretrained}, fresh head." in done.out
     assert "the first 48 of 64 positions" in done.out
     assert curve(tmp_path / "run")[0][1] != curve(tuning.run(task))[0][1]
-    assert (tmp_path / "run/data/tokenizer/vocab.txt").read_bytes() == (
-        pretrained / "data/tokenizer/vocab.txt"
+    assert (tmp_path / "run/data/tokenizer/tokenizer.json").read_bytes() == (
+        pretrained / "data/tokenizer/tokenizer.json"
     ).read_bytes()
 
 
@@ -234,7 +234,7 @@ def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
     assert not complete(run / "checkpoints")
     length = ("--model.sequence-length", 48)
     done = tuning.start("mnli", run, "--init", pretrained, *length, "--train.steps", 1)
-    vocabularies = [(folder / "data/tokenizer/vocab.txt").read_bytes() for folder in (run, pretrained)]
+    vocabularies = [(folder / "data/tokenizer/tokenizer.json").read_bytes() for folder in (run, pretrained)]
     assert done.code == 2 or vocabularies[0] == vocabularies[1]
 
 

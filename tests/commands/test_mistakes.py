@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from mistakes import assert_refused, assert_says, by_line, mistake, one_line, train_mistake
 from processes import Commands, Run, contents
+from saved_tokenizers import write_pair
 
 from megajax.data.indexed import IndexedWriter
+from megajax.data.tokenizers import load_tokenizer
 from megajax.program import memory
 
 
@@ -68,6 +70,12 @@ def odd(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
     for name, content in (("cut", data[: len(data) // 2]), ("none", b""), ("longer", data + bytes(8))):
         (folder / "cut" / "set.idx" if name == "cut" else dataset(folder / name)).write_bytes(content)
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
+    """A run that no other worker of pytest locks."""
+    return shutil.copytree(straight.folder, tmp_path_factory.mktemp("trained") / "run")
 
 
 LONG, DIGITS = "a" * 300, "9" * 4400
@@ -192,10 +200,10 @@ COMMANDS: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize(("line", "words"), by_line(TRAINING + COMMANDS))
 def test_one_line_and_nothing_written(
-    commands: Commands, straight: Run, odd: Path, tmp_path: Path, line: str, words: list[str]
+    commands: Commands, trained: Path, odd: Path, tmp_path: Path, line: str, words: list[str]
 ) -> None:
     """TRAINED is a run of GPT-2, ODD the folder of odd files."""
-    names = {"TINY": str(commands.preset), "TRAINED": straight.folder, "ODD": odd}
+    names = {"TINY": str(commands.preset), "TRAINED": trained, "ODD": odd}
     assert_refused(commands, line, words, names | {"UNREADABLE": str(unreadable(tmp_path / "closed.txt"))})
 
 
@@ -267,7 +275,7 @@ CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.toml", lambda file: file.write_text("seed = " + "9" * 5000), "FILE.* digits"),
     ("config.toml", replaced("num_layers = 3", "num_layers = 5"), "FILE: model.num_layers is 5; valid: 3"),
     ("data/tokens.bin", lambda file: file.write_bytes(bytes(file.stat().st_size)), "FILE.* not what was written"),
-    ("data/tokenizer/merges.txt", Path.unlink, "FILE.* No such file"),
+    ("data/tokenizer/tokenizer.json", Path.unlink, "FILE.* No such file"),
     ("data/report.json", pipe, "FILE.* not the report of a corpus"),
 ]
 
@@ -299,7 +307,9 @@ def test_a_run_without_a_checkpoint(commands: Commands, straight: Run, tmp_path:
 
 
 def test_tokens_that_no_model_has(commands: Commands, half: Run, tmp_path: Path) -> None:
-    folder = shutil.copytree(half.folder / "data" / "tokenizer", tmp_path / "tokenizer")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_pair(folder, load_tokenizer(half.folder / "data" / "tokenizer"))
     vocabulary = json.loads((folder / "vocab.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(vocabulary | {"large": 2**40}))
     line = train_mistake(commands, tmp_path / "run", "--tokenizer.path", folder)

@@ -7,14 +7,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, class_of, write_bert
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
 from megajax.config import Config, to_toml
-from megajax.convert.bert import EXCHANGE, places
 from megajax.convert.exporting import export_config, export_hf
+from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.weights import to_tensors
 from megajax.presets import load_preset, resolve
@@ -66,9 +66,9 @@ def test_weights_and_settings(order: str, head: str, classes: int, tmp_path: Pat
     output, name = weights["shared"]["head"]["output"], "qa_outputs" if head == "span" else "classifier"
     np.testing.assert_array_equal(output["weight"], tensors[f"{name}.weight"].T)
     np.testing.assert_array_equal(output["bias"], tensors[f"{name}.bias"])
-    assert_same(to_tensors(places(model), weights, model), tensors)
+    assert_same(to_tensors(places_of(model), weights, model), tensors)
 
-    fields = EXCHANGE.settings(model, (), None)["config.json"]
+    fields = exchange_for(model, "", "").settings(model, (), None)["config.json"]
     assert fields["architectures"] == [class_of(order, head)]
     assert fields["id2label"] == {str(n): f"LABEL_{n}" for n in range(classes)}
     assert fields["label2id"] == {f"LABEL_{n}": n for n in range(classes)}
@@ -93,7 +93,7 @@ def test_a_run_of_a_task_goes_out_and_in(task: str, order: str, names: list[str]
     layout, model = tiny_program(config).layout, config.model
     tensors = bert_tensors(order, SETTINGS, model.head, model.num_classes)
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
-    weights = from_tensors(places(model), tensors.__getitem__, model)
+    weights = from_tensors(places_of(model), tensors.__getitem__, model)
     checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
     checkpoints.close()
     (tmp_path / "run" / "config.toml").write_text(to_toml(config))
@@ -148,7 +148,7 @@ def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path
     if config.model.head == "span":
         expected = {name: tensor for name, tensor in expected.items() if not name.startswith("bert.pooler")}
     canonical = jax.device_get(program.layout.canonical_weights(state.params))
-    found = to_tensors(places(config.model), canonical, config.model)
+    found = to_tensors(places_of(config.model), canonical, config.model)
     outputs = [found.pop(name) for name in list(found) if name not in expected]
     assert len(outputs) == len(fresh) and all(0 < np.abs(output).sum() < 5 for output in outputs if output.ndim == 2)
     assert_same(found, expected)

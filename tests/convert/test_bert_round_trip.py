@@ -7,16 +7,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from hugging_face_bert import CLASSES, SETTINGS, TYPES, bert_tensors, write_bert
 from safetensors.numpy import load_file
 from tiny import tiny_config, tiny_program
 
 from megajax.config import to_toml
-from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.tokenizers import train_tokenizer
 from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
 
@@ -52,7 +51,8 @@ def test_import_then_export(order: str, tmp_path: Path) -> None:
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
     assert fields.items() >= (SETTINGS | {"model_type": TYPES[order], "pad_token_id": 0}).items()
     assert fields["architectures"] == [CLASSES[order]]
-    assert (tmp_path / "back" / "vocab.txt").read_text() == (tmp_path / "hf" / "vocab.txt").read_text()
+    name = "tokenizer.json"
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     again = open_source(tmp_path / "back")
     assert again.tokenizer == tokenizer and again.config == source.config
 
@@ -105,7 +105,7 @@ def test_export_then_import(tmp_path: Path) -> None:
     """A run on (1, 2, 2): the main weights of step 7 without the vocabulary's padding; without a tokenizer."""
     config = tiny_config((1, 2, 2), family="bert", layer_order="post", num_layers=2, sequence_length=24, dropout=0.25)
     layout, tensors = tiny_program(config).layout, bert_tensors("post", SETTINGS)
-    weights = from_tensors(places(config.model), tensors.__getitem__, config.model)
+    weights = from_tensors(places_of(config.model), tensors.__getitem__, config.model)
     weights["shared"]["table"][101:] = weights["shared"]["head"]["masked"]["bias"][101:] = 1
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
     checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
@@ -164,17 +164,3 @@ def test_without_the_order_head(tmp_path: Path) -> None:
         {"bert.pooler.dense.weight": back["bert.pooler.dense.weight"]},
         {"bert.pooler.dense.weight": np.ascontiguousarray(begun["pooler"]["dense"]["weight"].T)},
     )
-
-
-def test_a_tokenizer_of_one_file(tmp_path: Path) -> None:
-    """tokenizer.json goes before vocab.txt; tokens that were added are named."""
-    tokenizer = train_tokenizer(["some words of some text"], 100, "wordpiece")
-    content = json.loads(tokenizer.to_json())
-    added = {**content["added_tokens"][0], "id": tokenizer.size, "content": "<new>"}
-    write_bert(tmp_path)
-    (tmp_path / "vocab.txt").write_text("[UNK]\n")
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
-    source = open_source(tmp_path)
-    assert source.tokenizer == tokenizer and source.added_tokens == ["<new>"]
-    import_hf(source, tmp_path / "run")
-    assert load_tokenizer(tmp_path / "run" / "data" / "tokenizer") == tokenizer

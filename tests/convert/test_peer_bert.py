@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from drawn import drawn_state
 from hugging_face_bert import CLASSES, both_logits, peer_bert
+from saved_tokenizers import write_vocabulary
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config, MeshConfig, to_toml
-from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.models.config import ModelConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.synthetic import random_batch
@@ -105,7 +106,7 @@ def test_logits_loss_and_gradients(order: str, mesh: tuple[int, int, int], vocab
     theirs_loss, theirs_gradients = peer_gradients(peer.double(), batch)
     loss, gradients = loss_and_gradients(program)(params, placed, np.int32(0))
     assert float(loss) == pytest.approx(theirs_loss, rel=1e-6)
-    expected = named_leaves(from_tensors(places(model), theirs_gradients.__getitem__, model))
+    expected = named_leaves(from_tensors(places_of(model), theirs_gradients.__getitem__, model))
     actual = named_leaves(program.layout.canonical_weights(jax.device_get(gradients)))
     assert expected.keys() == actual.keys()
     norms = {name: np.linalg.norm(leaf) for name, leaf in expected.items()}
@@ -177,11 +178,10 @@ def test_a_tokenizer_of_one_file(cased: bool, tmp_path: Path) -> None:
     """`transformers` writes tokenizer.json alone: the same ids here, cased and not."""
     text = "Some TEXT — with some Words, ünd some words again.\n\n\tEnd." * 3
     tokenizer = train_tokenizer([text], 100, "wordpiece")
-    tokenizer.save(tmp_path / "ours")
     if cased:
-        with (tmp_path / "ours" / "vocab.txt").open("a") as file:
-            file.write("Some\nTEXT\n")
-        tokenizer = load_tokenizer(tmp_path / "ours")
+        tokenizer = wordpiece(tokenizer.vocabulary | {"Some": tokenizer.size, "TEXT": tokenizer.size + 1})
+    (tmp_path / "ours").mkdir()
+    write_vocabulary(tmp_path / "ours", tokenizer)
     theirs = transformers.BertTokenizer.from_pretrained(tmp_path / "ours", do_lower_case=not cased)
     peer_bert(MODEL).save_pretrained(tmp_path / "hf")
     theirs.save_pretrained(tmp_path / "hf")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from canonical_weights import places_of
 from drawn import drawn_state
 from hugging_face_bert import class_of, peer_bert
 from safetensors.numpy import load_file
@@ -14,7 +15,6 @@ from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config, to_toml
-from megajax.convert.bert import places
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import open_source
 from megajax.convert.weights import to_tensors
@@ -132,7 +132,7 @@ def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
     assert source.config.model == dataclasses.replace(config.model, scan_layers="auto") and not source.weights.fresh
     canonical = source.weights.canonical(0)
-    tensors = to_tensors(places(config.model), canonical, config.model)
+    tensors = to_tensors(places_of(config.model), canonical, config.model)
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert tensors.keys() == written.keys()
     assert all(tensor.tobytes() == written[name].tobytes() for name, tensor in tensors.items())

@@ -132,4 +132,5 @@ def test_a_tokenizer_of_one_file(tmp_path: Path) -> None:
     theirs.add_special_tokens({"pad_token": "[PAD]"})
     theirs.save_pretrained(tmp_path / "hf")
     again = open_source(tmp_path / "hf")
-    assert again.tokenizer == tokenizer and again.added_tokens == ["[PAD]"]
+    assert again.tokenizer is not None and again.added_tokens == []  # the model has an id for it
+    assert again.tokenizer.encode(text + "[PAD]") == theirs(text + "[PAD]").input_ids

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from saved_tokenizers import CHATML, KINDS, LLAMA3, MARKED, MISTRAL, TEXTS, write_saved
 
-from megajax.convert.saved_tokenizer_files import read_saved_tokenizer, write_saved_tokenizer
+from megajax.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megajax.data.chat import ChatTemplate
 
 pytestmark = pytest.mark.peer
@@ -31,10 +31,10 @@ CHAT = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
     folder = write_saved(tmp_path / "theirs", kind)
-    tokenizer, left_out = read_saved_tokenizer(folder)
+    tokenizer, left_out = read_tokenizer(folder, "bpe", 5000)
     assert tokenizer is not None and not left_out
     (tmp_path / "again").mkdir()
-    write_saved_tokenizer(tokenizer, 64, tmp_path / "again")
+    write_tokenizer(tokenizer, 64, tmp_path / "again")
     for place in folder, tmp_path / "again":
         theirs = transformers.AutoTokenizer.from_pretrained(place)
         for text in [*TEXTS, *ODD]:
@@ -54,10 +54,10 @@ def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
 def test_a_tokenizer_without_settings(tmp_path: Path) -> None:
     folder = write_saved(tmp_path / "theirs", "mistral")
     (folder / "tokenizer_config.json").unlink()
-    tokenizer, _ = read_saved_tokenizer(folder)
+    tokenizer, _ = read_tokenizer(folder, "bpe", 5000)
     assert tokenizer is not None and tokenizer.decode([tokenizer.end_of_text]) == "</s>"  # by config.json
     (tmp_path / "again").mkdir()
-    write_saved_tokenizer(tokenizer, 64, tmp_path / "again")
+    write_tokenizer(tokenizer, 64, tmp_path / "again")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert theirs(TEXTS[2]).input_ids == tokenizer.encode_prompt(TEXTS[2])
     assert theirs.eos_token_id == tokenizer.end_of_text
@@ -69,7 +69,7 @@ def test_the_class_that_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
     folder = write_saved(tmp_path, "mistral")
     settings = (folder / "tokenizer_config.json").read_text().replace("PreTrainedTokenizerFast", "LlamaTokenizer")
     (folder / "tokenizer_config.json").write_text(settings)
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
     assert type(theirs).__name__ == "LlamaTokenizer"
     for text in [*TEXTS, "a", "ünïcödé 漢字 🙂", "a</s>b"]:
         assert theirs(text).input_ids == tokenizer.encode_prompt(text), text
@@ -91,7 +91,7 @@ def test_chats(source: str, add_generation_prompt: bool, tmp_path: Path) -> None
 
 def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
     folder = write_saved(tmp_path, "qwen")
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
     found = theirs.apply_chat_template(
         CHAT, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -108,7 +108,7 @@ def test_what_the_harness_encodes(kind: str, tmp_path: Path) -> None:
     """Contexts begin as those of the harness's own models do."""
     harness = pytest.importorskip("megajax.evaluation.harness", reason="the extra `eval` is not installed")
     folder = write_saved(tmp_path, kind)
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_saved_tokenizer(folder)
+    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
     model = object.__new__(harness.MegajaxLM)
     model._text = tokenizer
     assert model.prefix_token_id == (theirs.eos_token_id if theirs.bos_token_id is None else theirs.bos_token_id)

@@ -1,19 +1,13 @@
 """What is not a BERT like ours is refused in one line that names file and field."""
 
-import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hugging_face_bert import SETTINGS, TASK_CLASSES, bert_tensors, write_bert
 from refusals import assert_setting_refused, refusal
-from tiny import tiny_config
 
-from megajax.convert.bert import EXCHANGE
 from megajax.convert.importing import open_source
-from megajax.data.tokenizers import train_tokenizer
-from megajax.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -29,8 +23,8 @@ from megajax.errors import UserError
         ("type_vocab_size", 1, "2"),
         ("tie_word_embeddings", False, "true"),
         ("layer_norm_eps", 1e-5, "1e-12"),
-        ("intermediate_size", 100, r"96 \(4 x hidden_size\)"),
-        ("intermediate_size", None, r"96 \(4 x hidden_size\)"),
+        ("intermediate_size", 100, "96"),
+        ("intermediate_size", None, "96"),
         ("num_hidden_layers", 9999, "number of layers"),
         ("max_position_embeddings", 0, "1 to 1000000"),
         ("hidden_size", "24", "whole number"),
@@ -134,58 +128,3 @@ def test_tensors(tmp_path: Path) -> None:
     ]
     for tensors, words in cases:
         assert re.search(words, refusal(write_bert(tmp_path, "post", tensors))), words
-
-
-def test_tokenizers(tmp_path: Path) -> None:
-    """One of more ids than the model, of another kind, of another case, without the tokens that BERT needs."""
-    tokenizer = train_tokenizer(["some words of some text, and words of others"], 100, "wordpiece")
-    write_bert(tmp_path, vocab_size=20, tensors=small_vocabulary(20))
-    tokenizer.save(tmp_path)
-    assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is 20", refusal(tmp_path))
-    write_bert(tmp_path)
-    settings = tmp_path / "tokenizer_config.json"
-    for name, words in (
-        ('{"do_lower_case": false}', "do_lower_case is false; valid: true, as the vocabulary has no upper-case letter"),
-        ('{"strip_accents": false}', "strip_accents is false; valid: null"),
-        ('{"tokenize_chinese_chars": false}', "tokenize_chinese_chars is false; valid: true"),
-        ("[]", "not a JSON object"),
-    ):
-        settings.write_text(name)
-        assert words in refusal(tmp_path)
-    settings.unlink()
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
-    assert "vocab.txt: no [MASK]; valid: a vocabulary with [PAD], [UNK]" in refusal(tmp_path)
-    (tmp_path / "vocab.txt").unlink()
-    (tmp_path / "merges.txt").write_text("")
-    assert "merges.txt without tokenizer.json or vocab.txt; valid: BERT's tokenizer, or none" in refusal(tmp_path)
-
-    content = json.loads(tokenizer.to_json())
-    model, vocabulary = content["model"], content["model"]["vocab"]
-    single = tmp_path / "tokenizer.json"
-    for part, words in (
-        ({"model": {"type": "BPE"}}, 'model.type is "BPE"; valid: "WordPiece", as BERT\'s'),
-        ({"normalizer": None}, 'normalizer.type is null; valid: "BertNormalizer"'),
-        ({"normalizer": content["normalizer"] | {"lowercase": False}}, "normalizer.lowercase is false; valid: true"),
-        ({"model": model | {"max_input_chars_per_word": 9}}, "max_input_chars_per_word is 9; valid: 100"),
-        ({"model": model | {"vocab": None}}, "not a tokenizer"),
-        ({"model": model | {"vocab": vocabulary | {"x": 99}}}, "ids from 0 on without a gap"),
-        ({"model": model | {"vocab": vocabulary | {"x": "1"}}}, "ids from 0 on without a gap"),
-        ({"model": model | {"vocab": vocabulary | {"x\n": len(vocabulary)}}}, r"'x\n' is no token"),
-        ({"model": model | {"vocab": vocabulary | {"\ud800": len(vocabulary)}}}, "a token is no text"),
-        ({"model": model | {"vocab": {"[UNK]": 0}}}, "no [SEP] token; valid: a vocabulary with both"),
-    ):
-        single.write_text(json.dumps(content | part))
-        assert words in refusal(tmp_path), words
-
-
-def small_vocabulary(size: int) -> dict[str, np.ndarray]:
-    tensors = bert_tensors("post")
-    cut = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-    return tensors | {name: tensors[name][:size].copy() for name in cut}
-
-
-def test_a_byte_level_tokenizer_is_not_exported() -> None:
-    """Before anything is read of the checkpoint."""
-    tokenizer = train_tokenizer(["text"], 280)
-    with pytest.raises(UserError, match="byte-level BPE; valid: a WordPiece vocabulary"):
-        EXCHANGE.settings(tiny_config(family="bert").model, (), tokenizer)

@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": True}, "mlp_bias is true; valid: as attention_bias, false"),
     ("qwen3", {"attention_bias": True}, "attention_bias is true; valid: false"),
     ("mistral", {"mlp_bias": True}, "mlp_bias is true; valid: false"),
-    ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings is null; valid: false, true"),
+    ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings is null; valid: true or false"),
     ("llama", {"rms_norm_eps": 0}, "rms_norm_eps is 0; valid: more than 0"),
     ("llama", {"attention_dropout": 0.1}, r"attention_dropout is 0.1; valid: 0, or --model\.dropout"),
     ("llama", {"sliding_window": 5}, "sliding_window is 5; valid: null"),

@@ -1,6 +1,5 @@
 """What is not a GPT-2 like ours is refused in one line that names file and field, and nothing is left behind."""
 
-import json
 import pickle
 import re
 import sys
@@ -17,7 +16,6 @@ from megajax.config import to_toml
 from megajax.convert.exporting import export_config
 from megajax.convert.importing import open_source
 from megajax.convert.tensor_files import WEIGHTS
-from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES, Entry
 
@@ -32,7 +30,7 @@ from megajax.models.registry import FAMILIES, Entry
         ("scale_attn_by_inverse_layer_idx", True, "false"),
         ("scale_attn_weights", False, "true"),
         ("reorder_and_upcast_attn", True, "false"),
-        ("tie_word_embeddings", 1, "true, false"),
+        ("tie_word_embeddings", 1, "true or false"),
         ("n_inner", 0, "more than 0"),
         ("n_layer", 0, "1 to 10000"),
         ("n_layer", 99_999_999, "1 to 10000"),
@@ -105,37 +103,6 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     assert re.search(r"pytorch_model\.bin: a pickle, which can run any code.*valid: model\.safetensors", line)
     (tmp_path / "pytorch_model.bin").unlink()
     assert "no weights there" in refusal(tmp_path)
-
-
-def test_tokenizers(tmp_path: Path) -> None:
-    """One of more ids than the model, one that is not GPT-2's kind, half of one."""
-    tokenizer = train_tokenizer(["some words of some text"], 280)
-    tokenizer.save(tmp_path)
-    write_model(tmp_path)
-    assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is 101", refusal(tmp_path))
-    write_model(tmp_path, random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}, vocab_size=300)
-    assert open_source(tmp_path).tokenizer == tokenizer
-    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    assert "add_prefix_space is true; valid: false" in refusal(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "merges.txt").unlink()
-    assert "vocab.json without merges.txt" in refusal(tmp_path)
-
-    content = json.loads(tokenizer.to_json())
-    prefixed = content["pre_tokenizer"] | {"add_prefix_space": True}
-    single = tmp_path / "tokenizer.json"
-    single.write_text(tokenizer.to_json())
-    assert open_source(tmp_path).tokenizer == tokenizer
-    for part, words in (
-        ({"model": {"type": "WordPiece"}}, 'model.type is "WordPiece"; valid: "BPE"'),
-        ({"pre_tokenizer": prefixed}, "pre_tokenizer.add_prefix_space is true"),
-        ({"normalizer": {"type": "NFC"}}, "normalizer is"),
-        ({"model": content["model"] | {"merges": [["a"]]}}, "merges of unknown tokens; valid: pairs"),
-        ({"model": content["model"] | {"vocab": {}, "merges": []}}, "of the 256 bytes have no token"),
-        ({"model": content["model"] | {"vocab": None}}, "not a tokenizer"),
-    ):
-        single.write_text(json.dumps(content | part))
-        assert words in refusal(tmp_path)
 
 
 def test_a_family_that_is_not_exchanged(monkeypatch, tmp_path: Path) -> None:

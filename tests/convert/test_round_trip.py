@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from hugging_face import SETTINGS, random_tensors, write_model
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -16,7 +16,6 @@ from tiny import tiny_config, tiny_program
 
 from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
-from megajax.convert.gpt2 import places
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
@@ -61,7 +60,9 @@ def test_export_then_import(tmp_path: Path) -> None:
     config = tiny_config((1, 2, 2), precision="bf16", num_layers=3, vocab_size=300, dropout=0.25)
     tensors = random_tensors(SETTINGS | {"n_layer": 3, "n_positions": 16, "vocab_size": 300})
     layout = tiny_program(config).layout
-    weights = from_tensors(places(config.model), lambda name: tensors[name.removeprefix("transformer.")], config.model)
+    weights = from_tensors(
+        places_of(config.model), lambda name: tensors[name.removeprefix("transformer.")], config.model
+    )
     weights["shared"]["table"][300:] = 1
     checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
     checkpoints.save(7, layout.from_canonical(layout.begin(weights)))

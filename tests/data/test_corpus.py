@@ -59,7 +59,7 @@ def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
     assert report.text_bytes == sum(map(len, TEXTS))
     assert report.tokens == corpus.tokens.num_tokens
     assert report.tokenizer_seconds > 0 and report.encoding_seconds > 0
-    files = {f"tokens.{end}" for end in ("bin", "idx", "digests")} | {"tokenizer/merges.txt", "tokenizer/vocab.json"}
+    files = {f"tokens.{end}" for end in ("bin", "idx", "digests")} | {"tokenizer/tokenizer.json"}
     found = content(tmp_path / "run")
     assert found.keys() == files | {"report.json"}
     assert texts_of(open_corpus(tmp_path / "run", 400)) == TEXTS

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megajax.data.bpe import BytePairTokenizer
+from megajax.data.bpe import learn_byte_pair
 from megajax.data.corpus import open_corpus
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import check_input, identity
 from megajax.data.making import make_corpus
 from megajax.data.records import TextFiles
 from megajax.data.text import TextDocuments
+from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 
@@ -108,7 +109,7 @@ def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         check_input("hf://imdb", "--data.path")
 
 
-def _downloaded(cache: Path, name: str, tokenizer: BytePairTokenizer) -> None:
+def _downloaded(cache: Path, name: str, tokenizer: Tokenizer) -> None:
     """As the hub's library leaves what it has downloaded."""
     model = cache / f"models--{name.replace('/', '--')}"
     tokenizer.save(model / "snapshots" / "0123456789abcdef")
@@ -117,7 +118,7 @@ def _downloaded(cache: Path, name: str, tokenizer: BytePairTokenizer) -> None:
 
 
 def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = BytePairTokenizer.learn(TEXTS, 270, "")
+    tokenizer = learn_byte_pair(TEXTS, 270, "")
     _downloaded(tmp_path / "cache", "some-body/some-model", tokenizer)
     assert named_tokenizer("some-body/some-model") == tokenizer
     text = tmp_path / "text.txt"
@@ -129,7 +130,7 @@ def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         == make_corpus(str(text), "some-body/some-model", 300, tmp_path / "run").tokenizer
     )
 
-    other = BytePairTokenizer.learn(TEXTS, 262, "")
+    other = learn_byte_pair(TEXTS, 262, "")
     other.save(tmp_path / "some-body" / "some-model")
     monkeypatch.chdir(tmp_path)
     assert named_tokenizer("some-body/some-model") == other  # a local folder wins

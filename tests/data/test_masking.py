@@ -11,12 +11,12 @@ from megajax.batch import most_masked
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.masking import WordPieces, masked
 from megajax.data.tokenizers import train_tokenizer
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.errors import UserError
 
 WORDS = [f"w{n}" for n in range(40)]
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *(f"##{word}" for word in WORDS)]
-PIECES = WordPieces.of(WordPieceTokenizer({token: number for number, token in enumerate(TOKENS)}))
+PIECES = WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS)}))
 SPECIAL = (2, 3)
 
 
@@ -90,7 +90,7 @@ def test_every_word_is_as_likely():
 
 def test_vocabularies_that_do_not_do():
     def pieces(tokens):
-        return WordPieceTokenizer({token: number for number, token in enumerate(tokens)})
+        return wordpiece({token: number for number, token in enumerate(tokens)})
 
     for tokenizer, problem in (
         (pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"]), r"x has no \[MASK\]; valid: a WordPiece vocabulary"),

@@ -18,13 +18,13 @@ from megajax.data.loader import evaluation_batches, train_batches
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import EvaluationPairs, TrainPairs, train_and_validation
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 60_000
 TOKENS = [*SPECIAL, *(f"w{n}" for n in range(NUM_WORDS)), *(f"##w{n}" for n in range(100))]
-PIECES = WordPieces.of(WordPieceTokenizer({token: number for number, token in enumerate(TOKENS)}))
+PIECES = WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS)}))
 LENGTH = 32
 GOLDEN = "5224f816b692392d345c1c39af1d08e6559ae36b0098f323d9bc31a94cee1910"
 

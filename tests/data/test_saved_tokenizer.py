@@ -10,8 +10,8 @@ from saved_tokenizers import KINDS, TEXTS, write_saved
 from megajax.data.corpus import corpus_tokenizer, open_corpus
 from megajax.data.encoding import encode_documents
 from megajax.data.making import make_corpus
-from megajax.data.saved_tokenizer import SavedTokenizer
-from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer, train_tokenizer
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.lambada import read_lambada
 
@@ -19,14 +19,13 @@ TEXT = TEXTS[3] + "  two  spaces, größer, 漢字\n\n\tEnd.\n"
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def saved(request, tmp_path_factory) -> tuple[str, Path, SavedTokenizer]:
+def saved(request, tmp_path_factory) -> tuple[str, Path, Tokenizer]:
     folder = write_saved(tmp_path_factory.mktemp("saved") / "t", request.param)
     tokenizer = load_tokenizer(folder)
-    assert isinstance(tokenizer, SavedTokenizer)
     return request.param, folder, tokenizer
 
 
-def token(tokenizer: SavedTokenizer, *names: str) -> list[int]:
+def token(tokenizer: Tokenizer, *names: str) -> list[int]:
     return [tokenizer.vocabulary[name] for name in names]
 
 
@@ -104,18 +103,6 @@ def test_a_corpus_of_a_run(tmp_path):
     (tmp_path / "data" / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1]}')
     with pytest.raises(UserError, match=r"generation_config.json: was not there when the tokenizer was written"):
         corpus_tokenizer(tmp_path / "data")
-
-
-def test_gpt2s_files_stay_a_plain_tokenizer(tmp_path):
-    """Beside a tokenizer.json that says no more than they do; a Qwen's says more."""
-    plain = train_tokenizer(TEXTS, 300)
-    plain.save(tmp_path / "a")
-    (tmp_path / "a" / "tokenizer.json").write_text(plain.to_json())
-    assert type(load_tokenizer(tmp_path / "a")) is type(plain) and load_tokenizer(tmp_path / "a") == plain
-    (tmp_path / "a" / "merges.txt").unlink()
-    alone = load_tokenizer(tmp_path / "a")
-    assert isinstance(alone, SavedTokenizer) and alone.encode(TEXT) == plain.encode(TEXT)
-    assert alone.end_of_text == plain.end_of_text
 
 
 def test_a_vocabulary_with_holes(tmp_path):

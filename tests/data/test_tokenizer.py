@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_tokenizers import write_pair
 
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer
@@ -46,7 +47,7 @@ def test_saved_files_give_the_same_ids(gpt2, tmp_path):
     text = "Byte-pair encoding, naïve: 12345 ≠ 54321\n\n\tdone"
     assert again.encode(text) == gpt2.encode(text)
     assert (again.size, again.end_of_text) == (gpt2.size, gpt2.end_of_text)
-    assert sorted(os.listdir(tmp_path / "new" / "folder")) == ["merges.txt", "vocab.json"]
+    assert os.listdir(tmp_path / "new" / "folder") == ["tokenizer.json"] and again == gpt2
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8")))
@@ -93,8 +94,7 @@ def test_training_is_deterministic_across_processes_and_cores(tmp_path):
     for threads in "1", "4":
         environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
         subprocess.run([sys.executable, "-c", script, str(tmp_path / threads)], env=environment, check=True)
-    for name in "vocab.json", "merges.txt":
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
+    assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
 
 
 def test_vocabulary_too_small_to_train():
@@ -111,6 +111,22 @@ def test_folder_without_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"--tokenizer\.path: .* has vocab\.json without merges\.txt; valid"):
         load_tokenizer(tmp_path)
     assert not is_tokenizer_folder(tmp_path)
+
+
+def test_two_files_and_one_file_are_the_same_tokenizer(tmp_path):
+    """Also with what other versions of the package write beside what decides ids."""
+    write_pair(tmp_path, SMALL)
+    assert load_tokenizer(tmp_path) == SMALL
+    content = json.loads(SMALL.files["tokenizer.json"])
+    content["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
+    content["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    again = load_tokenizer(tmp_path)
+    assert again == SMALL and (again.begin, again.end_of_text) == ([], 299)
+    content["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path) != SMALL
 
 
 def _without(vocabulary, *tokens):
@@ -132,7 +148,7 @@ def _without(vocabulary, *tokens):
     ids=["truncated", "encoding", "list", "string-id", "negative-id", "same-id", "missing-bytes", "no-end-of-text"],
 )
 def test_broken_vocabulary(tmp_path, change, problem):
-    SMALL.save(tmp_path)
+    write_pair(tmp_path, SMALL)
     file = tmp_path / "vocab.json"
     content = change(json.loads(file.read_text()))
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -143,7 +159,7 @@ def test_broken_vocabulary(tmp_path, change, problem):
 
 @pytest.mark.parametrize("line", ["a", "a b c", "q zzz", "Q Z"])
 def test_broken_merges(tmp_path, line):
-    SMALL.save(tmp_path)
+    write_pair(tmp_path, SMALL)
     with (tmp_path / "merges.txt").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError, match=r"merges\.txt:45: no merge; valid: two tokens"):
@@ -152,5 +168,5 @@ def test_broken_merges(tmp_path, line):
 
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"merges\.txt: cannot be written"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be written"):
         SMALL.save(tmp_path / "file")

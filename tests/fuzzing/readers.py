@@ -17,7 +17,7 @@ from hugging_face import random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
 from hugging_face_decoders import write_decoder
 from reader import GZ, NONE, ZST, Packing, Reader
-from saved_tokenizers import write_saved
+from saved_tokenizers import write_pair, write_saved, write_vocabulary
 from task_readers import TASK_READERS
 from tiny import tiny_config
 
@@ -54,6 +54,14 @@ TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(12)) + "\n" for 
 @functools.cache
 def _tokenizer(kind: str):
     return train_tokenizer(TEXTS, 280 if kind == "bpe" else 120, kind)  # type: ignore[arg-type]
+
+
+def _write_pair(folder: Path) -> None:
+    write_pair(folder, _tokenizer("bpe"))
+
+
+def _write_vocabulary(folder: Path) -> None:
+    write_vocabulary(folder, _tokenizer("wordpiece"))
 
 
 def _write_tokens(folder: Path) -> np.ndarray:
@@ -193,7 +201,6 @@ def _write_hugging_face(folder: Path) -> None:
     tensors = random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}
     write_model(folder, tensors, vocab_size=300)
     _tokenizer("bpe").save(folder)
-    (folder / "tokenizer.json").write_text(_tokenizer("bpe").to_json())
     (folder / "tokenizer_config.json").write_text('{"add_prefix_space": false, "model_max_length": 24}')
 
 
@@ -205,18 +212,17 @@ def _write_hugging_face_shards(folder: Path) -> None:
 
 
 def _write_bert(folder: Path) -> None:
-    tokenizer = _tokenizer("wordpiece")
     rows = {"bert.embeddings.word_embeddings.weight": (120, 24), "cls.predictions.bias": (120,)}
     tensors = bert_tensors("post") | {name: np.zeros(shape, np.float32) for name, shape in rows.items()}
     write_bert(folder, "post", tensors, vocab_size=120)
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    _tokenizer("wordpiece").save(folder)
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "strip_accents": null}')
 
 
 def _write_bert_vocabulary(folder: Path) -> None:
     _write_bert(folder)
     (folder / "tokenizer.json").unlink()
-    _tokenizer("wordpiece").save(folder)
+    _write_vocabulary(folder)
 
 
 def _write_bert_classes(folder: Path) -> None:
@@ -278,7 +284,7 @@ def _read_checkpoint(folder: Path) -> None:
 
 
 _DATA = ("data/report.json", "data/tokens.digests", "data/tokens.idx", "data/tokens.bin")
-_DATA += ("data/tokenizer/vocab.json", "data/tokenizer/merges.txt")
+_DATA += ("data/tokenizer/tokenizer.json",)
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json")
 _SAVED = {
     "llama3": (*_SETTINGS, "special_tokens_map.json", "generation_config.json"),
@@ -302,8 +308,8 @@ READERS = [
     Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
     Reader("config.toml of a run", _write_config, lambda folder: stored_config(folder, {}), ("config.toml",)),
-    Reader("tokenizer: BPE", _tokenizer("bpe").save, _use_tokenizer, ("vocab.json", "merges.txt")),
-    Reader("tokenizer: WordPiece", _tokenizer("wordpiece").save, _use_tokenizer, ("vocab.txt",)),
+    Reader("tokenizer: BPE", _write_pair, _use_tokenizer, ("vocab.json", "merges.txt")),
+    Reader("tokenizer: WordPiece", _write_vocabulary, _use_tokenizer, ("vocab.txt",)),
     *(
         Reader(f"tokenizer.json: {kind}", functools.partial(write_saved, kind=kind), _use_saved_tokenizer, _SAVED[kind])
         for kind in _SAVED

@@ -54,8 +54,8 @@ def test_attention_on_gpus_is_kept_once() -> None:
     assert none.fused and selective.fused and not traced.layer_cost(config, CPU, "none").fused
     activation, heads, inner = 16 * 24 * 2, 16 * 4 * 8 * 2, 16 * 48 * 2
     statistics = 16 * 4 * 4
-    assert none.residual_bytes(1) == 4 * activation + 4 * heads + statistics + 2 * inner
-    assert selective.residual_bytes(1) == 2 * activation + 4 * heads + statistics + inner
+    assert none.residuals.num_bytes(1) == 4 * activation + 4 * heads + statistics + 2 * inner
+    assert selective.residuals.num_bytes(1) == 2 * activation + 4 * heads + statistics + inner
 
 
 def test_a_new_option_of_a_layer_needs_no_line_here(monkeypatch) -> None:
@@ -68,14 +68,14 @@ def test_a_new_option_of_a_layer_needs_no_line_here(monkeypatch) -> None:
     after = traced.layer_cost(config, CPU, "none")
     traced._layer_cost.cache_clear()
     assert len(after.forward) == len(before.forward) + 1 and len(after.products) == len(before.products) + 2
-    assert after.residual_bytes(1) > before.residual_bytes(1)
+    assert after.residuals.num_bytes(1) > before.residuals.num_bytes(1)
 
 
 def test_sizes_are_linear_in_rows() -> None:
     """Those of three rows, and what does not depend on them."""
     config = tiny_config((1, 2, 2), remat="layer", **LLAMA)
     cost = traced.layer_cost(config, CPU, "layer")
-    one, two, three = (cost.residual_bytes(rows) for rows in (1, 2, 3))
+    one, two, three = (cost.residuals.num_bytes(rows) for rows in (1, 2, 3))
     assert three - two == two - one and 0 < 2 * one - two < one
     program = tiny_program(dataclasses.replace(config, train=dataclasses.replace(config.train, microbatch=4)))
-    assert 2 * cost.residual_bytes(4) == parts.residual_bytes(program)  # two layers
+    assert 2 * cost.residuals.num_bytes(4) == parts.residual_bytes(program)  # two layers

@@ -19,7 +19,7 @@ from megajax.preparation.plan import Task
 from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.progress import Show
 
-SUFFIXES = (".bin", ".idx", ".tokenizer/vocab.json", ".tokenizer/merges.txt")
+SUFFIXES = (".bin", ".idx", ".tokenizer/tokenizer.json")
 QUIET = Show(shown=False)
 OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400)
 

@@ -82,7 +82,7 @@ def test_each_step_can_be_left_out(tmp_path, capsys):
 def test_tokenizers_are_trained_and_used(tmp_path, capsys):
     file = jsonl(tmp_path / "a.jsonl", *TEXTS)
     found = run(capsys, file, "--output", tmp_path / "a", "--tokenizer=wordpiece", "--min-tokens=0")
-    assert (tmp_path / "a.tokenizer" / "vocab.txt").exists() and found["tokenizer_size"] <= 300
+    assert (tmp_path / "a.tokenizer" / "tokenizer.json").exists() and found["tokenizer_size"] <= 300
     assert found["documents"] == len(TEXTS) and decoded(tmp_path / "a")[0] == TEXTS[0]
     run(capsys, file, "--output", tmp_path / "b", "--vocab-size", "290")
     corpus = make_corpus(str(tmp_path / "b"), "", 300, tmp_path / "run" / "b")

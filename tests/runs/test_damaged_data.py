@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from saved_tokenizers import write_pair
 from tiny import tiny_config
 
 from megajax.data.config import DataConfig, Source, TokenizerConfig
@@ -16,7 +17,7 @@ from megajax.data.digests import BLOCK_BYTES
 from megajax.data.indexed import IndexedWriter
 from megajax.data.making import make_corpus
 from megajax.data.report import digests_of
-from megajax.data.tokenizers import train_tokenizer
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.runs.data import make_run_data, open_run_data
 
@@ -42,7 +43,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a link to itself": lambda file: (file.unlink(), file.symlink_to(file.name)),
 }
-BPE = ("tokens.bin", "tokens.idx", "tokens.digests", "tokenizer/vocab.json", "tokenizer/merges.txt", "report.json")
+BPE = ("tokens.bin", "tokens.idx", "tokens.digests", "tokenizer/tokenizer.json", "report.json")
 HARMLESS = {("report.json", "grown"), ("report.json", "truncated")}  # white space at the end of JSON
 
 
@@ -66,12 +67,12 @@ def read(data: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [*BPE, "tokenizer/vocab.txt"])
+@pytest.mark.parametrize("name", BPE)
 def test_damage(whole: Path, name: str, damage: str, tmp_path: Path) -> None:
     """One line that names the file and says what to do."""
     if (name, damage) == ("report.json", "flipped"):
         pytest.skip("test_every_bit_of_the_report")
-    data = shutil.copytree(whole / ("wordpiece" if name.endswith("vocab.txt") else "bpe"), tmp_path / "data")
+    data = shutil.copytree(whole / "bpe", tmp_path / "data")
     read(data)
     DAMAGES[damage](data / name)
     if (name, damage) in HARMLESS:
@@ -102,7 +103,7 @@ def test_every_bit_of_the_report(whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
-    """Without digests it opens, and its ids are checked; half a tokenizer is found."""
+    """Without digests it opens, and its ids are checked."""
     data = shutil.copytree(whole / "bpe", tmp_path / "data")
     report = json.loads((data / "report.json").read_text())
     del report["digests"]
@@ -114,9 +115,6 @@ def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokens\.bin: token id 65535 at position 0 is beyond the vocabulary"):
         read(data)
     (data / "tokens.bin").write_bytes(tokens)
-    (data / "tokenizer" / "merges.txt").unlink()
-    with pytest.raises(UserError, match=r"tokenizer has vocab\.json without merges\.txt"):
-        read(data)
     shutil.rmtree(data / "tokenizer")
     with pytest.raises(UserError, match="tokenizer is not a folder"):
         read(data)
@@ -125,8 +123,7 @@ def test_a_corpus_of_before(whole: Path, tmp_path: Path) -> None:
 def test_another_file_beside_the_tokenizer(whole: Path, tmp_path: Path) -> None:
     """A vocabulary of the other kind would be read in the place of the run's own."""
     data = shutil.copytree(whole / "wordpiece", tmp_path / "data")
-    for file in (whole / "given" / "bpe").iterdir():
-        shutil.copy(file, data / "tokenizer")
+    write_pair(data / "tokenizer", load_tokenizer(whole / "given" / "bpe"))
     with pytest.raises(UserError, match=r"merges\.txt: was not there when the tokenizer was written"):
         read(data)
 
@@ -142,8 +139,7 @@ def test_the_tokenizer_of_several_corpora(whole: Path, kind: str, tmp_path: Path
     )
     make_run_data(config, tmp_path / "data")
     assert corpus_tokenizer(tmp_path / "data") == open_run_data(config, tmp_path / "data").tokenizer
-    file = tmp_path / "data" / "tokenizer" / ("vocab.txt" if kind == "wordpiece" else "vocab.json")
-    _flip(file)
+    _flip(tmp_path / "data" / "tokenizer" / "tokenizer.json")
     with pytest.raises(UserError, match="not what was written"):
         corpus_tokenizer(tmp_path / "data")
 
@@ -162,9 +158,7 @@ def _prepared(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["zeroed", "flipped"])
-@pytest.mark.parametrize(
-    "name", ["m.bin", "m.idx", "m.tokenizer/vocab.json", "m.tokenizer/merges.txt", "m.report.json"]
-)
+@pytest.mark.parametrize("name", ["m.bin", "m.idx", "m.tokenizer/tokenizer.json", "m.report.json"])
 def test_prepared_datasets(name: str, damage: str, tmp_path: Path) -> None:
     """A damaged one begins no run; one that is damaged later is found, too, except its report and tokenizer, of which
     the run has copies. Without the report it is taken as it is, as Megatron-LM's are."""
@@ -183,4 +177,4 @@ def test_prepared_datasets(name: str, damage: str, tmp_path: Path) -> None:
     if name == "m.bin":
         (prefix.parent / "m.report.json").unlink()
         read_again = make_corpus(str(prefix), "", 300, tmp_path / "new")
-        assert read_again.report.digests.keys() == {"tokenizer/vocab.json", "tokenizer/merges.txt"}
+        assert read_again.report.digests.keys() == {"tokenizer/tokenizer.json"}

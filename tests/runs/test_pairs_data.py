@@ -50,7 +50,7 @@ def test_text_becomes_pairs(source, tmp_path):
     report = data.corpora[0].report
     assert report.sentences == sum(len(split_sentences(text)) for text in TEXTS) > report.documents == 60
     assert report.single_sentence_documents == 9
-    assert (tmp_path / "data" / "tokenizer" / "vocab.txt").is_file()
+    assert (tmp_path / "data" / "tokenizer" / "tokenizer.json").is_file()
     again = made(config_of(path=source), tmp_path / "data")
     assert all((again.train[5][name] == array).all() for name, array in data.train[5].items())
 

@@ -70,10 +70,10 @@ def test_corpora_are_tokenized_as_the_run_of_init_has_it(tmp_path: Path) -> None
     values = {"init": str(tmp_path / "run"), "data.path": str(tmp_path / "text.txt"), "train.steps": 1}
     pretraining = configuration("pretraining", **values, **{"train.epochs": 0, "optimizer.decay_steps": 1})
     keep_init_tokenizer(pretraining, tmp_path / "new")
-    kept = (tmp_path / "run" / "data" / "tokenizer" / "vocab.txt").read_bytes()
-    assert (tmp_path / "new" / "tokenizer" / "vocab.txt").read_bytes() == kept
+    kept = (tmp_path / "run" / "data" / "tokenizer" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "new" / "tokenizer" / "tokenizer.json").read_bytes() == kept
     keep_init_tokenizer(pretraining, tmp_path / "new")
-    (tmp_path / "new" / "tokenizer" / "vocab.txt").write_bytes(kept + b"another\n")
+    (tmp_path / "new" / "tokenizer" / "tokenizer.json").write_bytes(kept.replace(b'"##a"', b'"##~"'))
     with pytest.raises(UserError, match=r"^--init .*run: not the tokenizer in .*new; valid: another --run-dir$"):
         keep_init_tokenizer(pretraining, tmp_path / "new")
     (tmp_path / "bare").mkdir()

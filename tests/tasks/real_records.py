@@ -4,22 +4,21 @@ import csv
 import json
 from pathlib import Path
 
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.wordpiece import read_wordpiece, wordpiece
 from megajax.tasks.records import Answer, Exam, Pair, Question
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SQUAD1, SQUAD2 = "squad/dev-v1.1.json", "squad/dev-v2.0-2articles.json"
 
 
-def letters() -> WordPieceTokenizer:
+def letters() -> Tokenizer:
     """A vocabulary whose words are single letters and digits."""
-    return WordPieceTokenizer(
-        {token: number for number, token in enumerate([*SPECIAL, *"abcdefghijklmnopqrstuvwxyz_"])}
-    )
+    return wordpiece({token: number for number, token in enumerate([*SPECIAL, *"abcdefghijklmnopqrstuvwxyz_"])})
 
 
-def real_tokenizer(folder: Path) -> WordPieceTokenizer:
-    return WordPieceTokenizer.read(folder / "bert-uncased" / "vocab.txt")
+def real_tokenizer(folder: Path) -> Tokenizer:
+    return read_wordpiece(folder / "bert-uncased" / "vocab.txt")
 
 
 def squad(file: Path) -> list[Question]:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from real_records import SPECIAL, letters, pairs, race, real_tokenizer
 
 from megajax.batch import IGNORED, choice_form, classes_form
-from megajax.data.bpe import BytePairTokenizer
+from megajax.data.bpe import learn_byte_pair
 from megajax.data.loader import evaluation_batches
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.errors import UserError
 from megajax.tasks import encoded
 from megajax.tasks.encoded import EncodedTexts
@@ -119,13 +120,13 @@ def test_texts_are_encoded_once(monkeypatch):
     monkeypatch.setattr(encoded, "_BATCH", 3)
     seen: list[str] = []
 
-    class Watched(WordPieceTokenizer):
+    class Watched(Tokenizer):
         def encode_batch(self, texts):
             seen.extend(texts)
             return super().encode_batch(texts)
 
     texts = ["a b", "", "c", "a b", "d e f", "", "g", "c"]
-    found = EncodedTexts(texts, Watched(TOKENIZER.vocabulary))
+    found = EncodedTexts(texts, Watched(TOKENIZER.files["tokenizer.json"]))
     assert [TOKENIZER.decode(found[number].tolist()) for number in range(8)] == texts
     assert found.lengths.tolist() == [2, 0, 1, 2, 3, 0, 1, 1] and len(found) == 8
     assert seen == ["a b", "", "c", "d e f", "g"]
@@ -140,8 +141,8 @@ def test_what_does_not_do():
     with pytest.raises(UserError, match=r"--model\.sequence-length 4: too short"):
         ExamInputs([], TOKENIZER, sequence_length=4, option_tokens=128)
     with pytest.raises(UserError, match=r"no \[CLS\] and no \[SEP\].*; valid: a WordPiece vocabulary"):
-        PairInputs([], BytePairTokenizer.learn(["text"], 300, "--model.vocab-size"), sequence_length=8)
-    without = WordPieceTokenizer({token: number for number, token in enumerate([*SPECIAL[1:], "a"])})
+        PairInputs([], learn_byte_pair(["text"], 300, "--model.vocab-size"), sequence_length=8)
+    without = wordpiece({token: number for number, token in enumerate([*SPECIAL[1:], "a"])})
     with pytest.raises(UserError, match=r"no \[PAD\]"):
         ExamInputs([], without, sequence_length=8, option_tokens=8)
 

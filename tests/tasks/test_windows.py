@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from real_records import SPECIAL, SQUAD1, SQUAD2, letters, real_tokenizer, squad
 
 from megajax.batch import IGNORED, span_form
-from megajax.data.wordpiece import WordPieceTokenizer
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.wordpiece import wordpiece
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import Answer, Question
@@ -82,7 +83,7 @@ def test_tokens_of_one_character():
     """A Korean syllable is three tokens of the same character. As the example has it, the answer begins with the last
     one in the window, and ends with the first."""
     tokens = [*SPECIAL, "x", "\u1112", "##\u1161", "##\u11ab"]
-    tokenizer = WordPieceTokenizer({token: number for number, token in enumerate(tokens)})
+    tokenizer = wordpiece({token: number for number, token in enumerate(tokens)})
     record = Question("one", "x", "\ud55c", (Answer("\ud55c", 0),))
     samples = SpanWindows([record], tokenizer, sequence_length=6, config=TaskConfig(doc_stride=1), training=True)
     assert [samples.characters(number)[1].tolist() for number in (0, 1)] == [[[0, 1]] * 2] * 2
@@ -188,7 +189,7 @@ def test_windows_as_transformers_makes_them(test_data, file, length, stride, par
 
 def test_characters_of_odd_text(test_data):
     """Accents, characters that vanish, Chinese, emoji: every token has characters, and they are its own."""
-    tokenizer: WordPieceTokenizer = real_tokenizer(test_data)
+    tokenizer: Tokenizer = real_tokenizer(test_data)
     text = "\u200bNaïve fiance\u0301\x00s\x0c 中文 👍🏽 ze\ufeffro \u0130stanbul 한국 End."
     ((ids, offsets),) = tokenizer.encode_batch_with_offsets([text])
     assert ids == tokenizer.encode(text)
