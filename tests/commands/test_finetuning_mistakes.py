@@ -1,6 +1,7 @@
 """Mistakes in fine-tuning: exit code 2, one line that names the flag and what is valid, nothing half-written."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,12 +160,18 @@ EVALUATING: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, tuning: Finetuning) -> Path:
+    """A run of mnli that no other worker of pytest locks."""
+    return shutil.copytree(tuning.run("mnli"), tmp_path_factory.mktemp("tuned") / "run")
+
+
 @pytest.mark.parametrize(("line", "words"), by_line(TRAINING + EVALUATING))
 def test_one_line_and_nothing_written(
-    tuning: Finetuning, straight: Run, files: Path, line: str, words: list[str]
+    tuning: Finetuning, straight: Run, tuned: Path, files: Path, line: str, words: list[str]
 ) -> None:
     """TUNED is a run of mnli, GPT one of GPT-2, FILES a folder of files of tasks."""
-    names = {"TUNED": tuning.run("mnli"), "GPT": straight.folder, "FILES": files}
+    names = {"TUNED": tuned, "GPT": straight.folder, "FILES": files}
     assert_refused(tuning.commands, line, words, names)
 
 

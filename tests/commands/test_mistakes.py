@@ -72,6 +72,12 @@ def odd(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
+    """A run that no other worker of pytest locks."""
+    return shutil.copytree(straight.folder, tmp_path_factory.mktemp("trained") / "run")
+
+
 LONG, DIGITS = "a" * 300, "9" * 4400
 TRAIN = "train.py TINY --run-dir ODD/new"
 AGAIN = "train.py TINY --run-dir TRAINED"
@@ -194,10 +200,10 @@ COMMANDS: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize(("line", "words"), by_line(TRAINING + COMMANDS))
 def test_one_line_and_nothing_written(
-    commands: Commands, straight: Run, odd: Path, tmp_path: Path, line: str, words: list[str]
+    commands: Commands, trained: Path, odd: Path, tmp_path: Path, line: str, words: list[str]
 ) -> None:
     """TRAINED is a run of GPT-2, ODD the folder of odd files."""
-    names = {"TINY": str(commands.preset), "TRAINED": straight.folder, "ODD": odd}
+    names = {"TINY": str(commands.preset), "TRAINED": trained, "ODD": odd}
     assert_refused(commands, line, words, names | {"UNREADABLE": str(unreadable(tmp_path / "closed.txt"))})
 
 
