@@ -3,13 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from canonical_weights import from_tensors
+from canonical_weights import from_tensors, places_of
 from hugging_face import peer_model
 from plain import place
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
-from megajax.convert.gpt2 import places
 from megajax.models.config import ModelConfig
 from megajax.program.scoring import next_logits
 from megajax.program.train_step import loss_and_gradients
@@ -22,7 +21,7 @@ pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 def our_weights(tensors: dict, model: ModelConfig) -> dict:
     """Weights (or gradients) of the peer under our names and shapes, layers stacked."""
-    return from_tensors(places(model), lambda name: tensors[name].numpy(), model)
+    return from_tensors(places_of(model), lambda name: tensors[name].numpy(), model)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.full), (1, 2, 2)])
