@@ -97,14 +97,6 @@ CLASSES: dict[str, list[Fault]] = {
             {"mesh": (2, 1, 2)},
         ),
         Fault(
-            "targets are counted on every stage",
-            "program.bind.count_targets",
-            "complete(counts, dict.fromkeys(counts, PartitionSpec()))",
-            'jax.lax.psum(counts, ("data", "pipe"))',
-            types(VARYING),
-            ON_PIPE,
-        ),
-        Fault(
             "the vocabulary's range is counted on tensor alone",
             "parallel.vocabulary._local_ids",
             "axis_index(axes)",
@@ -230,14 +222,6 @@ CLASSES: dict[str, list[Fault]] = {
             "[(stage, (stage - step) % p) for stage in range(p) if ring or 0 <= stage - step < p]",
             named("input of layer 1, forward"),
             ON_PIPE,
-        ),
-        Fault(
-            "the ring of chunks is open",
-            "parallel.collectives._send",
-            "ring or 0 <= stage + step < p",
-            "0 <= stage + step < p",
-            named("input of layer 2, forward"),
-            ON_RING,
         ),
         Fault(
             "a stale slot of the ring buffer",
