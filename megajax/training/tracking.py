@@ -140,14 +140,16 @@ class WandbTracker(Tracker):
     def __init__(self, run_dir: Path, name: str):
         import wandb
 
-        self._wandb = wandb
+        self._wandb, settings = wandb, wandb.Settings(console="off", silent=True)
+        wandb.setup(settings)  # else `init` asks on the terminal for a key that is missing
         self._run = wandb.init(
             id=name,
             resume="allow",
             name=os.environ.get("WANDB_NAME", run_dir.name),
             project=os.environ.get("WANDB_PROJECT", "megajax"),
             dir=run_dir,
-            settings=wandb.Settings(console="off", silent=True),
+            reinit="create_new",  # else `init` returns a run that the caller's program has open
+            settings=settings,
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

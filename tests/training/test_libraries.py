@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -71,6 +72,39 @@ def test_weights_and_biases(
             if record.HasField("exit"):
                 ends.append(record.exit.exit_code)
     assert losses == [9.0, 8.0, 7.0, 6.0, 5.0] and sorted(ends) == [0, 1] and texts
+
+
+def test_weights_and_biases_asks_nothing_and_takes_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not on a terminal either, where nobody has logged in; and a run that the caller has open stays the caller's."""
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = wandb.init(dir=tmp_path / "own", id="own", settings=wandb.Settings(console="off"))
+    name = log_run("wandb", tmp_path / "run", monkeypatch)
+    own.log({"loss": 1.0})
+    own.finish()
+    assert len(list(tmp_path.glob(f"run/wandb/offline-run-*/run-{name}.wandb"))) == 2
+    wandb.teardown()
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for key in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    asked = Terminal()
+    capsys.readouterr()
+    with monkeypatch.context() as terminal:
+        terminal.setattr("sys.stdin", Terminal("3\n"))
+        terminal.setattr("sys.stderr", asked)
+        log_run("wandb", tmp_path / "run", monkeypatch)
+    assert "No API key configured" in capsys.readouterr().out and not asked.getvalue()
+    wandb.teardown()
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow uses what SQLAlchemy deprecates
