@@ -35,7 +35,7 @@ class Memory:
         gradients: their sums, and where these are in half precision, what the optimizer gets.
         kept: of activations, until their backward pass.
         factors: of weight gradients that wait.
-        p2p_transfers: activations and gradients on their way between stages, and those that wait to be used.
+        hand_overs: activations and gradients on their way between stages, and those that wait to be used.
         temporaries: of the layer and the end that run, and of the optimizer.
     """
 
@@ -46,7 +46,7 @@ class Memory:
     gradients: int
     kept: int
     factors: int
-    p2p_transfers: int
+    hand_overs: int
     temporaries: int
 
     @property
@@ -90,7 +90,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         gradients=weights.summed * step.summed + losses + others,
         kept=kept,
         factors=factors,
-        p2p_transfers=table.activations * step.activation_bytes,
+        hand_overs=table.activations * step.activation_bytes,
         temporaries=Temporaries(step, cost, weights, backend, kept, factors).most,
     )
 

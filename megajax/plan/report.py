@@ -19,7 +19,7 @@ _NAMES = {
     "gradients": "sums of gradients",
     "kept": "kept activations",
     "factors": "factors of weight gradients that wait",
-    "p2p_transfers": "communication: hand-overs between stages",
+    "hand_overs": "communication: hand-overs between stages",
 }
 
 

@@ -86,7 +86,7 @@ def _step_memory(program: Program) -> str:
     parts = {
         "kept activations": plan.kept,
         "factors": plan.factors,
-        "hand-overs": plan.p2p_transfers,
+        "hand-overs": plan.hand_overs,
         "temporaries about": plan.temporaries,
     }
     each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)

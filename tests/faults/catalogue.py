@@ -7,6 +7,8 @@ their tests.
 
 from fault import Caught, Fault
 
+from megajax.models.config import LoraConfig
+
 # Meshes (data, pipe, tensor) and what else shows a fault; the configuration is small otherwise (`trial.py`).
 ON_TENSOR = {"mesh": (1, 1, 2)}
 ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
@@ -93,14 +95,6 @@ CLASSES: dict[str, list[Fault]] = {
             'lax.psum(x, ("data", "tensor"))',
             named("input of layer 0, forward"),
             {"mesh": (2, 1, 2)},
-        ),
-        Fault(
-            "targets are counted on every stage",
-            "program.bind.count_targets",
-            "complete(counts, dict.fromkeys(counts, PartitionSpec()))",
-            'jax.lax.psum(counts, ("data", "pipe"))',
-            types(VARYING),
-            ON_PIPE,
         ),
         Fault(
             "the vocabulary's range is counted on tensor alone",
@@ -228,14 +222,6 @@ CLASSES: dict[str, list[Fault]] = {
             "[(stage, (stage - step) % p) for stage in range(p) if ring or 0 <= stage - step < p]",
             named("input of layer 1, forward"),
             ON_PIPE,
-        ),
-        Fault(
-            "the ring of chunks is open",
-            "parallel.collectives._send",
-            "ring or 0 <= stage + step < p",
-            "0 <= stage + step < p",
-            named("input of layer 2, forward"),
-            ON_RING,
         ),
         Fault(
             "a stale slot of the ring buffer",
@@ -494,6 +480,24 @@ CLASSES: dict[str, list[Fault]] = {
             "layout.computed(main)",
             types(VARYING),
             ON_DATA,
+        ),
+    ],
+    "LoRA": [
+        Fault(
+            "what A gives is summed over the tensor group before B",
+            "parallel.layers._Product.multiply",
+            "jnp.tensordot(x, a, contracted)",
+            'lax.psum(jnp.tensordot(x, a, contracted), "tensor")',
+            named("query of layer 0, forward"),
+            ON_TENSOR | {"lora": LoraConfig(rank=2)},
+        ),
+        Fault(
+            "adapters of shared heads of keys are the first head's",
+            "parallel.layers.column_parallel.multiply",
+            "linear.own(adapter[1], 1)",
+            "adapter[1][:, :1] if linear.replicated else adapter[1]",
+            named("key of layer 0, forward"),
+            ON_SHARED_KEYS | {"lora": LoraConfig(rank=2)},
         ),
     ],
     "The norm of the gradients": [

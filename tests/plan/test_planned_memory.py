@@ -60,7 +60,7 @@ def test_parts_add_up_and_no_part_is_forgotten() -> None:
     config = tiny_config((2, 4, 1), weight_gradients="deferred", schedule="gpipe", vocabulary="split")
     found = memory(config)
     assert found.total == sum(dataclasses.asdict(found).values()) == found.state + found.of_step
-    assert min(found.kept, found.factors, found.p2p_transfers, found.temporaries) > 0
+    assert min(found.kept, found.factors, found.hand_overs, found.temporaries) > 0
     together = memory(tiny_config((2, 4, 1), schedule="gpipe", vocabulary="split"))
     assert together.factors == 0 and together.kept == found.kept
 
