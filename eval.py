@@ -3,7 +3,7 @@ JSON object."""
 
 import sys
 
-from megajax.ending import run
+from megajax.host.ending import run
 
 
 def main() -> None:

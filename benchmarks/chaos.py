@@ -22,8 +22,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megajax.ending import run
 from megajax.errors import RunError
+from megajax.host.ending import run
 
 ROOT = Path(__file__).parents[1]
 USUAL = 2, 4, (2, 2, 2)  # processes, devices of each, mesh

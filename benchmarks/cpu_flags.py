@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import Side, in_turn_with_cpu, parse_own
 from throughput import DEFAULT
 
-from megajax.ending import run
-from megajax.flags import parse
+from megajax.host.ending import run
+from megajax.settings.flags import parse
 
 YNN = "--xla_cpu_experimental_ynn_fusion_type"
 BENCHMARKS = Path(__file__).resolve().parent

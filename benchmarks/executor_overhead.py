@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 from megajax.axes import BATCH_AXES
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig, TrainConfig
-from megajax.launch import avoid_known_faults
 from megajax.mesh import ROWS, make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
@@ -33,6 +32,7 @@ from megajax.parallel.collectives import PIPE, sum_over, vary
 from megajax.parallel.random import Dropout
 from megajax.program.program import Program, scans_layers
 from megajax.program.train_step import loss_and_gradients
+from megajax.settings.launch import avoid_known_faults
 
 
 def hand_written(program: Program):

@@ -26,11 +26,11 @@ from pathlib import Path
 from chaos import PRESET
 
 from megajax.data.corpus import has_corpus, open_corpus
-from megajax.ending import run
 from megajax.errors import RunError, UserError
-from megajax.presets import load_preset
+from megajax.host.ending import run
 from megajax.runs.digests import problem_of, read_manifest
 from megajax.runs.metrics import read_metrics
+from megajax.settings.presets import load_preset
 
 ROOT = Path(__file__).parents[1]
 STEPS = 40

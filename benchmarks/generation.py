@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, serve
 
 from megajax.config import Config
-from megajax.ending import run
 from megajax.errors import UserError
-from megajax.flags import parse
-from megajax.launch import start
+from megajax.host.ending import run
 from megajax.models.config import ModelConfig
+from megajax.settings.flags import parse
+from megajax.settings.launch import start
 
 BENCHMARKS = Path(__file__).resolve().parent
 BATCHES = (1, 8)

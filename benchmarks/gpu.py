@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
-from megajax.ending import run
 from megajax.errors import UserError
-from megajax.flags import parse
+from megajax.host.ending import run
 from megajax.models.family import step_flops
+from megajax.settings.flags import parse
 
 BENCHMARKS = Path(__file__).resolve().parent
 DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by

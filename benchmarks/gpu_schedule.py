@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config
-from megajax.flags import parse
-from megajax.launch import imagine_devices
 from megajax.plan.compiled import for_h200s
+from megajax.settings.flags import parse
+from megajax.settings.launch import imagine_devices
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)")
 OPERATION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][a-z\-]*)\(")

@@ -22,7 +22,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
-# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.launch` has it do so for us.)
+# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.settings.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 _MARK = "paired: "  # starts the lines of a worker's standard output that are answers

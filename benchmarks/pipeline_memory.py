@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 
 from megajax.config import Config, MeshConfig, TrainConfig
-from megajax.launch import avoid_known_faults
 from megajax.mesh import make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
@@ -25,6 +24,7 @@ from megajax.pipeline.config import PipelineConfig
 from megajax.program.parts import residual_bytes
 from megajax.program.program import Program
 from megajax.program.train_step import loss_and_gradients
+from megajax.settings.launch import avoid_known_faults
 
 CASES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1)]
 

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config, DistributedConfig, MeshConfig, TrainConfig
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
@@ -52,7 +52,7 @@ def work(args: argparse.Namespace, process: int) -> None:
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=10),
         distributed=DistributedConfig(coordinator=args.coordinator, num_processes=2, process_id=process),
     )  # fmt: skip
-    from megajax.launch import start
+    from megajax.settings.launch import start
 
     start(config)
     from megajax.mesh import make_mesh

@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config
-from megajax.launch import imagine_devices
 from megajax.options import options
-from megajax.presets import load_preset, resolve
+from megajax.settings.launch import imagine_devices
+from megajax.settings.presets import load_preset, resolve
 
 _SECTIONS = "train.", "pipeline.", "optimizer.", "model.", ""
 _ROW = "| {:<16} | {:<8} | {} | {} | {} | {:.2f} |"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megajax.config import Config
 from megajax.plan.machines import MACHINES
 from megajax.plan.time import StepTime, step_time
-from megajax.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, resolve
 
 CALIBRATED, PREDICTED = "calibrated on", "predicted"
 

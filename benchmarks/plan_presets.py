@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import MeshConfig
-from megajax.preset_files import preset_names
-from megajax.presets import load_preset, resolve
-from megajax.validation import nearest_mesh
+from megajax.settings.preset_files import preset_names
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import nearest_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 MESHES = (3, 2, 2), (2, 5, 4), (1, 3, 8)

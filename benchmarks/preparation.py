@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.minhash import HASHES, band_hashes, gram_set
 

@@ -34,12 +34,12 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
 from megajax.config import Config
-from megajax.ending import run
 from megajax.errors import UserError
-from megajax.flags import parse
+from megajax.host.ending import run
 from megajax.models.registry import DECODER
 from megajax.optim.config import OptimizerConfig
-from megajax.validation import validate
+from megajax.settings.flags import parse
+from megajax.settings.validation import validate
 
 
 class Baseline:

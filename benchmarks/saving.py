@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.commands import train
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.writing import Write
 

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.ending import run
-from megajax.flags import parse
-from megajax.launch import start
+from megajax.host.ending import run
+from megajax.settings.flags import parse
+from megajax.settings.launch import start
 
 
 def needed(function: Any, *types: Any) -> int:

@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.config import Config
-from megajax.launch import avoid_known_faults
-from megajax.presets import load_preset, resolve
+from megajax.settings.launch import avoid_known_faults
+from megajax.settings.presets import load_preset, resolve
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config, MeshConfig
-from megajax.launch import avoid_known_faults
 from megajax.models.family import count_parameters
-from megajax.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
+from megajax.settings.launch import avoid_known_faults
+from megajax.settings.presets import load_preset, resolve
 
 jax.config.update("jax_num_cpu_devices", 8)
 

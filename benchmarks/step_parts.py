@@ -20,10 +20,10 @@ from paired import parse_own
 from throughput import DEFAULT, product_seconds
 
 from megajax.config import Config
-from megajax.ending import run
-from megajax.flags import parse
-from megajax.launch import start
+from megajax.host.ending import run
 from megajax.models.family import step_products
+from megajax.settings.flags import parse
+from megajax.settings.launch import start
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
 PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "norms": (), "head and loss": ("head",)}

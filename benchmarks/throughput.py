@@ -27,12 +27,12 @@ from paired import KEEP_FREED_MEMORY, Side, in_turn_with_cpu, parse_own, random_
 from pytorch_peers import peer_of
 
 from megajax.config import Config
-from megajax.ending import run
 from megajax.errors import UserError
-from megajax.flags import parse
-from megajax.launch import give_back_freed_memory, may_use_gpus, start
+from megajax.host.ending import run
 from megajax.models.family import step_flops
 from megajax.models.flops import MatrixProduct
+from megajax.settings.flags import parse
+from megajax.settings.launch import give_back_freed_memory, may_use_gpus, start
 
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own
 
-from megajax.ending import run
 from megajax.errors import UserError
-from megajax.flags import parse
+from megajax.host.ending import run
+from megajax.settings.flags import parse
 
 BENCHMARKS = Path(__file__).resolve().parent
 OURS = [str(BENCHMARKS / "throughput.py"), "--serve", "--optimizer.zero"]

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import megajax
-from megajax import completion
-from megajax.ending import run
 from megajax.errors import UserError
+from megajax.host import completion
+from megajax.host.ending import run
 from megajax.options import suggest
 
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`

@@ -1,7 +1,7 @@
 """The configuration of a run, as frozen dataclasses.
 
-A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megajax.flags`). Values come from presets
-(`megajax.presets`) and are checked by `megajax.validation`.
+A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megajax.settings.flags`). Values come from
+presets (`megajax.settings.presets`) and are checked by `megajax.settings.validation`.
 """
 
 import functools

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES, WEIGHT_AXES
 from megajax.batch import BatchSpec
@@ -56,7 +56,9 @@ def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
 
 def make_abstract_mesh(**sizes: int) -> AbstractMesh:
     """The same mesh without devices, to trace on."""
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+    # Newer JAX would check the shardings of what is traced, which has none here.
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=types)
 
 
 def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:

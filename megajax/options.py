@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megajax.errors import UserError
-from megajax.reading import parse_toml
+from megajax.host.reading import parse_toml
 from megajax.traits import Changes, Through
 
 _Trait = TypeVar("_Trait")

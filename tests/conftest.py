@@ -11,7 +11,7 @@ import hypothesis
 import jax
 import pytest
 
-from megajax.launch import avoid_known_faults, give_back_freed_memory
+from megajax.settings.launch import avoid_known_faults, give_back_freed_memory
 
 # Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
 XLA_FLAGS = [

@@ -9,7 +9,7 @@ import pytest
 import megajax
 from megajax.cli import COMMANDS, main
 from megajax.errors import UserError
-from megajax.preset_files import find_preset, preset_folders
+from megajax.settings.preset_files import find_preset, preset_folders
 
 ROOT = Path(__file__).parents[1]
 

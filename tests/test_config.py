@@ -8,8 +8,8 @@ import pytest
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options
-from megajax.presets import load_preset, resolve
-from megajax.validation import validate, validate_imagined, validate_mesh
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate, validate_imagined, validate_mesh
 
 PRESETS = Path(__file__).parents[1] / "configs"
 GPT2 = ("gpt2-355m", "gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b", "gpt2-8.3b-24heads")

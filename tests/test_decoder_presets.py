@@ -5,8 +5,8 @@ import pytest
 from megajax.config import Config
 from megajax.models.config import ModelConfig
 from megajax.models.family import count_parameters
-from megajax.presets import load_preset, resolve
-from megajax.validation import validate_mesh
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_mesh
 
 # layers, width, heads, of keys and values, their size, the MLP's, vocabulary, theta, epsilon, window; as the models'
 # config.json and litgpt 0.5.13's configurations have them; the numbers of parameters are those of the published weights

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from megajax.config import MeshConfig
-from megajax.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes

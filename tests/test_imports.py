@@ -9,7 +9,16 @@ import megajax
 from megajax.cli import COMMANDS
 from megajax.commands.convert import ACTIONS
 
-CONFIGURATION = ["config", "presets", "flags", "validation", "options", "errors", "cli", "commands"]
+CONFIGURATION = [
+    "config",
+    "settings.presets",
+    "settings.flags",
+    "settings.validation",
+    "options",
+    "errors",
+    "cli",
+    "commands",
+]
 DATA = ["data.corpus", "data.loader"]
 
 

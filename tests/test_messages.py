@@ -9,11 +9,11 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "advice}",
     "_ADVICE}",
     "_VALID}",
-    "nearest}",  # megajax/flags.py: the nearest flags
+    "nearest}",  # megajax/settings/flags.py: the nearest flags
     "option.flag} {problem}",  # megajax/options.py: `Option.problem`
-    "name} {reason}",  # megajax/flags.py: what `_Value` says
-    "where}: {error}",  # megajax/presets.py: what is wrong with a base
-    "path}: {error}",  # megajax/reading.py: of `TooLong`
+    "name} {reason}",  # megajax/settings/flags.py: what `_Value` says
+    "where}: {error}",  # megajax/settings/presets.py: what is wrong with a base
+    "path}: {error}",  # megajax/host/reading.py: of `TooLong`
     "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
     "its standard error says why",
 }

@@ -8,10 +8,10 @@ import pytest
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser
 from megajax.generation.options import GenerateOptions
 from megajax.options import AT_LEAST_ZERO, SHARE, OneOf, Option, check, is_whole, number, options, shown
 from megajax.preparation.options import PrepareOptions
+from megajax.settings.flags import Parser
 
 FAMILIES = {"gpt": 1}
 

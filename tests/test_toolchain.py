@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 CANARIES = """
-from megajax.flags import parse
-from megajax.launch import start
+from megajax.settings.flags import parse
+from megajax.settings.launch import start
 
 start(parse(["demo", "--precision", "fp64"], "", ""))
 

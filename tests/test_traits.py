@@ -16,12 +16,12 @@ from megajax.mesh import RULES
 from megajax.models.config import ModelConfig
 from megajax.options import AT_LEAST_ZERO, Option, between, options, sections
 from megajax.parallel.collectives import TENSOR
-from megajax.presets import load_preset, resolve
 from megajax.runs.directory import check_claim
 from megajax.runs.init import check_init
 from megajax.runs.ownership import mark
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_mesh
 from megajax.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, Size, Small
-from megajax.validation import validate_mesh
 from megajax.verify.shrink import shrink
 
 MODEL = options(ModelConfig)

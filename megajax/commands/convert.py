@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax import completion
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser
-from megajax.launch import start
+from megajax.host import completion
+from megajax.host.paths import check_path
 from megajax.options import suggest
-from megajax.paths import check_path
+from megajax.settings.flags import Parser
+from megajax.settings.launch import start
 from megajax.tasks.registry import TASKS
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
-from megajax.flags import Parser, add_flag
+from megajax.host.paths import check_path
 from megajax.options import Option, Range
-from megajax.paths import check_path
 from megajax.runs.ownership import check_outside_runs
+from megajax.settings.flags import Parser, add_flag
 from megajax.tasks.registry import TASKS
 
 USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
         check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)
     result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
-    from megajax.processes import is_first_process
+    from megajax.host.processes import is_first_process
 
     if is_first_process():
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in result.items()}

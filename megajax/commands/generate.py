@@ -10,10 +10,10 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser, add_flag
 from megajax.generation.options import GenerateOptions
+from megajax.host.paths import check_path
 from megajax.options import Option
-from megajax.paths import check_path
+from megajax.settings.flags import Parser, add_flag
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--mesh.pipe {overrides['mesh.pipe']}: generation has no pipeline; valid: --mesh.pipe 1")
 
     from megajax.generation.text import read_prompts
-    from megajax.processes import is_first_process
+    from megajax.host.processes import is_first_process
 
     prompts = read_prompts(args.prompt, args.prompt_file)
     report = continue_texts(Path(args.checkpoint), args.step, prompts, options, overrides, show=not args.json)
@@ -61,7 +61,7 @@ def continue_texts(
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
     from megajax.generation.text import Screen, continuation_text
-    from megajax.processes import is_first_process
+    from megajax.host.processes import is_first_process
     from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
     of_training = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}

@@ -5,14 +5,14 @@ import time
 from collections.abc import Sequence
 
 from megajax.commands import plan_search
-from megajax.flags import MESH_FLAGS, Parser, add_flag
-from megajax.launch import imagine_devices
+from megajax.host.resident import peak_resident_bytes
 from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, machine_of, peak_of
-from megajax.presets import load_preset, resolve
-from megajax.resident import peak_resident_bytes
-from megajax.validation import validate_imagined
+from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
+from megajax.settings.launch import imagine_devices
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_imagined
 
 _GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
 

@@ -9,11 +9,11 @@ from typing import Any
 from megajax.commands.plots import check_plot, plot_atomically
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser, add_flag
-from megajax.launch import imagine_devices
 from megajax.options import Option, between
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import Machine
+from megajax.settings.flags import Parser, add_flag
+from megajax.settings.launch import imagine_devices
 
 _DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
 _BEST = Option("best", int, 10, "how many are listed", between(1, 1000))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megajax.data.files import file_atomically
 from megajax.errors import UserError
-from megajax.paths import check_place
-from megajax.pictures import is_marked
+from megajax.host.paths import check_place
+from megajax.host.pictures import is_marked
 from megajax.runs.ownership import check_outside_runs
 
 FORMATS = (".png", ".svg")

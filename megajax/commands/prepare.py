@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
-from megajax.flags import Parser, add_flag
+from megajax.host.paths import check_place
 from megajax.options import Option, Range
-from megajax.paths import check_place
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
+from megajax.settings.flags import Parser, add_flag
 
 
 def main(argv: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from megajax.commands.plots import check_plot, plot_atomically
-from megajax.flags import Parser, add_flag
 from megajax.options import Option, between
 from megajax.pipeline.checks import check_schedule, check_table
 from megajax.pipeline.config import PipelineConfig
@@ -25,6 +24,7 @@ from megajax.pipeline.timing import (
     published_zero_bubble,
     step_time,
 )
+from megajax.settings.flags import Parser, add_flag
 
 _PASSES = {
     "forward": "forward",

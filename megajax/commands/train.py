@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from megajax.config import Config
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
-from megajax.flags import print_left_out, read_command
-from megajax.paths import check_path, check_place
+from megajax.host.paths import check_path, check_place
+from megajax.settings.flags import print_left_out, read_command
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     """Train; or with `--print-config`, `--dry-run` or `--profile-pipeline`, do what these say instead."""
     given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, tensor) mesh.", prog)
     if given.print_config:
-        from megajax.origins import printed
+        from megajax.settings.origins import printed
 
         print(printed(given.config(), given.preset, given.overrides))
         return

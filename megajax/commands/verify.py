@@ -8,12 +8,12 @@ from typing import Any
 
 from megajax.config import Config, DistributedConfig
 from megajax.errors import UserError
-from megajax.flags import MESH_FLAGS, Parser, add_flag
-from megajax.launch import in_cluster, start
+from megajax.host.resident import peak_resident_bytes
 from megajax.options import Option, between
-from megajax.presets import load_preset, resolve
-from megajax.resident import peak_resident_bytes
-from megajax.validation import validate_imagined
+from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
+from megajax.settings.launch import in_cluster, start
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_imagined
 
 _OPTIONS = (
     Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to one of so many", between(1, 512)),

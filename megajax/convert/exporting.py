@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax import reading
 from megajax.backend import CPU
 from megajax.config import Config
 from megajax.convert.exchange import Exchange
@@ -20,6 +19,7 @@ from megajax.convert.weights import Tensor, tensors_of
 from megajax.data.corpus import corpus_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
+from megajax.host import reading
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G

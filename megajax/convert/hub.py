@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megajax import hub
 from megajax.errors import UserError
+from megajax.host import hub
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _FILES = ["config.json", *_WEIGHTS, "vocab.json", "merges.txt", "vocab.txt", "tokenizer*.json"]

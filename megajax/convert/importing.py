@@ -21,15 +21,15 @@ from megajax.convert.weights import Tensor
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
+from megajax.host.paths import check_place
 from megajax.mesh import make_mesh
 from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import F_AND_G
-from megajax.paths import check_place
-from megajax.presets import resolve
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
+from megajax.settings.presets import resolve
 
 
 @dataclass(frozen=True)

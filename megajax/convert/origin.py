@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import DTYPES
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.runs.ownership import IMPORTED
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -87,5 +87,5 @@ def _common_rate(fields: Fields, names: Sequence[str]) -> float:
             raise fields.refusal(name, rate, "0 or more and less than 1")
     if len(set(rates)) > 1:
         given = ", ".join(f"{name} {rate}" for name, rate in zip(names, rates, strict=True))
-        raise fields.error(f"{given}; valid: all the same, or --model.dropout X")
+        raise fields.error(given, "all the same, or --model.dropout X")
     return rates[0]

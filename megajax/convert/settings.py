@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.config import Config
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.options import options
 
 RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
@@ -127,9 +127,8 @@ class Fields:
             UserError: it does not.
         """
         if self.get(width) % self.get(number):
-            raise self.error(
-                f"{width} {self.get(width)} is not divisible by {number} {self.get(number)}; valid: a multiple of it"
-            )
+            problem = f"{width} {self.get(width)} is not divisible by {number} {self.get(number)}"
+            raise self.error(problem, "a multiple of it")
 
     def if_valid(self, name: str, key: str) -> dict[str, Any]:
         """What a field says of our option `key`, by that; nothing if it is missing or not valid."""
@@ -142,8 +141,8 @@ class Fields:
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""
-        return self.error(f"{self._before}{name} is {json.dumps(value)[:200]}; valid: {valid}")
+        return self.error(f"{self._before}{name} is {json.dumps(value)[:200]}", valid)
 
-    def error(self, text: str) -> UserError:
-        """That something in the file is not valid."""
-        return UserError(f"{self.file}: {text}")
+    def error(self, problem: str, valid: str) -> UserError:
+        """The error that says what is wrong with the file, and what would be valid."""
+        return UserError(f"{self.file}: {problem}; valid: {valid}")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, SINGLE
 from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer
 from megajax.data.wordpiece import SPECIAL_TOKENS
 from megajax.errors import UserError
+from megajax.host import reading
 
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order

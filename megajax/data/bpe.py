@@ -9,7 +9,7 @@ from typing import Any
 from megajax.data.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
 from megajax.data.tokenizer_settings import FILE_BYTES
 from megajax.errors import UserError
-from megajax.reading import read_json, read_text
+from megajax.host.reading import read_json, read_text
 
 
 def byte_pair(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:

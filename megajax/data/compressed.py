@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import IO
 
-from megajax.reading import open_file
-from megajax.remote import RemoteFile
+from megajax.host.reading import open_file
+from megajax.host.remote import RemoteFile
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax import reading
 from megajax.data.digests import CheckedTokens
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
@@ -24,6 +23,7 @@ from megajax.data.tokenizers import (
 )
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
+from megajax.host import reading
 
 
 @dataclass(frozen=True)

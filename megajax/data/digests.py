@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 BLOCK_BYTES = 1 << 18
 

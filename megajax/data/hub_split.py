@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megajax.errors import UserError
-from megajax.hub import reason
+from megajax.host.hub import reason
 
 SCHEME = "hf"
 FORM = "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]"

@@ -17,11 +17,11 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.data.digests import Digester
 from megajax.data.files import scratch, writable
 from megajax.data.tokens import SequenceDocuments
 from megajax.errors import UserError
+from megajax.host import reading
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

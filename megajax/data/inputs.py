@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megajax import reading, remote
 from megajax.data import compressed
 from megajax.data.hub_split import SCHEME as HUB
 from megajax.data.hub_split import HubSplit
 from megajax.data.library import SKIPPED_FOLDERS, WORDS, library_folder
 from megajax.errors import UserError
-from megajax.paths import check_path, scheme
-from megajax.remote import RemoteFile
+from megajax.host import reading, remote
+from megajax.host.paths import check_path, scheme
+from megajax.host.remote import RemoteFile
 
 Input = Path | RemoteFile | HubSplit  # one file, or what is read like one
 

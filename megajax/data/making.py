@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.data.chunks import count_sentences
 from megajax.data.corpus import Corpus, fitting, has_corpus, has_only_tokenizer, load_fitting, open_corpus
 from megajax.data.encoding import encode_documents
@@ -35,8 +34,9 @@ from megajax.data.tokenizers import (
     training_part,
 )
 from megajax.errors import UserError
-from megajax.paths import scheme
-from megajax.phases import phase
+from megajax.host import reading
+from megajax.host.paths import scheme
+from megajax.host.phases import phase
 
 
 def make_corpus(

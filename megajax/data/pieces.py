@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from megajax import reading
+from megajax.host import reading
 
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 

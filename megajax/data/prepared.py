@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.data.digests import block_digests, root
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer
 from megajax.errors import UserError
-from megajax.paths import scheme
+from megajax.host import reading
+from megajax.host.paths import scheme
 
 _REPORT_BYTES = 1 << 28  # of a report, which lists the input
 

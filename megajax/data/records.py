@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any, Literal, NamedTuple
 
-from megajax import reading
 from megajax.data import compressed
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import Input, find_inputs, readable, size_of
@@ -18,7 +17,8 @@ from megajax.data.library import DOCSTRINGS, prose
 from megajax.data.pieces import check_length, joined, pieces, separated
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
-from megajax.remote import RemoteFile
+from megajax.host import reading
+from megajax.host.remote import RemoteFile
 
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
@@ -96,8 +96,8 @@ class TextFiles:
       at a line end or a space. Nothing is lost: the pieces joined are the file.
 
     `.gz` and `.zst` after the name of text or JSONL: the file is compressed. Files and folders may lie on a remote
-    store (`megajax/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document per
-    row (`hub_split.py`).
+    store (`megajax/host/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document
+    per row (`hub_split.py`).
 
     Attributes:
         files: all files, in order.

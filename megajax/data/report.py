@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.data.digests import check_files, file_digest, root
 from megajax.data.files import write_atomically
 from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
+from megajax.host import reading
 
 TOKENS, _INDEX, _TOKENIZER = "tokens", "index", "tokenizer/"  # names of digests; the last one before a file's name
 _BLOCKS = "tokens.digests"  # file with the digests of the tokens' blocks

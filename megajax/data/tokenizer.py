@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.data.files import write_atomically
 from megajax.data.tokenizer_settings import (
     FILE_BYTES,
@@ -21,6 +20,7 @@ from megajax.data.tokenizer_settings import (
     read_settings,
 )
 from megajax.errors import UserError
+from megajax.host import reading
 
 END_OF_TEXT = "<|endoftext|>"  # ends every document in GPT-2's vocabulary, and separates documents in a text file
 MOST_IDS = 1 << 31  # token ids are int32

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 FILE_BYTES = 1 << 26  # of a tokenizer's file; a vocabulary of 256,000 tokens has 7 MB
 SINGLE, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megajax import hub, reading
 from megajax.data.bpe import learn_byte_pair, read_byte_pair
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, GENERATION, SINGLE, SPECIAL, TEMPLATE
 from megajax.data.wordpiece import learn_wordpiece, read_wordpiece
 from megajax.errors import UserError
+from megajax.host import hub, reading
 
 BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
 Kind = Literal["bpe", "wordpiece"]

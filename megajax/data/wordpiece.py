@@ -8,7 +8,7 @@ from typing import Any
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizer_settings import FILE_BYTES
 from megajax.errors import UserError
-from megajax.reading import read_text
+from megajax.host.reading import read_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

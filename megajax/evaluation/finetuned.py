@@ -13,8 +13,8 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.perplexity import perplexities
 from megajax.evaluation.scoring import answer_samples
+from megajax.host.processes import on_first_process, say
 from megajax.models.registry import FAMILIES
-from megajax.processes import on_first_process, say
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer

@@ -1,9 +1,9 @@
 """Prompts from the command line, and continuations as text that appears while it is generated."""
 
-from megajax import reading
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.paths import check_path
+from megajax.host import reading
+from megajax.host.paths import check_path
 
 _FILE_BYTES = 1 << 24  # of prompts
 _CONTEXT = 8  # earlier ids that are decoded with new ones

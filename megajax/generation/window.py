@@ -8,7 +8,7 @@ import numpy as np
 
 from megajax.batch import text_form
 from megajax.generation.choice import Sampling, choose, prompt_bits
-from megajax.processes import gathered
+from megajax.host.processes import gathered
 from megajax.program.program import Program
 from megajax.program.scoring import next_logits
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 
-from megajax import presets
 from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.launch import start
 from megajax.library.model import Model
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.directory import stored_config
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
+from megajax.settings import presets
+from megajax.settings.launch import start
+from megajax.settings.validation import validate
 from megajax.training.horizon import in_steps
-from megajax.validation import validate
 
 
 def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -8,7 +8,6 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
 from megajax.models.attention_mask import FROM_START, AttentionMask, Places
@@ -37,8 +36,8 @@ class Implementation(Protocol):
         dropout: Dropout,
         backend: Backend,
     ) -> Array:
-        """The heads, [B, T, H, K]. What its backward pass needs of its forward pass has names in `EXPENSIVE`
-        (`models/mlp.py`)."""
+        """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) knows what its backward pass needs of its forward
+        pass, by name or by primitive."""
         ...
 
 
@@ -64,7 +63,7 @@ class CuDNN:
         dropout: Dropout,
         backend: Backend,
     ) -> Array:
-        heads_BTHK = jax.nn.dot_product_attention(
+        return jax.nn.dot_product_attention(
             q_BTHK,
             k_BSHK,
             v_BSHK,
@@ -74,7 +73,6 @@ class CuDNN:
             local_window_size=None if visible.window is None else (visible.window - 1, 0),
             implementation="cudnn",
         )
-        return checkpoint_name(heads_BTHK, "attention_heads")
 
 
 class Blocks:

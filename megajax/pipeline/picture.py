@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.pictures import save
+from megajax.host.pictures import save
 from megajax.pipeline.drawing import cell_name
 from megajax.pipeline.excerpt import Excerpt, Part, excerpt
 from megajax.pipeline.table import Schedule

@@ -153,7 +153,7 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes that a program can have: what `megajax.launch` lets JAX take."""
+        """Bytes that a program can have: what `megajax.settings.launch` lets JAX take."""
         return int(0.92 * self.memory)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megajax.pictures import save
+from megajax.host.pictures import save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found
 

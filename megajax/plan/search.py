@@ -24,7 +24,7 @@ from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.plan.traced import step_cost
-from megajax.validation import validate, validate_mesh
+from megajax.settings.validation import validate, validate_mesh
 
 _MESH = tuple(f"mesh.{axis}" for axis in AXES)
 VARIED = (

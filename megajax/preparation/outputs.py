@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.data import files as temporary
 from megajax.data.indexed import dataset_files
 from megajax.data.prepared import tokenizer_folder
 from megajax.data.tokenizers import has_only_tokenizer_files
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.preparation.shards import WorkFolder
 
 _WRITING = "writing"  # a file in the work folder: what PREFIX names was made by a preparation, and may be replaced

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from megajax import reading
 from megajax.data.encoding import as_document
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedWriter, dataset_files
@@ -24,6 +23,7 @@ from megajax.data.tokenizers import (
     training_part,
 )
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.options import check
 from megajax.preparation import duplicates
 from megajax.preparation.cleaning import clean

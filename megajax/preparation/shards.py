@@ -15,8 +15,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # what became of a document
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from megajax.errors import RunError, UserError
+from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.options import is_whole
-from megajax.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, canonical_bytes
 from megajax.runs import step_folders

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax import reading
 from megajax.data.digests import file_digest
+from megajax.host import reading
 from megajax.runs.ownership import FORMAT
 
 MANIFEST = "checkpoint.json"

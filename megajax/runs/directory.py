@@ -13,10 +13,10 @@ from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
-from megajax.presets import load_preset, resolve
 from megajax.runs.lock import RunLock
 from megajax.runs.ownership import MARK, check_entries, check_format, check_outside_runs, entries, mark, marked_format
 from megajax.runs.step_folders import named
+from megajax.settings.presets import load_preset, resolve
 from megajax.traits import Changes
 
 

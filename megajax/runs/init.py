@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax import reading
 from megajax.config import Config
 from megajax.data.corpus import corpus_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
 from megajax.errors import RunError, UserError
+from megajax.host import reading
+from megajax.host.phases import phase
+from megajax.host.processes import say
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA
 from megajax.options import as_flag, compared
 from megajax.parallel.boundary import F_AND_G
-from megajax.phases import phase
-from megajax.processes import say
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, moved

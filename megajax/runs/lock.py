@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megajax import reading
 from megajax.errors import RunError, UserError
+from megajax.host import reading
 
 NAME = "run.lock"
 _MOST_BYTES = 4096  # of the file

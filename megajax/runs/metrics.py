@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 _LINE_BYTES = 1 << 16  # a line has some hundred
 _BROKEN = 1000  # lines that a crash may leave

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from megajax import reading
 from megajax.data.files import is_marked, write_atomically
 from megajax.errors import UserError
+from megajax.host import reading
 
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else

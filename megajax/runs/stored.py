@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
-from megajax.processes import all_agree, is_first_process, of_first_process, sums_over_processes
+from megajax.host.processes import all_agree, is_first_process, of_first_process, sums_over_processes
 from megajax.program.state import TrainState
 from megajax.runs.digests import Manifest, local_checksums, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line

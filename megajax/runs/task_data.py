@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megajax import reading
 from megajax.config import Config
 from megajax.data.digests import Digester, root
 from megajax.data.files import write_atomically
@@ -15,6 +14,7 @@ from megajax.data.masking import WordPieces
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.models.registry import FAMILIES
 from megajax.runs.init import named_or_init_tokenizer
 from megajax.tasks.readers import read_records

@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax import reading
 from megajax.config import Config, MeshConfig
 from megajax.data.corpus import corpus_tokenizer
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
-from megajax.launch import start
+from megajax.host import reading
+from megajax.host.paths import check_path
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
-from megajax.paths import check_path
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
@@ -28,7 +27,8 @@ from megajax.runs.directory import stored_config
 from megajax.runs.mismatch import check_fits
 from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
-from megajax.validation import validate_mesh
+from megajax.settings.launch import start
+from megajax.settings.validation import validate_mesh
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
-from megajax.paths import identity
-from megajax.processes import all_agree, is_first_process, of_first_process
+from megajax.host.paths import identity
+from megajax.host.processes import all_agree, is_first_process, of_first_process
 from megajax.runs import step_folders
 from megajax.runs.digests import Manifest, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line

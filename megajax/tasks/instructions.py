@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.tasks.records import Instruction, Records
 from megajax.tasks.sources import TaskFile, checked, decoded, entry, parsed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
-from megajax.paths import check_place
+from megajax.host.paths import check_place
 from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
 

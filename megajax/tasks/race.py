@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.tasks.records import Exam
 from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import TaskFile, checked, entry, parsed

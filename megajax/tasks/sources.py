@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from megajax import reading
 from megajax.data import compressed
 from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
-from megajax.paths import check_path
+from megajax.host import reading
+from megajax.host.paths import check_path
 from megajax.tasks.records import Records
 from megajax.tasks.registry import TASKS
 

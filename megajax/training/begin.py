@@ -7,11 +7,10 @@ import jax
 
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
-from megajax.ending import keep_traces_in
 from megajax.errors import UserError
-from megajax.launch import start
-from megajax.phases import phase, watched
-from megajax.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.host.ending import keep_traces_in
+from megajax.host.phases import phase, watched
+from megajax.host.processes import is_first_process, of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
@@ -21,13 +20,14 @@ from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
+from megajax.settings.launch import start
+from megajax.settings.validation import validate
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
 from megajax.training.loop import Trainer
 from megajax.training.tracking import check_installed
-from megajax.validation import validate
 
 
 def train(config: Config) -> None:

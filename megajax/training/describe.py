@@ -5,7 +5,6 @@ import dataclasses
 import jax
 
 from megajax.config import Config
-from megajax.launch import gpu_flags
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
@@ -16,6 +15,7 @@ from megajax.program.parts import factor_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
+from megajax.settings.launch import gpu_flags
 from megajax.training.speed import memory_figures
 
 

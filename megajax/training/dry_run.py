@@ -16,22 +16,22 @@ from megajax.config import Config
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.inputs import read_folders
 from megajax.errors import UserError
-from megajax.launch import start
-from megajax.phases import watched
+from megajax.host.phases import watched
+from megajax.host.processes import is_first_process, numbers_of_first_process, on_first_process, say
 from megajax.plan.compiled import traced_step
-from megajax.processes import is_first_process, numbers_of_first_process, on_first_process, say
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
 from megajax.runs.directory import check_claim, has_checkpoints, stored_decay
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
+from megajax.settings.launch import start
+from megajax.settings.validation import validate
 from megajax.training.begin import check_given, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.horizon import in_steps, past_decay
 from megajax.training.seeds import seed_runs
-from megajax.validation import validate
 
 
 def dry_run(config: Config) -> None:

@@ -15,11 +15,10 @@ from jax.stages import Compiled
 
 from megajax.config import Config
 from megajax.data.loader import growing_batches
-from megajax.ending import Stopped, stop_signals
 from megajax.errors import RunError, UserError
 from megajax.evaluation.perplexity import total_loss
-from megajax.launch import give_back_freed_memory, runs_at_once
-from megajax.processes import Poll, is_first_process, say
+from megajax.host.ending import Stopped, stop_signals
+from megajax.host.processes import Poll, is_first_process, say
 from megajax.program.program import Batch, Program
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -28,6 +27,7 @@ from megajax.runs.init import first_or_newest_state
 from megajax.runs.lock import RunLock
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
+from megajax.settings.launch import give_back_freed_memory, runs_at_once
 from megajax.training.describe import memory_in_use
 from megajax.training.profiler import StepTrace
 from megajax.training.skips import SkippedSteps

@@ -13,21 +13,21 @@ import jax
 import numpy as np
 
 from megajax.config import Config
-from megajax.launch import start
-from megajax.phases import phase, watched
+from megajax.host.phases import phase, watched
+from megajax.host.processes import is_first_process, of_first_process
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
-from megajax.processes import is_first_process, of_first_process
 from megajax.program.memory import check_memory
 from megajax.program.parts import factor_bytes, one_part, residual_bytes
 from megajax.program.program import Batch, Program
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients
+from megajax.settings.launch import start
+from megajax.settings.validation import validate
 from megajax.training.display import Display
-from megajax.validation import validate
 
 Tree = Any
 ROUNDS = 5

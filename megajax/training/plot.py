@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import file_atomically
-from megajax.paths import identity
+from megajax.host.paths import identity
 from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # steps below which a line is not smoothed

@@ -9,8 +9,8 @@ import jax
 from megajax.config import Config, profiled_steps
 from megajax.data.files import free_name, scratch
 from megajax.errors import UserError
-from megajax.paths import identity
-from megajax.processes import is_first_process
+from megajax.host.paths import identity
+from megajax.host.processes import is_first_process
 from megajax.training.trace_report import report
 
 

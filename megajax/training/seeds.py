@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.config import Config
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
-from megajax.launch import start
-from megajax.processes import on_first_process, say
+from megajax.host import reading
+from megajax.host.processes import on_first_process, say
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.runs.ownership import check_outside_runs, marked_format
+from megajax.settings.launch import start
 from megajax.tasks.registry import TASKS
 from megajax.training.begin import check_given, train_here
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax import reading
 from megajax.config import Config
 from megajax.data.files import write_atomically
-from megajax.ending import leave_threads_behind
 from megajax.errors import UserError
-from megajax.processes import is_first_process
+from megajax.host import reading
+from megajax.host.ending import leave_threads_behind
+from megajax.host.processes import is_first_process
 from megajax.training.run_log import RunLog
 from megajax.training.trackers import Tracker
 

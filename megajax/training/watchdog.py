@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 
-from megajax import reading
-from megajax.ending import fail
-from megajax.paths import identity
+from megajax.host import reading
+from megajax.host.ending import fail
+from megajax.host.paths import identity
 
 FOLDER = "processes"
 COMPUTING, COMPILING = "computing", "compiling"  # either may wait for the other processes

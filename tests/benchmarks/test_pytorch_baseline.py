@@ -48,7 +48,7 @@ sys.path.insert(0, folder)
 import numpy as np
 import torch
 from pytorch_baseline import Baseline
-from megajax.flags import parse
+from megajax.settings.flags import parse
 assert "jax" not in sys.modules
 torch.set_num_threads(1)
 batches, losses = np.load(batches), []

@@ -13,7 +13,7 @@ from made_up_tasks import SUFFIXES, WRITERS
 from mistakes import redundant
 from processes import Commands, Finished, made_once, records
 
-from megajax.ending import stop_signals
+from megajax.host.ending import stop_signals
 from megajax.training.run_log import RunLog
 
 KEYS = {

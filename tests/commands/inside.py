@@ -19,14 +19,15 @@ from unittest import mock
 import jax
 from jax.sharding import Mesh
 
-from megajax import ending, launch
 from megajax.config import Config
 from megajax.data.files import file_atomically
+from megajax.host import ending
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs import init as runs_init
+from megajax.settings import launch
 from megajax.training import begin, plot
 
 ROOT = Path(__file__).parents[2]

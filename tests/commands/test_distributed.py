@@ -78,7 +78,7 @@ import sys
 sys.path.insert(0, ".")
 import jax
 from megajax.commands import train
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.runs.writing import Write
 
 def failing(plain, faults):
@@ -128,7 +128,7 @@ import os, signal, sys
 sys.path.insert(0, ".")
 import jax
 from megajax.commands import train
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.training.loop import Run
 
 def compiling(plain):

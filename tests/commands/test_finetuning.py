@@ -33,7 +33,7 @@ from processes import (
 )
 from scorers import by_independent_scorer
 
-from megajax.flags import parse
+from megajax.settings.flags import parse
 from megajax.training.horizon import in_steps
 
 

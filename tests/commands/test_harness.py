@@ -31,7 +31,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from lm_eval.api.registry import get_model
 import megajax.evaluation.harness
-from megajax.ending import run
+from megajax.host.ending import run
 
 def main():
     run_dir, tasks = sys.argv[1:]

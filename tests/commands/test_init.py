@@ -44,7 +44,7 @@ def make_pretrained(folder: Path, words: Path) -> None:
     import jax
 
     from megajax.data.tokenizers import train_tokenizer
-    from megajax.flags import parse
+    from megajax.settings.flags import parse
 
     flags = map(str, (*MODEL, *PRETRAINING, "--mesh.data", 2, "--train.microbatch", 2, "--data.path", "x"))
     config = parse([PRESET, "--run-dir", str(folder), *flags], "", "")

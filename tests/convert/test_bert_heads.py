@@ -17,9 +17,9 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.weights import to_tensors
-from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
+from megajax.settings.presets import load_preset, resolve
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.registry import TASKS
 

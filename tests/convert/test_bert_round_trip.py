@@ -16,8 +16,8 @@ from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import train_tokenizer
-from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
+from megajax.settings.presets import load_preset, resolve
 
 
 def export(run: Path, folder: Path) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.weights import to_tensors
 from megajax.models.config import ModelConfig
-from megajax.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, resolve
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}

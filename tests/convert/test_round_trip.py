@@ -19,8 +19,8 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.presets import load_preset, resolve
 from megajax.runs.checkpoint import Checkpoints
+from megajax.settings.presets import load_preset, resolve
 
 
 def export(run: Path, folder: Path) -> dict[str, np.ndarray]:

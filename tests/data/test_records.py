@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 
-from megajax import reading
 from megajax.data.records import NoText, Record, TextFiles, text_of
 from megajax.data.text import TextDocuments
 from megajax.errors import UserError
+from megajax.host import reading
 
 TEXTS = [f"document {n}: Füße, 数 and a line\n" * (n % 7 + 1) for n in range(700)]
 
@@ -108,7 +108,7 @@ def test_parquet_texts_that_are_not_utf8(tmp_path):
 def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
     """Of an archive that is a thousand times smaller; no more of it is unpacked than may be read."""
     assert reading.LINE_BYTES == 256 << 20
-    monkeypatch.setattr("megajax.reading.LINE_BYTES", most << 20)
+    monkeypatch.setattr("megajax.host.reading.LINE_BYTES", most << 20)
     line = b'{"text": "' + b"a" * (most + 1 << 20) + b'"}\n'
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(b'{"text": "b"}\n' + line, level=1))
     with pytest.raises(UserError, match=rf"a\.jsonl\.zst: line 2 has more than {most} MiB; valid: at most that"):
@@ -118,7 +118,7 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
 @pytest.mark.parametrize("name", ["a.txt", "folder/a.txt"])
 def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
     """A file of a folder, and one document of a file, and a file that is not cut."""
-    monkeypatch.setattr("megajax.reading.LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("megajax.host.reading.LINE_BYTES", 1 << 20)
     (tmp_path / "folder").mkdir()
     text = "short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short"
     (tmp_path / name).write_text(text)

@@ -7,9 +7,9 @@ from unittest import mock
 from classes import STAND_INS
 
 from megajax.cli import main
-from megajax.flags import Parser
-from megajax.presets import load_preset, resolve
-from megajax.validation import validate_imagined
+from megajax.settings.flags import Parser
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_imagined
 
 
 class _Read(BaseException):

@@ -38,12 +38,12 @@ from megajax.errors import RunError, UserError
 from megajax.generation.text import read_prompts
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
-from megajax.presets import load_preset, resolve
 from megajax.runs.directory import stored_config
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import mark, marked_format
 from megajax.runs.stored import DamagedCheckpoint
+from megajax.settings.presets import load_preset, resolve
 from megajax.training.watchdog import Status, read_status
 
 REFUSALS = UserError, RunError, DamagedCheckpoint

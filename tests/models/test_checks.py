@@ -6,8 +6,8 @@ import pytest
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.presets import load_preset, resolve
-from megajax.validation import validate_mesh
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_mesh
 
 
 def llama(**words: Any) -> Config:

@@ -9,8 +9,8 @@ from tiny import QWEN3, abstract_batch, tiny_config, tiny_program
 
 from megajax.models.config import ModelConfig
 from megajax.models.family import step_flops, step_products
-from megajax.presets import load_preset, resolve
 from megajax.program.train_step import train_step
+from megajax.settings.presets import load_preset, resolve
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megajax.mesh import shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel, count_parameters
 from megajax.parallel.boundary import F_AND_G
-from megajax.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
 PAPER_COUNTS = {

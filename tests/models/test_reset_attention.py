@@ -38,15 +38,16 @@ def alone() -> dict[str, np.ndarray]:
 
 
 @cache
-def model(mesh: tuple[int, int, int], rows: int) -> tuple[Program, dict]:
+def model(mesh: tuple[int, int, int], rows: int, reset: bool) -> tuple[Program, dict]:
     options = {"remat": "selective", "vocabulary": "split", "num_layers": 2, "init_std": 0.3}
+    options["reset_attention"] = reset
     program = tiny_program(tiny_config(mesh, global_batch=rows, dropout=0.0, **options))
     return program, drawn_params(program)
 
 
 def logits(mesh: tuple[int, int, int], batch: dict[str, np.ndarray]) -> np.ndarray:
     """Of every token, [B, T, V]."""
-    program, params = model(mesh, len(batch["tokens"]))
+    program, params = model(mesh, len(batch["tokens"]), "positions" in batch)
     batch = program.put_batch(batch, program.local_rows)
     run = next_logits(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
     return np.stack([run(params, batch, np.int32(place)) for place in range(LENGTH)], axis=1)[:, :, :VOCABULARY]
@@ -64,7 +65,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone():
     """Of all weights, the learned positions included."""
     found = []
     for batch in joined(), alone():
-        program, params = model((1, 1, 1), len(batch["tokens"]))
+        program, params = model((1, 1, 1), len(batch["tokens"]), "positions" in batch)
         batch = program.put_batch(batch, program.local_rows)
         run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
         loss, gradients = jax.device_get(run(params, batch, np.int32(0)))

@@ -12,11 +12,11 @@ from tiny import tiny_config, tiny_program
 from megajax import verify
 from megajax.models.family import count_parameters, step_flops
 from megajax.models.registry import FAMILIES, Entry
-from megajax.presets import load_preset, resolve
 from megajax.program.scoring import next_logits
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
+from megajax.settings.presets import load_preset, resolve
 from megajax.verify import Trace, compare
 
 QUICKLY = {"xla_backend_optimization_level": 0}

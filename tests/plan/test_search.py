@@ -10,8 +10,7 @@ from tiny import tiny_config
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser
-from megajax.pictures import is_marked
+from megajax.host.pictures import is_marked
 from megajax.pipeline import checks
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
@@ -19,8 +18,9 @@ from megajax.plan.memory import backend_of, memory
 from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search, value
 from megajax.plan.time import step_time
-from megajax.presets import load_preset, resolve
-from megajax.validation import validate
+from megajax.settings.flags import Parser
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate
 
 H100 = MACHINES["h100"]
 CONFIG = tiny_config(num_layers=4, hidden_size=512, num_heads=8, sequence_length=256, global_batch=4, precision="bf16")

@@ -19,8 +19,8 @@ from megajax.plan.machines import MACHINES, machine_of, peak_of
 from megajax.plan.memory import memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import step_time
-from megajax.presets import load_preset, resolve
 from megajax.program.communication import Collective
+from megajax.settings.presets import load_preset, resolve
 
 H100 = MACHINES["h100"]
 

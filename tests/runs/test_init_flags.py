@@ -7,9 +7,9 @@ from tiny import LLAMA, QWEN3, tiny_config
 
 from megajax.config import to_toml
 from megajax.errors import UserError
-from megajax.flags import parse
 from megajax.runs.init import check_init
 from megajax.runs.ownership import mark
+from megajax.settings.flags import parse
 
 SIZES = {"vocab_multiple": 1024, "scan_layers": "auto"}  # as in the preset
 

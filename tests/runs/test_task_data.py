@@ -9,9 +9,9 @@ import pytest
 from megajax.config import Config
 from megajax.data.tokenizers import load_tokenizer
 from megajax.errors import UserError
-from megajax.presets import resolve
 from megajax.runs.init import keep_init_tokenizer
 from megajax.runs.task_data import make_task_data, open_task_data
+from megajax.settings.presets import resolve
 
 CONTEXT = "the cat sat on the mat, and the dog sat there, too"
 

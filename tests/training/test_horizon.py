@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megajax.config import Config
-from megajax.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, resolve
 from megajax.training.horizon import in_steps, past_decay
 
 DEMO = {key: value for key, value in load_preset("demo").items() if key != "optimizer.decay_steps"}

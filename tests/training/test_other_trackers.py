@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from megajax import ending
 from megajax.data.config import DataConfig, Source, ValidationSet
 from megajax.errors import UserError
+from megajax.host import ending
 from megajax.training import plot, tracking
 from megajax.training.run_log import RunLog
 from megajax.training.tracking import LibraryTracker, check_installed
@@ -147,7 +147,7 @@ def test_a_process_whose_library_hangs_ends(tmp_path: Path, fake) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path / "packages")!r})
 from pathlib import Path
-from megajax.ending import run
+from megajax.host.ending import run
 from megajax.training import tracking
 tracking._LAST = 0.2
 def main():

@@ -10,10 +10,10 @@ from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.options import options
-from megajax.preset_files import preset_folders
-from megajax.presets import load_preset, resolve
+from megajax.settings.preset_files import preset_folders
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate, validate_imagined
 from megajax.traits import Size, Small
-from megajax.validation import validate, validate_imagined
 from megajax.verify.fold import fold
 from megajax.verify.shrink import Shrunk, shrink
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from megajax.config import Config
-from megajax.ending import fail, leave_together, stop_signals
 from megajax.errors import UserError
+from megajax.host.ending import fail, leave_together, stop_signals
+from megajax.host.relay import Relay
 from megajax.private import backends_are_initialized
-from megajax.relay import Relay
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -201,7 +201,7 @@ def _end(text: str) -> None:
 
 def _leave(succeeded: bool) -> None:
     """Leave before process 0: the others need it, without it JAX would abort them."""
-    from megajax.processes import is_first_process, wait_for_all
+    from megajax.host.processes import is_first_process, wait_for_all
 
     if succeeded:
         wait_for_all("the end")

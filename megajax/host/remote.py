@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from megajax import reading
 from megajax.errors import UserError
-from megajax.hub import reason
-from megajax.paths import scheme
+from megajax.host import reading
+from megajax.host.hub import reason
+from megajax.host.paths import scheme
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # the extra of megajax that a scheme needs
 _VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them

@@ -7,9 +7,9 @@ import pytest
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.flags import Parser, parse
 from megajax.options import options
-from megajax.presets import load_preset, resolve
+from megajax.settings.flags import Parser, parse
+from megajax.settings.presets import load_preset, resolve
 
 
 def fails(*argv: str) -> str:

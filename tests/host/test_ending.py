@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-BEGIN = "import sys, time; from megajax import ending; from megajax.errors import UserError\n"
+ROOT = Path(__file__).parents[2]
+BEGIN = "import sys, time; from megajax.host import ending; from megajax.errors import UserError\n"
 SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(0.01)\n"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megajax import reading
 from megajax.errors import UserError
+from megajax.host import reading
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, NoReturn
 
-from megajax import completion
 from megajax.axes import AXES
 from megajax.config import Config
 from megajax.errors import UserError
+from megajax.host import completion
 from megajax.options import Option, options, sections, shown, suggest
-from megajax.preset_files import names_in_folders, preset_names
-from megajax.presets import Preset, load_preset, read_preset, resolve
+from megajax.settings.preset_files import names_in_folders, preset_names
+from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
 MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # in a line of usage
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from megajax import launch
+from megajax.settings import launch
 
 CUDA = "jax_cuda13_plugin"
 
@@ -104,14 +104,14 @@ def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     code = f"""
 import dataclasses
-from megajax import launch
+from megajax.settings import launch
 from megajax.config import DistributedConfig
 from tiny import tiny_config
 launch.START_PATIENCE = 1.0
 cluster = DistributedConfig(coordinator={coordinator!r}, num_processes=2, process_id={number})
 launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
 """
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100)
     valid = "valid: an address that all of them reach, and as many processes as were announced"
     found = "the processes did not find each other within 1 s"

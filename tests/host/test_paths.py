@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.paths import check_path, check_place
+from megajax.host.paths import check_path, check_place
 
 
 def problem(check, path: object) -> str:

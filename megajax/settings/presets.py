@@ -8,11 +8,11 @@ from typing import Any
 
 from megajax.config import RUN_MARK, Config
 from megajax.errors import UserError
+from megajax.host.paths import identity, scheme
 from megajax.options import options, sections, shown, suggest
-from megajax.paths import identity, scheme
-from megajax.preset_files import find_preset, parse_toml, preset_folders, read_file
+from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
+from megajax.settings.validation import check_values
 from megajax.tasks.registry import PRETRAINING, TASKS
-from megajax.validation import check_values
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Through the relay JAX sees a silent service, which it tolerates for its heartbea
 reports it.
 
 JAX's own shutdown holds the interpreter's lock, so that the relay cannot pass anything on: a process with a relay must
-leave by `megajax.ending.run`, which avoids that shutdown.
+leave by `megajax.host.ending.run`, which avoids that shutdown.
 """
 
 import contextlib

@@ -9,14 +9,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megajax import remote
 from megajax.data.inputs import check_input
 from megajax.data.text import TextDocuments
 from megajax.errors import UserError
-from megajax.flags import parse, read_command
-from megajax.origins import printed
-from megajax.paths import check_path, check_place, scheme
-from megajax.presets import load_preset
+from megajax.host import remote
+from megajax.host.paths import check_path, check_place, scheme
+from megajax.settings.flags import parse, read_command
+from megajax.settings.origins import printed
+from megajax.settings.presets import load_preset
 
 FILES = {
     "one.jsonl": b'{"text": "first"}\n{"text": "second"}\n',

@@ -13,9 +13,9 @@ from megajax.cli import COMMANDS
 from megajax.commands.evaluate import NAMES
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import MACHINES
-from megajax.preset_files import names_in_folders, preset_names
+from megajax.settings.preset_files import names_in_folders, preset_names
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ASK = """\
 import argcomplete, json, os, sys
 from megajax.cli import main

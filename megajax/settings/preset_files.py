@@ -4,14 +4,14 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from megajax import reading, remote
 from megajax.errors import UserError
-from megajax.paths import check_path, scheme
+from megajax.host import reading, remote
+from megajax.host.paths import check_path, scheme
 
 
 def preset_folders() -> tuple[Path, ...]:
     """The folders of presets: ./configs, then the package's, which in a checkout is a link to its own."""
-    return Path("configs"), Path(__file__).resolve().parent / "configs"
+    return Path("configs"), Path(__file__).resolve().parents[1] / "configs"
 
 
 def preset_names() -> list[str]:

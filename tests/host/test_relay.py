@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megajax.relay import Relay
+from megajax.host.relay import Relay
 
 
 @pytest.fixture

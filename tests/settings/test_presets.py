@@ -10,12 +10,12 @@ import pytest
 from megajax.commands import train
 from megajax.config import Config, to_toml
 from megajax.errors import UserError
-from megajax.flags import parse
 from megajax.options import options
-from megajax.preset_files import preset_folders, preset_names
-from megajax.presets import load_preset, read_preset, resolve
+from megajax.settings.flags import parse
+from megajax.settings.preset_files import preset_folders, preset_names
+from megajax.settings.presets import load_preset, read_preset, resolve
 
-PRESETS = Path(__file__).parents[1] / "configs"
+PRESETS = Path(__file__).parents[2] / "configs"
 
 
 def message(call: Any, *arguments: Any) -> str:

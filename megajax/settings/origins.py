@@ -9,7 +9,7 @@ import tomli_w
 
 from megajax.config import Config
 from megajax.options import Option, options
-from megajax.presets import Preset, of_task
+from megajax.settings.presets import Preset, of_task
 
 _WIDTH = 40  # of a line before its comment, where the value is short
 
