@@ -14,6 +14,7 @@ from megajax.host import reading
 
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
+_PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # of a BERT's model in tokenizer.json
 _DECIDED = {  # fields of tokenizer_config.json that transformers follows, not tokenizer.json: where that has them
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
@@ -62,6 +63,10 @@ def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
     if not tokenizer.is_wordpiece or missing:
         what = f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer cuts no words in pieces"
         raise UserError(f"{name}: {what}; valid: a WordPiece vocabulary with {', '.join(SPECIAL_TOKENS)}")
+    model = json.loads(tokenizer.files[SINGLE])["model"]
+    for field, valid in _PIECES.items():
+        if model.get(field, valid) != valid:
+            raise UserError(f"{name}: {field} of {SINGLE} is {json.dumps(model[field])[:80]}; valid: {valid}")
 
 
 def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
@@ -92,8 +97,11 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
     if tokenizer.is_wordpiece:
         named = {role: token for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)}
         settings |= {role: token for role, token in named.items() if token in tokenizer.vocabulary}
-        normalizer = json.loads(tokenizer.files[SINGLE])["normalizer"]
-        settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": normalizer["lowercase"]}
+        content = json.loads(tokenizer.files[SINGLE])
+        normalizer, words = (content.get(section) or {} for section in ("normalizer", "pre_tokenizer"))
+        if (normalizer.get("type"), words.get("type")) == ("BertNormalizer", "BertPreTokenizer"):
+            settings["tokenizer_class"] = "BertTokenizer"  # which takes only its vocabulary from tokenizer.json
+            settings |= {name: normalizer.get(theirs) for name, (_, theirs) in _DECIDED.items() if theirs in normalizer}
     elif tokenizer.token(tokenizer.end_of_text) == END_OF_TEXT:
         settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     else:

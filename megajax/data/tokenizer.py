@@ -90,7 +90,7 @@ class Tokenizer:
         if not left_out:
             return self, []
         content = self._content | {"added_tokens": [token for token in added if token["id"] < size]}
-        return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings), sorted(left_out)
+        return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings.without(left_out)), sorted(left_out)
 
     def save(self, folder: str | Path) -> None:
         """Write its files as they were read, and what ends a generation as `generation_config.json`; each atomically.

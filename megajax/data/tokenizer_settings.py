@@ -4,8 +4,9 @@ They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.j
 ids that end a generation `generation_config.json`, or without it the model's `config.json`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,22 @@ class TokenizerSettings:
     ends: list[int]
     template: str | None
     splits_special: bool
+
+    def without(self, tokens: Collection[str]) -> "TokenizerSettings":
+        """The settings, in whose files these tokens have no role and no id."""
+        named = {name: self.files[name] for name in (CONFIG, SPECIAL) if name in self.files}
+        files = {name: json.dumps(_without(json.loads(text), tokens), indent=2) + "\n" for name, text in named.items()}
+        return replace(self, files={**self.files, **files})
+
+
+def _without(value: Any, tokens: Collection[str]) -> Any:
+    def is_one(entry: Any) -> bool:
+        token = entry.get("content") if isinstance(entry, dict) else entry
+        return isinstance(token, str) and token in tokens
+
+    if isinstance(value, dict):
+        return {name: _without(entry, tokens) for name, entry in value.items() if not is_one(entry)}
+    return [_without(entry, tokens) for entry in value if not is_one(entry)] if isinstance(value, list) else value
 
 
 NO_SETTINGS = TokenizerSettings({}, {}, [], None, splits_special=False)

@@ -15,6 +15,8 @@ from tiny import tiny_config
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
+from megajax.convert.tokenizer_files import write_tokenizer
+from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 
@@ -35,6 +37,13 @@ def bert(folder: Path, vocab_size: int = 101) -> Path:
     )
 
 
+def other_words(prefix: str = "##", lowercases: str = "Lowercase") -> str:
+    """A WordPiece that normalizes texts by another rule than BERT's."""
+    content = json.loads(WORDPIECE.files["tokenizer.json"])
+    content["model"]["continuing_subword_prefix"] = prefix
+    return json.dumps(content | {"normalizer": {"type": lowercases} if lowercases else None})
+
+
 def test_more_ids_than_the_model(tmp_path: Path) -> None:
     for write, tokenizer, few in ((gpt2, BYTE_PAIR, 260), (bert, WORDPIECE, 20)):
         folder = tmp_path / write.__name__
@@ -45,9 +54,13 @@ def test_more_ids_than_the_model(tmp_path: Path) -> None:
         (folder / "tokenizer.json").write_text(
             json.dumps(content | {"added_tokens": [*content["added_tokens"], *more]})
         )
+        settings = {"pad_token": "<new1>", "added_tokens_decoder": {"301": {"content": "<new1>"}}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
         source = open_source(write(folder, 301 if write is gpt2 else 101))
         assert source.added_tokens == (["<new1>"] if write is gpt2 else ["<new0>", "<new1>"])
-        assert source.tokenizer is not None and source.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+        assert source.tokenizer is not None and "<new1>" not in "".join(source.tokenizer.files.values())
+        assert json.loads(source.tokenizer.files["tokenizer_config.json"])["padding_side"] == "left"
+        assert source.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
         import_hf(source, tmp_path / f"run-{write.__name__}")
         assert load_tokenizer(tmp_path / f"run-{write.__name__}" / "data" / "tokenizer") == source.tokenizer
 
@@ -92,6 +105,7 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
             "no [MASK]; valid: a WordPiece vocabulary with [PAD]",
         ),
         ("bert", {"tokenizer.json": BYTE_PAIR.files["tokenizer.json"]}, "cuts no words in pieces; valid: a WordPiece"),
+        ("bert", {"tokenizer.json": other_words(prefix="@@")}, 'continuing_subword_prefix of tokenizer.json is "@@"'),
         ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, which"),
         ("gpt2", {"vocab.json": "{}"}, "vocab.json without tokenizer.json; valid: tokenizer.json, which"),
         ("gpt2", {"tokenizer.model": ""}, "tokenizer.model without tokenizer.json; valid: tokenizer.json, which"),
@@ -110,3 +124,19 @@ def test_a_byte_level_tokenizer_is_not_exported_with_a_bert() -> None:
     model = tiny_config(family="bert").model
     with pytest.raises(UserError, match="the run's tokenizer: the tokenizer cuts no words in pieces; valid: a WordPie"):
         exchange_for(model, "", "it").settings(model, (), BYTE_PAIR)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (WORDPIECE.files["tokenizer.json"], ("BertTokenizer", True)),
+        (other_words(), ("PreTrainedTokenizerFast", None)),
+        (other_words(lowercases=""), ("PreTrainedTokenizerFast", None)),
+    ],
+)
+def test_settings_of_a_wordpiece_that_came_without(text: str, wanted: tuple[str, bool | None], tmp_path: Path) -> None:
+    """BertTokenizer of transformers has a normalizer of its own; other ones need the class that takes all of the
+    file."""
+    write_tokenizer(Tokenizer(text), 64, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (settings["tokenizer_class"], settings.get("do_lower_case")) == wanted and settings["mask_token"] == "[MASK]"
