@@ -72,10 +72,11 @@ class Bert(nn.Module):
 
     def canonical_weights(self, params: dict) -> dict[str, Tensor]:
         """The parameters by name, from the nested dict of our canonical weights; for tests, as it needs JAX."""
-        from megajax.convert.bert import places
+        from megajax.convert.bert import EXCHANGES
         from megajax.convert.weights import to_tensors
 
-        tensors = to_tensors(places(self.config), params, self.config)
+        (exchange,) = (each for each in EXCHANGES if each.options["layer_order"] == self.config.layer_order)
+        tensors = to_tensors(exchange.places(self.config), params, self.config)
         padding = {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"} if self.padded else set()
         weights = {f"model.{name}": torch.tensor(tensor) for name, tensor in tensors.items() if name not in padding}
         for name in padding:
