@@ -173,11 +173,11 @@ class MlflowTracker(Tracker):
     which experiment."""
 
     def __init__(self, run_dir: Path, name: str):
-        for loud in ("mlflow", "alembic"):
-            logging.getLogger(loud).setLevel(logging.CRITICAL)
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
+        for loud in ("mlflow", "alembic"):  # which set their levels when they are imported
+            logging.getLogger(loud).setLevel(logging.CRITICAL)
         self._metric, own = Metric, run_dir / "mlflow"
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:

@@ -108,10 +108,11 @@ def test_weights_and_biases_asks_nothing_and_takes_no_other_run(
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow uses what SQLAlchemy deprecates
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     name = log_run("mlflow", tmp_path, monkeypatch)
-    assert "cannot be written" not in capsys.readouterr().out
+    said = capfd.readouterr()
+    assert "cannot be written" not in said.out and "INFO" not in said.err
     with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
         (run,) = database.execute("select run_uuid, status, name from runs").fetchall()
         assert run[1:] == ("FINISHED", tmp_path.name)
