@@ -84,7 +84,8 @@ class _Product(nnx.Module):
         if not adapter:
             return y
         a, b = adapter
-        return y + jnp.tensordot(jnp.tensordot(x, a, contracted) * jnp.asarray(self.scale, x.dtype), b, 1)
+        inner = product(x, a, contracted, self.backend) * jnp.asarray(self.scale, x.dtype)
+        return y + product(inner, b, 1, self.backend)
 
 
 class ColumnParallelLinear(_Product):
