@@ -246,7 +246,7 @@ class Config:
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
-RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, by which they are told from other presets
+RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, which other presets lack
 
 
 def to_toml(config: Config) -> str:

@@ -65,9 +65,9 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     length = settings["model.sequence_length"]
     if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
         valid = f"{length} or less, the positions in config.json" if config.model.rotary else "without it"
-        told = "" if config.model.rotary else ", whose positions are learned"
+        positions = "" if config.model.rotary else ", whose positions are learned"
         flag = f"--model.sequence-length {config.model.sequence_length}"
-        raise UserError(f"{flag} with {folder}{told}; valid: {valid}")
+        raise UserError(f"{flag} with {folder}{positions}; valid: {valid}")
     weights = StoredWeights(folder, config.model, exchange)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)

@@ -47,8 +47,8 @@ class StoredWeights:
         self._places = exchange.places(config)
         self._spelled = self._places.spelling(there)
         self.fresh = {
-            told: tuple(theirs)
-            for told, theirs in self._places.may_be_fresh().items()
+            head: tuple(theirs)
+            for head, theirs in self._places.may_be_fresh().items()
             if not theirs.values() & there.keys()
         }
         self.dtype = self._check(exchange)

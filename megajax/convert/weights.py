@@ -96,10 +96,10 @@ class Places:
         return {name.format(layer=layer) for name in self.unused for layer in range(config.num_layers)}
 
     def may_be_fresh(self) -> dict[str, dict[str, str]]:
-        """By what they are in messages: our weights that may be missing, and the tensors that they are in."""
+        """The weights that may be missing, and the tensors that they are in, by what messages call them."""
         return {
-            told: {ours: place.name for ours, place in self.shared.items() if ours.startswith(beginning)}
-            for beginning, told in self.fresh.items()
+            head: {ours: place.name for ours, place in self.shared.items() if ours.startswith(beginning)}
+            for beginning, head in self.fresh.items()
         }
 
 

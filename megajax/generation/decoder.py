@@ -220,8 +220,8 @@ class Decoder:
         """The last layer's output, and every layer's cache."""
         caches = []
         for number, (layer, attend) in enumerate(zip(weights["layers"], attends, strict=True)):
-            x_BTD, beside = self._model.block(layer)(x_BTD, context, number, attend)
-            caches.append(beside["cache"])
+            x_BTD, aux = self._model.block(layer)(x_BTD, context, number, attend)
+            caches.append(aux["cache"])
         return x_BTD, caches
 
     def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:

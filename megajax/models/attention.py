@@ -21,9 +21,9 @@ from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, col
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named, recorded
 
-Beside = dict[str, Any]  # what is returned beside an activation, by name: figures, or in generation a cache
+Aux = dict[str, Any]  # auxiliary outputs of a layer by name: figures, or in generation the KV cache
 # (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, and what is returned beside them
-Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Beside]]
+Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Aux]]
 ATTENTION_WEIGHTS = 0  # a site of dropout in a layer, beside those of `layer.py`
 
 
@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Beside]:
+    def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Aux]:
         """`attend` between the projections; also returns what it returns beside the heads."""
         linears = self.products["attention_input"]
         q_BTHK, k_BSHK, v_BSHK = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
@@ -82,15 +82,15 @@ class Attention(nnx.Module):
             q_BTHK = named(rotated(q_BTHK, context.position_BT, self.rotary), "rotated_query", split=2)
             k_BSHK = rotated(k_BSHK, context.position_BT, self.rotary)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
-        heads_BTHK, beside = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
+        heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
         heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # whoever computed them has named them
         y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
-        return named(y_BTD, "attention_output", self.boundary.split), beside
+        return named(y_BTD, "attention_output", self.boundary.split), aux
 
 
 def attend_in_context(
     q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
-) -> tuple[Array, Beside]:
+) -> tuple[Array, Aux]:
     """Attention of a microbatch's tokens to those that they see, with its dropout."""
     dropout = context.dropout.fold(ATTENTION_WEIGHTS)
     return attend(q_BTHK, k_BSHK, v_BSHK, context.visible, dropout, backend), {}

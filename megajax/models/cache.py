@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.backend import Backend
-from megajax.models.attention import Attend, Beside, attend_in_context
+from megajax.models.attention import Attend, Aux, attend_in_context
 from megajax.models.context import Context
 from megajax.precision import at_least_fp32
 
@@ -54,9 +54,9 @@ def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Arra
 def prefill(num_slots: int) -> Attend:
     """Attention of whole prompts, which end anywhere; also returns a `cache` of `num_slots` slots that has them."""
 
-    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Beside]:
-        heads_BTHK, beside = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
-        return heads_BTHK, beside | {"cache": Cache.of(k_BSHK, v_BSHK, num_slots)}
+    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
+        heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
+        return heads_BTHK, aux | {"cache": Cache.of(k_BSHK, v_BSHK, num_slots)}
 
     return read
 
@@ -65,7 +65,7 @@ def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
     """Attention of one token per row to what is visible of a cache, after the token is put into `slot`; also returns
     the `cache` with it."""
 
-    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Beside]:
+    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
         filled = cache.put(k_B1HK, v_B1HK, slot)
         product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
         batch, _, num_heads, size = q_B1MK.shape

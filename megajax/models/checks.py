@@ -21,8 +21,8 @@ def check_model(model: ModelConfig) -> None:
         )
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
-            told = as_flag(f"model.{name}", getattr(model, name))
-            raise UserError(f"{told} with --model.family {model.family}; valid: {as_flag(f'model.{name}', value)}")
+            flag = as_flag(f"model.{name}", getattr(model, name))
+            raise UserError(f"{flag} with --model.family {model.family}; valid: {as_flag(f'model.{name}', value)}")
     _check_heads(model, free=not family.fixed)
     if family.fixed and model.mlp_size != 4 * model.hidden_size:
         raise UserError(

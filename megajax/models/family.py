@@ -90,7 +90,7 @@ class Family:
         reset_form: what its batch holds where attention starts anew with every document, if it can.
         linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
             its forward pass.
-        bidirectional: tokens see all of their text, whose length the layers are told, and the head of pretraining
+        bidirectional: tokens see all of their text, whose length the layers get, and the head of pretraining
             predicts those that were chosen; else each sees those before it and predicts the next.
     """
 

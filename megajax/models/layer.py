@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.models.attention import Attend, Attention, Beside, attend_in_context
+from megajax.models.attention import Attend, Attention, Aux, attend_in_context
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.models.mlp import MLP
@@ -42,7 +42,7 @@ class Block(nnx.Module):
     @jax.named_scope("layer")
     def __call__(
         self, x_BTD: Array, context: Context, layer: Array | int, attend: Attend = attend_in_context
-    ) -> tuple[Array, Beside]:
+    ) -> tuple[Array, Aux]:
         """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's."""
         context = context.of_layer(layer)
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
@@ -52,13 +52,13 @@ class Block(nnx.Module):
 
         x_BTD = name(x_BTD, "input")
         if self.order == "pre":
-            y_BTD, beside = self.attention(name(self.attention_norm(x_BTD), "attention_norm"), context, attend)
+            y_BTD, aux = self.attention(name(self.attention_norm(x_BTD), "attention_norm"), context, attend)
             x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
             y_BTD = self.mlp(name(self.mlp_norm(x_BTD), "mlp_norm"), context)
-            return name(x_BTD + dropout(y_BTD, "mlp_dropout"), "output"), beside
-        y_BTD, beside = self.attention(x_BTD, context, attend)
+            return name(x_BTD + dropout(y_BTD, "mlp_dropout"), "output"), aux
+        y_BTD, aux = self.attention(x_BTD, context, attend)
         x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
         x_BTD = name(self.attention_norm(x_BTD), "attention_norm")
         y_BTD = self.mlp(x_BTD, context)
         x_BTD = name(x_BTD + dropout(y_BTD, "mlp_dropout"), "mlp_residual")
-        return name(self.mlp_norm(x_BTD), "output"), beside
+        return name(self.mlp_norm(x_BTD), "output"), aux

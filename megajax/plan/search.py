@@ -228,9 +228,8 @@ def _as_fast(config: Config, cost: StepCost) -> Config:
 def _sizes(
     config: Config, kept: frozenset[str], backend: Backend, cost: StepCost
 ) -> Iterator[tuple[int, PipelineConfig]]:
-    """Every schedule and number of chunks whose table can be made and its buffers told quickly, with the bytes that a
-    device needs. Those are told by fewer microbatches where the schedule's table has buffers of the same sizes with
-    these."""
+    """Every schedule and chunk count whose table and buffers are computed quickly, with the bytes that a device needs.
+    They are computed for fewer microbatches where the schedule's table has buffers of the same sizes with these."""
     mesh, train, m = (
         config.mesh,
         config.train,
@@ -272,9 +271,9 @@ def _nothing(
     """Of an empty space, what forbids all there is."""
     if smallest is not None:
         size, least = smallest
-        told = " ".join(as_flag(key, value(least, key)) for key in VARIED)
+        flags = " ".join(as_flag(key, value(least, key)) for key in VARIED)
         return UserError(
-            f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({told}) needs "
+            f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({flags}) needs "
             f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
             "--devices, another --gpu, a smaller model or batch"
         )

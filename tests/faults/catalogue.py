@@ -486,8 +486,8 @@ CLASSES: dict[str, list[Fault]] = {
         Fault(
             "what A gives is summed over the tensor group before B",
             "parallel.layers._Product.multiply",
-            "jnp.tensordot(x, a, contracted)",
-            'lax.psum(jnp.tensordot(x, a, contracted), "tensor")',
+            "product(x, a, contracted, self.backend)",
+            'lax.psum(product(x, a, contracted, self.backend), "tensor")',
             named("query of layer 0, forward"),
             ON_TENSOR | {"lora": LoraConfig(rank=2)},
         ),

@@ -44,8 +44,8 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         context, x_BTD = embed({"tokens": prompt_BT})
         caches = []
         for number, layer in enumerate(layers):
-            x_BTD, beside = model.block(layer)(x_BTD, context, number, prefill(PROMPT + rest + 2))
-            caches.append(beside["cache"])
+            x_BTD, aux = model.block(layer)(x_BTD, context, number, prefill(PROMPT + rest + 2))
+            caches.append(aux["cache"])
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
 
         def step(caches, number):
@@ -56,8 +56,8 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot, window)
             filled = []
             for layer, weights, cache in zip(range(num_layers), layers, caches, strict=True):
-                x_B1D, beside = model.block(weights)(x_B1D, context, layer, decode_step(cache, slot, visible_BS))
-                filled.append(beside["cache"])
+                x_B1D, aux = model.block(weights)(x_B1D, context, layer, decode_step(cache, slot, visible_BS))
+                filled.append(aux["cache"])
             return filled, ends.logits(x_B1D)[:, 0]
 
         steps_NBV = lax.scan(step, caches, jnp.arange(rest, dtype=jnp.int32))[1]

@@ -17,12 +17,12 @@ class CountingBlock(Block):
     """A layer with figures: its tokens, and those of every row as often as row and layer say."""
 
     def __call__(self, x_BTD, context, layer, *attend):
-        x_BTD, beside = super().__call__(x_BTD, context, layer, *attend)
+        x_BTD, aux = super().__call__(x_BTD, context, layer, *attend)
         count = jnp.int32(x_BTD.shape[1])
         figures = {"tokens": count * x_BTD.shape[0]}
         if context.row_B is not None:
             figures["numbered"] = count * (layer + 1) * jnp.sum(context.row_B)
-        return x_BTD, beside | figures
+        return x_BTD, aux | figures
 
 
 class Tiny(TransformerDecoder):
