@@ -3,7 +3,7 @@
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,33 @@ from megajax.models.blocked_attention import blocked_attention
 from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.random import Dropout
 
-Typed = Array | jax.ShapeDtypeStruct  # only its type matters
+
+class Setting(NamedTuple):
+    """What attention depends on beside queries, keys and values.
+
+    Attributes:
+        visible: which keys a query sees.
+        dropout: of the probabilities, the same for a query and a key wherever they are computed.
+        backend: of the devices.
+        places: where queries and keys stand in their sequence.
+    """
+
+    visible: AttentionMask
+    dropout: Dropout
+    backend: Backend
+    places: Places = FROM_START
 
 
 class Implementation(Protocol):
     """A way to compute attention."""
 
     @staticmethod
-    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+    def can(q_BTHK: Array, setting: Setting) -> bool:
         """Whether it can do this, by types and static values alone."""
         ...
 
     @staticmethod
-    def attend(
-        q_BTHK: Array,
-        k_BSHK: Array,
-        v_BSHK: Array,
-        places: Places,
-        visible: AttentionMask,
-        dropout: Dropout,
-        backend: Backend,
-    ) -> Array:
+    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
         """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) knows what its backward pass needs of its forward
         pass, by name or by primitive."""
         ...
@@ -46,23 +52,17 @@ class CuDNN:
     dropout would depend on the mesh, and documents are private there."""
 
     @staticmethod
-    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+    def can(q_BTHK: Array, setting: Setting) -> bool:
+        visible, dropout, backend, places = setting
         size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
         fits = item_size == 2 and size % 8 == 0 and size <= 256
         window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
         limited = visible.first_key_BT is not None or not window_fits
-        return backend.fused_attention and fits and places == FROM_START and rate == 0 and not limited
+        return backend.fused_attention and fits and places == FROM_START and dropout.rate == 0 and not limited
 
     @staticmethod
-    def attend(
-        q_BTHK: Array,
-        k_BSHK: Array,
-        v_BSHK: Array,
-        places: Places,
-        visible: AttentionMask,
-        dropout: Dropout,
-        backend: Backend,
-    ) -> Array:
+    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+        visible = setting.visible
         return jax.nn.dot_product_attention(
             q_BTHK,
             k_BSHK,
@@ -79,19 +79,12 @@ class Blocks:
     """Blocks of queries, whatever they see, with dropout that no mesh changes."""
 
     @staticmethod
-    def can(q_BTHK: Typed, places: Places, visible: AttentionMask, rate: float, backend: Backend) -> bool:
+    def can(q_BTHK: Array, setting: Setting) -> bool:
         return True
 
     @staticmethod
-    def attend(
-        q_BTHK: Array,
-        k_BSHK: Array,
-        v_BSHK: Array,
-        places: Places,
-        visible: AttentionMask,
-        dropout: Dropout,
-        backend: Backend,
-    ) -> Array:
+    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+        visible, dropout, backend, places = setting
         bits_BH = None
         if dropout.rate > 0:
             num_heads = q_BTHK.shape[2]
@@ -113,21 +106,11 @@ def attend(
     backend: Backend,
     places: Places = FROM_START,
 ) -> Array:
-    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities.
-
-    Args:
-        q_BTHK, k_BSHK, v_BSHK: queries, keys and values.
-        visible: which keys a query sees.
-        dropout: of the probabilities, the same for a query and a key wherever they are computed.
-        backend: of the devices.
-        places: where queries and keys stand in their sequence.
-    """
-    chosen = implementation(q_BTHK, visible, dropout.rate, backend, places)
-    return chosen.attend(q_BTHK, k_BSHK, v_BSHK, places, visible, dropout, backend)
+    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities. The rest is as in `Setting`."""
+    setting = Setting(visible, dropout, backend, places)
+    return implementation(q_BTHK, setting).attend(q_BTHK, k_BSHK, v_BSHK, setting)
 
 
-def implementation(
-    q_BTHK: Typed, visible: AttentionMask, rate: float, backend: Backend, places: Places = FROM_START
-) -> type[Implementation]:
-    """The first that can, with dropout at this rate."""
-    return next(each for each in IMPLEMENTATIONS if each.can(q_BTHK, places, visible, rate, backend))
+def implementation(q_BTHK: Array, setting: Setting) -> type[Implementation]:
+    """The first that can."""
+    return next(each for each in IMPLEMENTATIONS if each.can(q_BTHK, setting))
