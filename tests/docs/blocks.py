@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +40,14 @@ class Command:
 
 
 def blocks(page: Path) -> Iterator[tuple[str, int, list[str]]]:
-    """Language, number of the first line, and lines of every fenced block."""
+    """Language, number of the first line, and lines of every fenced block, without the block's own indentation."""
     lines = page.read_text(encoding="utf-8").splitlines()
     opened: tuple[str, str, int] | None = None
     for number, line in enumerate(lines, 1):
         fence = _FENCE.match(line)
         if opened and line.strip() == opened[0]:
             _, language, first = opened
-            yield language, first, lines[first - 1 : number - 1]
+            yield language, first, textwrap.dedent("\n".join(lines[first - 1 : number - 1])).splitlines()
             opened = None
         elif fence and not opened:
             opened = fence[2], fence[3], number + 1

@@ -1,6 +1,7 @@
 """Links, quoted errors and examples of the pages."""
 
 import ast
+import json
 import pkgutil
 import re
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from blocks import PAGES, ROOT, blocks
 
 from megajax.pipeline import schedule
 from megajax.pipeline.deferral import Deferring
+from megajax.tasks import instructions, readers, records, registry
+from megajax.tasks.config import TaskConfig
 
 
 @cache
@@ -89,18 +93,37 @@ def test_extras_exist() -> None:
     assert named and named <= extras, named - extras
 
 
+def _recipe(name: str, *modules: ModuleType) -> Any:
+    """A function of docs/extending.md, which reads the names of modules."""
+    codes = ["\n".join(lines) for language, _, lines in blocks(ROOT / "docs" / "extending.md") if language == "python"]
+    namespace: dict[str, Any] = {}
+    for module in modules:
+        namespace |= vars(module)
+    exec(next(code for code in codes if f"def {name}(" in code), namespace)
+    return namespace[name]
+
+
 def test_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/extending.md's new schedule is one, checked as any other, deferred weight gradients included."""
     monkeypatch.setattr(schedule, "SCHEDULES", dict(schedule.SCHEDULES))
-    codes = [lines for language, _, lines in blocks(ROOT / "docs" / "extending.md") if language == "python"]
-    module = ModuleType("recipe")
-    exec("\n".join(codes[0]), module.__dict__)
+    gpipe_fifo = _recipe("gpipe_fifo", schedule)
     for stages, microbatches in ((1, 3), (2, 2), (4, 8), (3, 7)):
         made = schedule.make_schedule("gpipe-fifo", stages, microbatches)
         assert made.num_ticks == 2 * (microbatches + stages - 1)
         schedule.make_schedule("gpipe-fifo", stages, microbatches, 1, Deferring())
-    backward = module.gpipe_fifo(4, 8, 1).backward
-    assert (np.diff(backward, axis=0) == 1).all()
+    assert (np.diff(gpipe_fifo(4, 8, 1).backward, axis=0) == 1).all()
+
+
+def test_the_task_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """docs/extending.md's task reads its files by the entry that the page shows."""
+    entry = re.search(r'"boolq": (Task\(.*\))`', (ROOT / "docs" / "extending.md").read_text())
+    assert entry
+    monkeypatch.setitem(registry.TASKS, "boolq", eval(entry[1], vars(registry)))
+    monkeypatch.setitem(readers._READERS, "boolq", _recipe("read_boolq", instructions, records))
+    line = json.dumps({"question": "is the sky blue", "passage": "The sky is blue.", "answer": True})
+    (tmp_path / "train.jsonl").write_text(f"{line}\n{line}\n")
+    found = readers.read_records("boolq", [str(tmp_path)], TaskConfig(), "--data.train")
+    assert [(pair.texts, pair.label) for pair in found.entries] == [(("is the sky blue", "The sky is blue."), 1)] * 2
 
 
 def test_what_the_reference_names_is_there() -> None:

@@ -67,7 +67,7 @@ def test_a_wrong_schedule_is_not_made(monkeypatch, direction, where):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f2b", 2, 2), "unknown schedule '1f2b': choose one of 1f1b, gpipe, interleaved"),
+        (("1f2b", 2, 2), "unknown schedule '1f2b': choose one of 1f1b, gpipe"),
         (("", 1, 1), "unknown schedule ''"),
         (("1f1b", 0, 2), "at least 1 stage and 1 microbatch, not 0 and 2"),
         (("gpipe", 2, 0), "at least 1 stage and 1 microbatch, not 2 and 0"),
