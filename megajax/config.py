@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from megajax.axes import AXES, BATCH_AXES, ROW_AXES
-from megajax.data.batch_sizes import BatchSizes
 from megajax.data.config import DataConfig, TokenizerConfig
+from megajax.data.loader import BatchSizes
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options

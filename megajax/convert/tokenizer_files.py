@@ -8,7 +8,7 @@ from typing import Any
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, SINGLE
 from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer
-from megajax.data.wordpiece import SPECIAL_TOKENS
+from megajax.data.vocabularies import SPECIAL_TOKENS
 from megajax.errors import UserError
 from megajax.host import reading
 

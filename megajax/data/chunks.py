@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.tokens import SequenceDocuments
+from megajax.data.tokens import TokenDocuments
 
 Numbers = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ class SentenceCounts:
     empty_sentences: int  # sentences without a token
 
 
-def count_sentences(documents: SequenceDocuments, numbers: Numbers | None = None) -> SentenceCounts:
+def count_sentences(documents: TokenDocuments, numbers: Numbers | None = None) -> SentenceCounts:
     """Count the sentences of some documents (None: of all)."""
     counts = np.zeros(5, np.int64)
     for block in _blocks(documents, np.arange(documents.num_documents) if numbers is None else numbers):
@@ -49,7 +49,7 @@ class Chunks:
         return len(self.begins)
 
 
-def join(documents: SequenceDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
+def join(documents: TokenDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
     """Join the sentences of each document to chunks: a chunk ends when it reaches its target and has at least two.
 
     Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
@@ -77,7 +77,7 @@ class _Block:
     num_empty: int  # sentences left out
 
 
-def _blocks(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Block]:
+def _blocks(documents: TokenDocuments, numbers: Numbers) -> Iterator[_Block]:
     begun = 0
     totals = np.cumsum(documents.document_index[numbers + 1] - documents.document_index[numbers])
     while begun < len(numbers):
@@ -87,7 +87,7 @@ def _blocks(documents: SequenceDocuments, numbers: Numbers) -> Iterator[_Block]:
         begun = end
 
 
-def _block(documents: SequenceDocuments, numbers: Numbers) -> _Block:
+def _block(documents: TokenDocuments, numbers: Numbers) -> _Block:
     firsts, lasts = documents.document_index[numbers], documents.document_index[numbers + 1]
     ends = np.cumsum(lasts - firsts)
     shifts = firsts - np.concatenate([[0], ends[:-1]])

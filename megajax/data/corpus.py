@@ -1,29 +1,46 @@
 """A tokenized corpus in the run directory, as `data/making.py` made it."""
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from megajax.data.digests import CheckedTokens
+import numpy as np
+import numpy.typing as npt
+
+from megajax.data.digests import TOKENS, CheckedTokens, are_digests, as_blocks, check_index, check_tokenizer, root
 from megajax.data.encoding import encode_documents
+from megajax.data.files import write_atomically
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix
-from megajax.data.report import (
-    CorpusReport,
-    check_index,
-    check_tokenizer,
-    read_blocks,
-    read_report,
-)
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import (
-    TOKENIZER_FILES,
-    is_tokenizer_folder,
-    load_tokenizer,
-)
-from megajax.data.tokens import SequenceDocuments
+from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer
+from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.host import reading
+
+_REPORT, _BLOCKS = "report.json", "tokens.digests"  # the latter has the digests of the tokens' blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusReport:
+    """Where a corpus came from and what it took to make; `report.json` in its folder."""
+
+    source: str  # absolute path, or python-stdlib
+    tokenizer_source: str  # absolute path of a given tokenizer; empty if it was trained, imported or there is none
+    dataset: str  # PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder
+    vocab_size: int  # all ids are below this
+    documents: int
+    tokens: int
+    text_bytes: int = 0  # of the text in UTF-8; 0 for a dataset that was given tokenized
+    skipped_files: int = 0  # files of a folder that are not UTF-8
+    sentences: int = 0  # of documents that are cut in sentences; else 0
+    single_sentence_documents: int = 0
+    tokenizer_seconds: float = 0.0  # what training the tokenizer took
+    encoding_seconds: float = 0.0
+    digests: dict[str, str] = field(default_factory=dict)  # of Megatron-LM's own datasets the tokenizer's only
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,34 @@ class Corpus:
     report: CorpusReport
 
 
+def write_report(folder: Path, report: CorpusReport, blocks: npt.NDArray[np.uint8] | None) -> None:
+    """Write the report of a corpus, which is then complete, and the digests of its blocks, if there are any."""
+    if blocks is not None:
+        write_atomically(folder / _BLOCKS, blocks.tobytes())
+    write_atomically(folder / _REPORT, json.dumps(asdict(report), indent=1) + "\n")
+
+
+def read_report(folder: Path) -> CorpusReport:
+    """The report of a corpus."""
+    file = folder / _REPORT
+    try:
+        content = reading.parse_json(reading.read_bytes(file).decode())
+        report = CorpusReport(**content)
+        if not all(_is_valid(getattr(report, each.name), each.type) for each in fields(report)):
+            raise ValueError
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"{file}: not the report of a corpus; valid: the file as it was, or no {folder}") from None
+    return report
+
+
+def _is_valid(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind is int:
+        return type(value) is int and 0 <= value < 1 << 63
+    return isinstance(value, str) and "\0" not in value if kind is str else are_digests(value)
+
+
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     """Open what `make_corpus` made. Any process may call this; nothing is written."""
     folder = Path(output_dir)
@@ -43,7 +88,9 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     index_file, tokens_file = dataset_files(prefix)
     again = f"or, {report.source} being unchanged, no {folder}: then the corpus is made again"
     advice = f"valid: the file as it was, {again}"
-    tokenizer = _own_tokenizer(folder, report, vocab_size, advice)
+    own = folder / "tokenizer"
+    check_tokenizer(own, report.digests, advice)
+    tokenizer = None if report.dataset and not reading.kind(own) else load_fitting(own, vocab_size)
     if report.dataset:
         advice = "valid: the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
@@ -52,13 +99,26 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
         raise UserError(
             f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"
         )
-    blocks = read_blocks(folder, report, advice)
+    blocks = _read_blocks(folder / _BLOCKS, report, advice)
     tokens.checked = CheckedTokens(tokens.tokens, blocks, vocab_size, str(tokens_file), advice)
     if not report.dataset:
         tokens.name = report.source  # what the user knows it by
     if report.vocab_size > vocab_size:
         tokens.check_vocabulary(vocab_size)
     return Corpus(tokens, tokenizer, report)
+
+
+def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:
+    """The digests of a corpus's blocks, [B, 16]; None where the report has no digest of tokens."""
+    if TOKENS not in report.digests:
+        return None
+    try:
+        content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # of 8 bytes a token, the most
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
+    if len(content) % 16 or root(as_blocks(content)) != report.digests[TOKENS]:
+        raise UserError(f"{file}: not what was written; {advice}")
+    return as_blocks(content)
 
 
 def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
@@ -70,17 +130,9 @@ def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
     return load_tokenizer(own)
 
 
-def _own_tokenizer(folder: Path, report: CorpusReport, vocab_size: int, advice: str) -> Tokenizer | None:
-    own = folder / "tokenizer"
-    check_tokenizer(own, report.digests, advice)
-    if report.dataset and not reading.kind(own):
-        return None
-    return load_fitting(own, vocab_size)
-
-
 def evaluation_tokens(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, *, sentences: bool = False, flag: str = "--data"
-) -> SequenceDocuments:
+) -> TokenDocuments:
     """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence.
 
     A single text file is one document. Only a text needs the tokenizer.
@@ -92,22 +144,18 @@ def evaluation_tokens(
         return tokens
     assert tokenizer is not None, "text, and no tokenizer"
     documents = TextDocuments(path, cut=False, flag=flag)
-    return SequenceDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
+    return TokenDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
 
 
 def has_corpus(output_dir: str | Path) -> bool:
     """Whether `make_corpus` made a corpus there."""
-    return bool(reading.kind(Path(output_dir, "report.json")))  # written last
+    return bool(reading.kind(Path(output_dir, _REPORT)))  # written last
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
     """Whether a folder holds nothing but a tokenizer, as after an import of weights."""
-    folder = Path(output_dir)
-    return (
-        reading.names(folder) == {"tokenizer"}
-        and is_tokenizer_folder(folder / "tokenizer")
-        and reading.names(folder / "tokenizer") <= set(TOKENIZER_FILES)
-    )
+    own = Path(output_dir, "tokenizer")
+    return reading.names(output_dir) == {own.name} and is_tokenizer_folder(own) and has_only_tokenizer_files(own)
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:

@@ -1,6 +1,7 @@
-"""Digests of files. Tokens have one for every block, so that a block can be trusted without reading the rest.
+"""Digests of files, and their names in reports: of a run's corpus, and of what `megajax prepare` leaves.
 
-B blocks of 256 KiB, each with the first 16 bytes of its SHA-256. A file's one digest, its root, is that of its blocks'.
+Tokens have a digest for every block, so that a block can be trusted without reading the rest: B blocks of 256 KiB, each
+with the first 16 bytes of its SHA-256. A file's one digest, its root, is that of its blocks'.
 """
 
 import hashlib
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import UserError
 from megajax.host import reading
 
 BLOCK_BYTES = 1 << 18
+TOKENS = "tokens"  # the name of the tokens' root
 
+_INDEX, _TOKENIZER = "index", "tokenizer/"  # the latter before a file's name
 _BYTES = 16  # of a digest
 _THREADS = 4  # hashing lets other threads run
 _AT_ONCE = 1 << 28  # bytes: a file up to this is checked as a whole when it is opened
@@ -30,35 +34,32 @@ class Digester:
     """Computes block digests of content as it is written."""
 
     def __init__(self) -> None:
-        self._done, self._hash, self._room = bytearray(), hashlib.sha256(), BLOCK_BYTES
+        self._done, self._rest = bytearray(), bytearray()
 
     def update(self, content: bytes) -> None:
         """Add what is written next."""
-        rest = memoryview(content)
-        while len(rest):
-            part, rest = rest[: self._room], rest[self._room :]
-            self._hash.update(part)
-            self._room -= len(part)
-            if not self._room:
-                self._end_block()
+        self._rest += content
+        while len(self._rest) >= BLOCK_BYTES:
+            self._done += _digest(self._rest[:BLOCK_BYTES])
+            del self._rest[:BLOCK_BYTES]
 
     def finish(self) -> npt.NDArray[np.uint8]:
         """The digests of all blocks, [B, 16]."""
-        if self._room < BLOCK_BYTES:
-            self._end_block()
-        return np.frombuffer(bytes(self._done), np.uint8).reshape(-1, _BYTES)
+        last = _digest(self._rest) if self._rest else b""
+        return as_blocks(bytes(self._done) + last)
 
-    def _end_block(self) -> None:
-        self._done += self._hash.digest()[:_BYTES]
-        self._hash, self._room = hashlib.sha256(), BLOCK_BYTES
+
+def as_blocks(content: bytes) -> npt.NDArray[np.uint8]:
+    """Digests back to back as [B, 16]."""
+    return np.frombuffer(content, np.uint8).reshape(-1, _BYTES)
 
 
 def block_digests(content: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The digests of all blocks of an array's bytes, [B, 16]."""
     size = BLOCK_BYTES // content.itemsize
     with ThreadPoolExecutor(_THREADS) as pool:
-        done = b"".join(pool.map(lambda start: _digest(content[start : start + size]), range(0, len(content), size)))
-    return np.frombuffer(done, np.uint8).reshape(-1, _BYTES)
+        done = pool.map(lambda start: _digest(content[start : start + size]), range(0, len(content), size))
+        return as_blocks(b"".join(done))
 
 
 def root(digests: npt.NDArray[np.uint8]) -> str:
@@ -67,11 +68,7 @@ def root(digests: npt.NDArray[np.uint8]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """The root of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The root of a file; an `OSError` if it cannot be read."""
     found = Digester()
     with reading.open_file(file) as content:
         while block := content.read(BLOCK_BYTES):
@@ -79,8 +76,41 @@ def file_digest(file: Path) -> str:
     return root(found.finish())
 
 
-def check_files(files: Mapping[Path, str], advice: str) -> None:
-    """Compare files with their digests."""
+def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:
+    """The digests for a report: of tokens and index, unless the tokens' blocks have none, and of the tokenizer."""
+    found = {} if blocks is None else {TOKENS: root(blocks), _INDEX: file_digest(index_file)}
+    return found | {_TOKENIZER + file.name: file_digest(file) for file in _tokenizer_files(tokenizer_folder)}
+
+
+def are_digests(value: Any) -> bool:
+    """Whether a value has the form of the digests of a report."""
+    known = {TOKENS, _INDEX, *(_TOKENIZER + name for name in TOKENIZER_FILES)}
+    return isinstance(value, dict) and value.keys() <= known and all(isinstance(each, str) for each in value.values())
+
+
+def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
+    """Compare an index with the digests of a report, if it is in them; `advice` says what to do if it has changed."""
+    if _INDEX in digests:
+        _check_files({file: digests[_INDEX]}, advice)
+
+
+def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:
+    """Compare the files of a tokenizer with the digests of a report, if it has any of them.
+
+    `advice` says what to do where a file is missing, has changed, or was not there.
+    """
+    files = {folder / name.removeprefix(_TOKENIZER): digests[name] for name in digests if name.startswith(_TOKENIZER)}
+    _check_files(files, advice)
+    others = set(_tokenizer_files(folder)) - files.keys()
+    if files and others:
+        raise UserError(f"{min(others)}: was not there when the tokenizer was written; {advice}")
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [folder / name for name in TOKENIZER_FILES if reading.is_file(folder / name)]
+
+
+def _check_files(files: Mapping[Path, str], advice: str) -> None:
     for file, expected in files.items():
         try:
             same = file_digest(file) == expected
@@ -93,9 +123,7 @@ def check_files(files: Mapping[Path, str], advice: str) -> None:
 class CheckedTokens:
     """Token ids. Each block is checked when it is first read: its digest, and that its ids are in the vocabulary.
 
-    A small file is checked as a whole at once.
-
-    `advice` says what to do about a difference, for error messages.
+    A small file is checked as a whole at once. `advice` says what to do about a difference, for error messages.
     """
 
     def __init__(
@@ -120,19 +148,21 @@ class CheckedTokens:
         """Check those blocks of the tokens from `start` to `stop` that have not been checked yet."""
         first, last = start // self._size, -(-stop // self._size)
         while (block := self._unknown.find(1, first, last)) >= 0:
-            self._check_block(block)
+            begin = block * self._size
+            content = self._tokens[begin : begin + self._size]
+            if self._digests is not None and _digest(content) != self._digests[block].tobytes():
+                raise UserError(
+                    f"{self._file}: not what was written (tokens {begin} to {begin + len(content) - 1}); {self._advice}"
+                )
+            check_ids(content, begin, self._vocab_size, self._file)
             self._unknown[block] = 0
 
-    def _check_block(self, block: int) -> None:
-        begin = block * self._size
-        content = self._tokens[begin : begin + self._size]
-        if self._digests is not None and _digest(content) != self._digests[block].tobytes():
-            raise UserError(
-                f"{self._file}: not what was written (tokens {begin} to {begin + len(content) - 1}); {self._advice}"
-            )
-        if content.min() < 0 or content.max() >= self._vocab_size:
-            first = int(np.argmax((content < 0) | (content >= self._vocab_size)))
-            raise UserError(
-                f"{self._file}: token id {content[first]} at position {begin + first} is beyond the vocabulary; valid: "
-                f"0 to {self._vocab_size - 1}, with --model.vocab-size {self._vocab_size}"
-            )
+
+def check_ids(tokens: npt.NDArray[np.integer], start: int, vocab_size: int, name: str) -> None:
+    """Check that tokens, the first of which is at `start` in the file `name`, are in the vocabulary."""
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise UserError(
+            f"{name}: token id {tokens[first]} at position {start + first} is beyond the vocabulary; "
+            f"valid: 0 to {vocab_size - 1}, with --model.vocab-size {vocab_size}"
+        )

@@ -7,14 +7,13 @@ whose attention starts anew with every document.
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.samples import Sample, shuffled
-from megajax.data.split import held_out
+from megajax.data.samples import Sample, held_out, shuffled
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -161,14 +160,44 @@ class EvaluationSamples:
     def __getitem__(self, number: int) -> Sample:
         start = number * self.overlap
         window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
-        sample = padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if number else 0)
+        sample = _padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if number else 0)
         if "positions" in self.form.entries:
             positions = self._stream.positions(start, start + len(window) - 1)
             sample["positions"] = np.pad(positions, (0, self.sequence_length - len(positions)))
         return sample
 
 
-def padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignored: int) -> Sample:
+class ContinuationSamples:
+    """Samples that predict the ends of token sequences, each from the tokens before it.
+
+    A sequence is its ids and the index of the first one to predict, at least 1. It gives one sample, its last T tokens
+    and their targets; if its end has more than T tokens, several samples, which predict each of these tokens once.
+
+    `owners` has the sequence of every sample. T is the least power of two that is enough, or what the model takes.
+    """
+
+    def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:
+        self.owners: list[int] = []
+        self._windows: list[tuple[npt.NDArray[np.int32], int]] = []  # up to T + 1 tokens, how many are predicted
+        for owner, (ids, first) in enumerate(sequences):
+            assert first >= 1, "nothing to predict the first token from"
+            for start in range(first, len(ids), sequence_length):
+                stop = min(start + sequence_length, len(ids))
+                self.owners.append(owner)
+                window = np.array(ids[max(0, stop - 1 - sequence_length) : stop], np.int32)
+                self._windows.append((window, stop - start))
+        longest = max((len(window) for window, _ in self._windows), default=2) - 1
+        self.sequence_length, self.form = min(sequence_length, 1 << (longest - 1).bit_length()), text_form()
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, number: int) -> Sample:
+        window, num_predicted = self._windows[number]
+        return _padded_sample(window, self.sequence_length, len(window) - 1 - num_predicted)
+
+
+def _padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignored: int) -> Sample:
     """The sample of up to T + 1 tokens, padded at its end; the first `num_ignored` targets are not counted."""
     padding = (0, sequence_length + 1 - len(window))
     targets = np.pad(window[1:], padding, constant_values=IGNORED)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megajax.data.digests import Digester
 from megajax.data.files import scratch, writable
-from megajax.data.tokens import SequenceDocuments
+from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.host import reading
 
@@ -30,7 +30,7 @@ _FLOAT_TYPES = (6, 7)
 _CHECK_SEQUENCES = 1 << 20  # sequences checked in one go: bounds the memory of the check
 
 
-class IndexedDataset(SequenceDocuments):
+class IndexedDataset(TokenDocuments):
     """A dataset on disk, memory-mapped and checked."""
 
     def __init__(self, prefix: str | Path) -> None:

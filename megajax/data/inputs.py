@@ -1,8 +1,13 @@
 """The kinds of text sources, and the files that a source names."""
 
+import ast
 import contextlib
+import inspect
 import itertools
 import os
+import re
+import sysconfig
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,13 +15,20 @@ from typing import Any, NoReturn
 from megajax.data import compressed
 from megajax.data.hub_split import SCHEME as HUB
 from megajax.data.hub_split import HubSplit
-from megajax.data.library import SKIPPED_FOLDERS, WORDS, library_folder
 from megajax.errors import UserError
 from megajax.host import reading, remote
 from megajax.host.paths import check_path, scheme
 from megajax.host.remote import RemoteFile
 
 Input = Path | RemoteFile | HubSplit  # one file, or what is read like one
+
+STANDARD_LIBRARY = "python-stdlib"  # stands for the .py files of the running Python's standard library
+DOCSTRINGS = "python-docstrings"  # stands for the prose in them
+WORDS = (STANDARD_LIBRARY, DOCSTRINGS)
+
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_TOPICS = "pydoc_data", "topics.py"
+_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 def check_input(path: str, flag: str) -> None:
@@ -37,7 +49,7 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path in WORDS:
         with readable(library_folder(), flag):
-            library = files_below(library_folder(), SKIPPED_FOLDERS, follow=False)
+            library = files_below(library_folder(), _SKIPPED_FOLDERS, follow=False)
         return [file for file in library if file.suffix == ".py"], False
     if scheme(path) == HUB:
         return [HubSplit.parse(path, flag)], True
@@ -153,3 +165,45 @@ def _check_links(paths: Iterable[Path]) -> None:
         except OSError as error:
             problem = f"it is a link to {os.readlink(path)}: {error.strerror}"
             raise OSError(error.errno, problem, str(path)) from None
+
+
+def library_folder() -> Path:
+    """Where the standard library lies."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def prose(file: Path, source: bytes) -> list[str]:
+    """The prose in a source file, as documents.
+
+    One has the docstrings of the module, its classes and functions, in the order of the file, with blank lines between
+    them; left out are paragraphs with interactive examples (`>>>`), and repetitions of a docstring. In the file of
+    pydoc's topics, the language reference, every topic is one. There is none if the file is not of this Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes in strings
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    if file.parts[-2:] == _TOPICS:
+        values = [value for node in ast.walk(tree) if isinstance(node, ast.Dict) for value in node.values]
+        texts = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        return [text for value in texts if (text := _without_examples(value))]
+    found: dict[str, None] = {}
+    _collect(tree, found)
+    return ["\n\n".join(found)] if found else []
+
+
+def _without_examples(text: str) -> str:
+    return "\n\n".join(part for part in _BLANK_LINES.split(text) if ">>>" not in part).strip()
+
+
+def _collect(node: ast.AST, found: dict[str, None]) -> None:
+    text = None
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node, clean=False)
+    if text and (words := _without_examples(inspect.cleandoc(text))):
+        found[words] = None
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            _collect(child, found)

@@ -1,20 +1,85 @@
 """Batches of samples. Rows are numbered in the global batch; a process loads those that its devices need.
 
-A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T].
+A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T]. Global batches have one size, or grow
+with the samples drawn.
 """
 
+import math
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.batch_sizes import BatchSizes
 from megajax.data.samples import EndlessSamples, Sample, Samples
 
 Batch = dict[str, npt.NDArray[np.int32]]
 
 _MAX_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps of one size, from `first_step` on."""
+
+    first_step: int  # steps before it
+    first_sample: int  # samples drawn before it
+    size: int  # of its global batches
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The stages of a run, in order, each of at least one step; the last one never ends.
+
+    Every sample is drawn once, in order, so a step's samples follow from its number alone.
+    """
+
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    @cache
+    def of(cls, full: int, start: int = 0, increment: int = 0, samples: int = 0) -> Self:
+        """Batches of `full` samples, or a ramp-up: batches start at `start` samples and grow by `increment` in equal
+        intervals over the first `samples`, as Megatron-LM's `--rampup-batch-size start increment samples`.
+
+        The size changes before the first step that begins in the next interval, so a size may be skipped.
+        """
+        if not start:
+            return cls((Stage(0, 0, full),))
+        assert 0 < start < full and (full - start) % increment == 0 and samples > 0
+        parts = (full - start) // increment
+        stages, step, drawn = [], 0, 0
+        for part, size in enumerate(range(start, full, increment), start=1):
+            end = -(-part * samples // parts)
+            steps = max(0, -(-(end - drawn) // size))
+            if steps:
+                stages.append(Stage(step, drawn, size))
+            step, drawn = step + steps, drawn + steps * size
+        return cls((*stages, Stage(step, drawn, full)))
+
+    @property
+    def divisor(self) -> int:
+        """The largest number that divides all sizes."""
+        return math.gcd(*(stage.size for stage in self.stages))
+
+    def at(self, step: int) -> Stage:
+        """The stage of the step that follows `step` finished ones."""
+        return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1]
+
+    def first_sample(self, step: int) -> int:
+        """How many samples `step` steps draw, which is the number of the next one."""
+        stage = self.at(step)
+        return stage.first_sample + (step - stage.first_step) * stage.size
+
+    def steps(self, samples: int) -> int:
+        """The fewest steps that draw this many samples."""
+        place = bisect_right(self.stages, samples, key=lambda stage: stage.first_sample) - 1
+        stage = self.stages[place]
+        return stage.first_step - (stage.first_sample - samples) // stage.size
 
 
 def train_batches(
@@ -36,11 +101,9 @@ def growing_batches(
 ) -> Iterator[Batch]:
     """The batches of the steps `start_step`, `start_step + 1`, …, without end.
 
-    The row at (step, row) is sample `sizes.first_sample(step) + row`, whatever `rows_of`, `start_step` and `prefetch`
-    are.
-
-    `rows_of` goes from a step's number of rows to the rows to load, in the order wanted; threads call it. They prepare
-    `prefetch` batches in advance; with 0 there are no threads.
+    The row at (step, row) is always sample `sizes.first_sample(step) + row`. `rows_of` goes from a step's number of
+    rows to the rows to load, in the order wanted. Threads call it and prepare `prefetch` batches in advance; with 0
+    there are none.
     """
 
     def load(step: int) -> Batch:
@@ -56,26 +119,19 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """All samples once, in order; rows beyond the last sample have the target -1 throughout.
 
-    The number of batches is the same for any `rows`: see `num_evaluation_batches`.
-
-    `rows` are those to load of a batch of `global_batch` rows, in the order wanted. There are `limit` batches at most;
-    0: all.
+    `rows` are those to load of a batch of `global_batch` rows, in the order wanted; the number of batches is the same
+    for any, `limit` at most (0: no limit).
     """
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     padding = samples.form.padding(1, tokens=samples.sequence_length)
     no_sample = {name: array[0] for name, array in padding.items()}
+    count = -(-len(samples) // global_batch)
 
     def load(batch: int) -> Batch:
         numbers = [batch * global_batch + row for row in rows]
         return _stack([samples[number] if number < len(samples) else no_sample for number in numbers])
 
-    return _prefetched(load, 0, num_evaluation_batches(samples, global_batch=global_batch, limit=limit), prefetch)
-
-
-def num_evaluation_batches(samples: Samples, *, global_batch: int, limit: int = 0) -> int:
-    """Batches that `evaluation_batches` yields."""
-    count = -(-len(samples) // global_batch)
-    return min(count, limit) if limit else count
+    return _prefetched(load, 0, min(count, limit) if limit else count, prefetch)
 
 
 def _stack(samples: list[Sample]) -> Batch:

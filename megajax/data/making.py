@@ -9,20 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.chunks import count_sentences
-from megajax.data.corpus import Corpus, fitting, has_corpus, has_only_tokenizer, load_fitting, open_corpus
-from megajax.data.encoding import encode_documents
-from megajax.data.files import folder_atomically, put_back
-from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
-from megajax.data.inputs import read_folders
-from megajax.data.library import WORDS
-from megajax.data.masking import WordPieces
-from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
-from megajax.data.report import (
+from megajax.data.corpus import (
+    Corpus,
     CorpusReport,
-    digests_of,
+    fitting,
+    has_corpus,
+    has_only_tokenizer,
+    load_fitting,
+    open_corpus,
     read_report,
     write_report,
 )
+from megajax.data.digests import digests_of
+from megajax.data.encoding import encode_documents
+from megajax.data.files import folder_atomically, put_back
+from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.inputs import WORDS, read_folders
+from megajax.data.masking import WordPieces
+from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (
@@ -143,8 +147,8 @@ def _tokenize(
             writer.add_document(*sequences)
     figures = {
         "vocab_size": tokenizer.size,
-        "text_bytes": documents.report.num_bytes,
-        "skipped_files": documents.report.skipped_files,
+        "text_bytes": documents.num_bytes,
+        "skipped_files": documents.skipped_files,
         "tokenizer_seconds": trained - started,
         "encoding_seconds": time.perf_counter() - trained,
     }

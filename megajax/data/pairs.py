@@ -17,7 +17,7 @@ from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
 from megajax.data.masking import WordPieces, masked
 from megajax.data.samples import Sample, shuffled
-from megajax.data.tokens import SequenceDocuments
+from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
 SHORT_SHARE = 0.1  # of the samples, which aim at a random length
@@ -28,7 +28,7 @@ _ORDER, _LENGTHS, _SHIFT, _TRAIN, _EVALUATION = 11, 12, 13, 14, 15  # independen
 
 
 def train_and_validation(
-    documents: SequenceDocuments,
+    documents: TokenDocuments,
     *,
     sequence_length: int,
     validation_fraction: float,
@@ -44,7 +44,7 @@ def train_and_validation(
     )
 
 
-def check_sentences(documents: SequenceDocuments) -> None:
+def check_sentences(documents: TokenDocuments) -> None:
     """Check that documents are cut in sentences: at least one must have two."""
     counts = count_sentences(documents)
     if counts.single == counts.documents:
@@ -66,7 +66,7 @@ class TrainPairs:
 
     def __init__(
         self,
-        documents: SequenceDocuments,
+        documents: TokenDocuments,
         numbers: npt.NDArray[np.int64],
         *,
         sequence_length: int,
@@ -104,7 +104,7 @@ class EvaluationPairs:
 
     def __init__(
         self,
-        documents: SequenceDocuments,
+        documents: TokenDocuments,
         numbers: npt.NDArray[np.int64] | None = None,
         *,
         sequence_length: int,
@@ -151,7 +151,7 @@ def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int
 
 
 def _sample(
-    documents: SequenceDocuments,
+    documents: TokenDocuments,
     chunks: Chunks,
     place: int,
     sequence_length: int,

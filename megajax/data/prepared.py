@@ -1,16 +1,13 @@
-"""Prepared datasets, PREFIX.bin and PREFIX.idx: Megatron-LM's, or those of `megajax prepare`.
-
-The latter have a report beside them, PREFIX.report.json, with digests of their files.
-"""
+"""Prepared datasets, PREFIX.bin and PREFIX.idx: Megatron-LM's, or those of `megajax prepare`, which have a report
+beside them, PREFIX.report.json, with digests of their files."""
 
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.digests import block_digests, root
+from megajax.data.digests import TOKENS, are_digests, block_digests, check_index, check_tokenizer, root
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
-from megajax.data.report import TOKENS, are_digests, check_index, check_tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import scheme
@@ -54,10 +51,8 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
 
 
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
-    """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16].
-
-    None in their place where nothing was left: the dataset is Megatron-LM's own.
-    """
+    """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16]; None
+    in their place where there are none: the dataset is Megatron-LM's own."""
     expected = _digests(prefix)
     if not expected:
         return IndexedDataset(prefix), None

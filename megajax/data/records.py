@@ -8,12 +8,11 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, NamedTuple
 
 from megajax.data import compressed
 from megajax.data.hub_split import HubSplit
-from megajax.data.inputs import Input, find_inputs, readable, size_of
-from megajax.data.library import DOCSTRINGS, prose
+from megajax.data.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of
 from megajax.data.pieces import check_length, joined, pieces, separated
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
@@ -29,18 +28,11 @@ _ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once m
 
 
 class Record(NamedTuple):
-    """One document as read, before its text is extracted.
+    """One document as read, before its text is extracted."""
 
-    Attributes:
-        file: index in `TextFiles.files`.
-        number: of the line, row or piece, from 1.
-        kind: what the content is: the text itself, a line of JSONL, or the bytes of a file.
-        content: that.
-    """
-
-    file: int
-    number: int
-    kind: Literal["text", "json", "file"]
+    file: int  # index in `TextFiles.files`
+    number: int  # of the line, row or piece, from 1
+    kind: str  # "json": a line of it; "file": the bytes of a file; else the content is the text itself
     content: str | bytes
 
 
@@ -106,15 +98,13 @@ class TextFiles:
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
         self.files: list[Input] = []
-        self._in_folder: list[bool] = []  # such a file of text is one document
-        self._of_docstrings: list[bool] = []
-        self._flag = flag
         self.sizes: list[int] = []
-        for path in paths:
-            found, named = find_inputs(str(path), flag)
+        self._kinds: list[str] = []
+        self._flag = flag
+        for path in map(str, paths):
+            found, named = find_inputs(path, flag)
             self.files += found
-            self._in_folder += [not named] * len(found)
-            self._of_docstrings += [str(path) == DOCSTRINGS] * len(found)
+            self._kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
             with readable(path, flag):
                 self.sizes += map(size_of, found)
 
@@ -123,57 +113,54 @@ class TextFiles:
 
         With `cut`, a single text file is cut in several documents; `key` is the column of a Parquet file.
         """
-        for index, file in enumerate(self.files):
+        for index, (file, kind) in enumerate(zip(self.files, self._kinds, strict=True)):
             with readable(file, self._flag):
-                yield from self._file_records(index, file, cut, key)
+                contents = self._contents(file, kind, self.sizes[index], cut, key)
+                for number, (content, num_read) in enumerate(contents, start=1):
+                    if kind != "json" or content.strip():
+                        yield Record(index, number, kind, content), num_read
 
-    def _file_records(self, index: int, file: Input, cut: bool, key: str) -> Iterator[tuple[Record, int]]:
+    def _contents(self, file: Input, kind: str, size: int, cut: bool, key: str) -> Iterator[tuple[str | bytes, int]]:
+        """The content of every record, of lines of JSON the blank ones too, and the bytes read by then."""
         if isinstance(file, HubSplit):
-            yield from self._split_records(index, file, key)
+            num_read = 0
+            for text in file.rows(key):
+                check_length([text])
+                num_read += len(text)
+                yield text, min(num_read, size)
             return
-        suffix = PurePath(str(file)).suffix.lower()
-        kind = "lines" if suffix == ".json" and not self._in_folder[index] else _kind(file)
         if kind == "parquet":
-            for number, (text, num_read) in enumerate(_rows(file, self.sizes[index], key, self._flag), start=1):
-                yield Record(index, number, "text", text), num_read
+            yield from _rows(file, size, key, self._flag)
             return
-        plain = kind == "text" and not self._in_folder[index]
-        separate = plain and cut and _contains(file, END_OF_TEXT.encode())
+        separate = kind == "text" and cut and _contains(file, END_OF_TEXT.encode())
         with compressed.reading(file) as (content, raw):
-            if kind == "lines":
-                for number, line in enumerate(reading.lines(content, reading.LINE_BYTES), start=1):
-                    if line.strip():
-                        yield Record(index, number, "json", line), raw.tell()
-            elif self._of_docstrings[index]:
+            found: Iterable[str | bytes]
+            if kind == "json":
+                found = reading.lines(content, reading.LINE_BYTES)
+            elif kind == "docstrings":
                 assert isinstance(file, Path)
-                for number, text in enumerate(prose(file, reading.whole(content, reading.LINE_BYTES)), start=1):
-                    yield Record(index, number, "text", text), raw.tell()
-            elif self._in_folder[index]:
-                yield Record(index, 1, "file", reading.whole(content, reading.LINE_BYTES)), raw.tell()
+                found = prose(file, reading.whole(content, reading.LINE_BYTES))
+            elif kind == "file":
+                found = [reading.whole(content, reading.LINE_BYTES)]
             else:
                 blocks = _decoded(content, file, self._flag)
-                texts: Iterable[str]
+                target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if content is raw else DOCUMENT_CHARACTERS
                 if not cut:
-                    texts = [joined(blocks)]
-                elif separate:
-                    texts = separated(blocks, END_OF_TEXT)
+                    found = [joined(blocks)]
                 else:
-                    size = self.sizes[index] if content is raw else DOCUMENT_CHARACTERS * 16
-                    texts = pieces(blocks, target=min(DOCUMENT_CHARACTERS, size // 16 + 1))
-                for number, text in enumerate(texts, start=1):
-                    yield Record(index, number, "text", text), raw.tell()
-
-    def _split_records(self, index: int, split: HubSplit, key: str) -> Iterator[tuple[Record, int]]:
-        num_read = 0
-        for number, text in enumerate(split.rows(key), start=1):
-            check_length([text])
-            num_read += len(text)
-            yield Record(index, number, "text", text), min(num_read, self.sizes[index])
+                    found = separated(blocks, END_OF_TEXT) if separate else pieces(blocks, target)
+            for each in found:
+                yield each, raw.tell()
 
 
-def _kind(file: Path | RemoteFile) -> str:
-    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
-    return kinds.get(compressed.inner_suffix(file), "text")
+def _kind(file: Input, named: bool) -> str:
+    """The kind of a file's records, where it is named itself or is of a folder."""
+    if isinstance(file, HubSplit):
+        return "text"
+    if named and PurePath(str(file)).suffix.lower() == ".json":
+        return "json"
+    kinds = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+    return kinds.get(compressed.inner_suffix(file), "text" if named else "file")
 
 
 def _contains(file: Path | RemoteFile, wanted: bytes) -> bool:
@@ -202,7 +189,10 @@ def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[t
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
             done = 0
-            rows = max(1, min(_ROWS, _ROWS_BYTES // _largest_part(table.metadata)))
+            # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            largest = max((group.total_byte_size for group in groups), default=1)
+            rows = max(1, min(_ROWS, _ROWS_BYTES // max(1, largest)))
             for batch in table.iter_batches(batch_size=rows, columns=[key]):
                 done += len(batch)
                 for value in batch.column(0):
@@ -215,13 +205,6 @@ def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[t
         if isinstance(error, OSError) and error.errno:
             raise
         raise compressed.Damaged(str(error).splitlines()[0]) from None
-
-
-def _largest_part(metadata: Any) -> int:
-    """Uncompressed bytes of the largest row group of a Parquet file. (Asked for those of a column, Arrow may crash on
-    damaged files.)
-    """
-    return max(1, *(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)), 1)
 
 
 def _decoded(content: IO[bytes], file: Input, flag: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Interfaces of samples to train on, without end, and to evaluate on; and the random order of training."""
+"""Interfaces of samples to train on, without end, and to evaluate on; the order of training; what is held out."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -33,7 +33,6 @@ class CorpusSamples(Samples, Protocol):
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
-        ...
 
 
 class EpochSamples(EndlessSamples, Protocol):
@@ -49,3 +48,17 @@ def shuffled(size: int, *key: int) -> Any:
 
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     return MapDataset.range(size).shuffle(seed=seed).repeat()
+
+
+def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
+    """The first groups (documents, or the records of a context) in an order that have about a share of the total size;
+    at least one group, and not all.
+
+    A group larger than that share is not held out; if all are, it is the smallest.
+    """
+    budget = fraction * int(sizes.sum())
+    candidates = order[sizes[order] <= budget]
+    if not len(candidates):
+        return order[[np.argmin(sizes[order])]]
+    totals = np.cumsum(sizes[candidates])[: len(order) - 1]
+    return candidates[: np.argmin(np.abs(totals - budget)) + 1]

@@ -1,33 +1,31 @@
 """The tokenizers there are: byte-level BPE and WordPiece, learned from documents or read from a folder, and any other
 from a `tokenizer.json`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megajax.data.bpe import learn_byte_pair, read_byte_pair
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, GENERATION, SINGLE, SPECIAL, TEMPLATE
-from megajax.data.wordpiece import learn_wordpiece, read_wordpiece
+from megajax.data.vocabularies import learn_byte_pair, learn_wordpiece, read_byte_pair, read_wordpiece
 from megajax.errors import UserError
 from megajax.host import hub, reading
 
-BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # ours and Hugging Face's; OpenAI's
 Kind = Literal["bpe", "wordpiece"]
-WORDPIECE_FILES = (("vocab.txt",),)
-SINGLE_FILES = ((SINGLE,),)
-TOKENIZER_FILES = sorted(
-    {name for names in BPE_FILES + WORDPIECE_FILES for name in names} | {SINGLE, CONFIG, SPECIAL, TEMPLATE, GENERATION}
-)
-_FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
+
+_READERS: dict[tuple[str, ...], Callable[..., Tokenizer]] = {
+    (SINGLE,): lambda file: Tokenizer.read(file.parent),
+    ("vocab.json", "merges.txt"): read_byte_pair,  # ours and Hugging Face's
+    ("encoder.json", "vocab.bpe"): read_byte_pair,  # OpenAI's
+    ("vocab.txt",): read_wordpiece,
+}
+TOKENIZER_FILES = sorted({CONFIG, SPECIAL, TEMPLATE, GENERATION}.union(*_READERS))
+_FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
 
 
 def train_tokenizer(
-    documents: Iterable[str],
-    vocab_size: int,
-    kind: Kind = "bpe",
-    flag: str = "--model.vocab-size",
+    documents: Iterable[str], vocab_size: int, kind: Kind = "bpe", flag: str = "--model.vocab-size"
 ) -> Tokenizer:
     """Learn a vocabulary from documents; the same documents give the same one, whatever the number of cores.
 
@@ -47,24 +45,13 @@ def train_tokenizer(
 def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
     """What a tokenizer is trained on of documents of so many bytes: all, or, of more, some at even distances. Where
     the size is not known, 0, the first ones."""
-    if not size:
-        return _first_bytes(documents)
-    return _even_part(documents, TRAINING_BYTES / size)
-
-
-def _first_bytes(documents: Iterable[str]) -> Iterator[str]:
-    room = TRAINING_BYTES
-    for text in documents:
-        yield text
-        room -= len(text.encode())
-        if room <= 0:
-            return
-
-
-def _even_part(documents: Iterable[str], share: float) -> Iterator[str]:
+    share, num_read = TRAINING_BYTES / size if size else 1, 0
     for number, text in enumerate(documents):
         if share >= 1 or int((number + 1) * share) > int(number * share):
             yield text
+        num_read += len(text.encode())
+        if not size and num_read >= TRAINING_BYTES:
+            return
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:
@@ -74,15 +61,12 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
     Raises:
         UserError: folder or files are missing, unreadable or malformed; a token that must be there is not.
     """
-    if _find(Path(folder), SINGLE_FILES):
-        return Tokenizer.read(Path(folder))
-    if pair := _find(Path(folder), BPE_FILES):
-        return read_byte_pair(*pair)
-    if words := _find(Path(folder), WORDPIECE_FILES):
-        return read_wordpiece(*words)
+    if there := _files(folder):
+        return _READERS[there](*(Path(folder, name) for name in there))
     found = reading.names(folder)
-    for names in BPE_FILES:
-        if half := found & set(names):
+    for names in _READERS:
+        half = found & set(names)
+        if half and len(names) > 1:
             missing = min(set(names) - half, default="")
             problem = f"{min(half)} without {missing}" if missing else f"{' and '.join(names)} that are no files"
             raise UserError(f"{flag}: {folder} has {problem}; valid: a folder with {_FILES}")
@@ -113,7 +97,7 @@ def is_on_hub(path: str) -> bool:
 
 def is_tokenizer_folder(folder: str | Path) -> bool:
     """Whether a folder holds the files of a tokenizer."""
-    return _find(Path(folder), BPE_FILES + WORDPIECE_FILES + SINGLE_FILES) is not None
+    return _files(folder) is not None
 
 
 def has_only_tokenizer_files(folder: str | Path) -> bool:
@@ -121,8 +105,6 @@ def has_only_tokenizer_files(folder: str | Path) -> bool:
     return Path(folder).is_dir() and {entry.name for entry in Path(folder).iterdir()} <= set(TOKENIZER_FILES)
 
 
-def _find(folder: Path, alternatives: tuple[tuple[str, ...], ...]) -> list[Path] | None:
-    for names in alternatives:
-        if all(reading.is_file(folder / name) for name in names):
-            return [folder / name for name in names]
-    return None
+def _files(folder: str | Path) -> tuple[str, ...] | None:
+    """The first files of a tokenizer that are all in a folder."""
+    return next((names for names in _READERS if all(reading.is_file(Path(folder, name)) for name in names)), None)

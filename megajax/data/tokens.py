@@ -5,36 +5,47 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.digests import CheckedTokens
+from megajax.data.digests import CheckedTokens, check_ids
 from megajax.errors import UserError
 
 _SCAN_TOKENS = 1 << 24  # tokens looked at in one go: bounds the memory of a scan
 
 
 class TokenDocuments:
-    """D documents with N tokens in all.
+    """D documents with N tokens in all, cut in S sequences, back to back.
 
     Attributes:
         tokens: ids, an integer array [N], possibly memory-mapped; `read` and `document` read them checked.
         document_offsets: int64 [D + 1]; document d is `tokens[document_offsets[d]:document_offsets[d + 1]]`.
+        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
+        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
         name: file or path, for error messages.
-        checked: what is wrong with the tokens is found by this, if anything.
+        checked: finds what is wrong with the tokens, if given.
     """
 
     checked: CheckedTokens | None = None
 
-    def __init__(self, tokens: npt.NDArray[np.integer], document_offsets: npt.NDArray[np.int64], name: str) -> None:
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer],
+        document_offsets: npt.NDArray[np.int64],
+        sequence_lengths: npt.NDArray[np.int32],
+        document_index: npt.NDArray[np.int64],
+        name: str,
+    ) -> None:
         assert tokens.ndim == 1 and document_offsets[0] == 0 and document_offsets[-1] == len(tokens)
-        self.tokens = tokens
-        self.document_offsets = document_offsets
-        self.name = name
+        self.tokens, self.document_offsets, self.name = tokens, document_offsets, name
+        self.sequence_lengths, self.document_index = sequence_lengths, document_index
 
     @classmethod
-    def from_documents(cls, documents: Iterable[npt.NDArray[np.int32]], name: str) -> "TokenDocuments":
-        """Documents held in memory."""
+    def from_sequences(cls, documents: Iterable[Sequence[npt.NDArray[np.int32]]], name: str) -> "TokenDocuments":
+        """Documents held in memory, each a list of sequences."""
         documents = list(documents)
-        offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        return cls(np.concatenate([np.empty(0, np.int32), *documents]), offsets, name)
+        sequences = [sequence for document in documents for sequence in document]
+        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+        index = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[index]
+        return cls(np.concatenate([np.empty(0, np.int32), *sequences]), offsets, lengths, index, name)
 
     @property
     def num_documents(self) -> int:
@@ -56,54 +67,6 @@ class TokenDocuments:
             self.checked.check(start, stop)
         return self.tokens[start:stop]
 
-    def max_token(self) -> int:
-        """The largest id, -1 without tokens. Reads all tokens, a block at a time."""
-        chunks = range(0, self.num_tokens, _SCAN_TOKENS)
-        return max((int(self.tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
-
-    def check_vocabulary(self, size: int) -> None:
-        """Check that every id is one of 0 … size - 1. Reads all tokens, a block at a time."""
-        if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
-            return
-        for start in range(0, self.num_tokens, _SCAN_TOKENS):
-            chunk = self.tokens[start : start + _SCAN_TOKENS]
-            if chunk.min() < 0 or chunk.max() >= size:
-                first = int(np.argmax((chunk < 0) | (chunk >= size)))
-                raise UserError(
-                    f"{self.name}: token id {chunk[first]} at position {start + first} is beyond the vocabulary; "
-                    f"valid: 0 to {size - 1}, with --model.vocab-size {size}; the largest id here is {self.max_token()}"
-                )
-
-
-class SequenceDocuments(TokenDocuments):
-    """Documents that are cut in S sequences, back to back.
-
-    Attributes:
-        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
-        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
-    """
-
-    def __init__(
-        self,
-        tokens: npt.NDArray[np.integer],
-        document_offsets: npt.NDArray[np.int64],
-        sequence_lengths: npt.NDArray[np.int32],
-        document_index: npt.NDArray[np.int64],
-        name: str,
-    ) -> None:
-        super().__init__(tokens, document_offsets, name)
-        self.sequence_lengths, self.document_index = sequence_lengths, document_index
-
-    @classmethod
-    def from_sequences(cls, documents: Iterable[Sequence[npt.NDArray[np.int32]]], name: str) -> "SequenceDocuments":
-        """Documents held in memory."""
-        documents = list(documents)
-        sequences = [sequence for document in documents for sequence in document]
-        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
-        index = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[index]
-        return cls(np.concatenate([np.empty(0, np.int32), *sequences]), offsets, lengths, index, name)
-
     def sequence_offsets(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last one of them ends; int64
         [last - first + 1]."""
@@ -111,3 +74,15 @@ class SequenceDocuments(TokenDocuments):
         before = self.sequence_lengths[int(self.document_index[document]) : first]
         begin = int(self.document_offsets[document]) + int(before.sum(dtype=np.int64))
         return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that every id is one of 0 … size - 1. Reads all tokens, a block at a time."""
+        if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
+            return
+        starts = range(0, self.num_tokens, _SCAN_TOKENS)
+        try:
+            for start in starts:
+                check_ids(self.tokens[start : start + _SCAN_TOKENS], start, size, self.name)
+        except UserError as error:
+            largest = max(self.tokens[start : start + _SCAN_TOKENS].max() for start in starts)
+            raise UserError(f"{error}; the largest id here is {largest}") from None

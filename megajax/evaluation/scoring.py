@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.continuations import ContinuationSamples
+from megajax.data.gpt import ContinuationSamples
 from megajax.data.loader import evaluation_batches
 from megajax.data.samples import Samples
 from megajax.program.program import Program

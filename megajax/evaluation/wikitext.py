@@ -32,7 +32,7 @@ def read_wikitext(path: str, tokenizer: Tokenizer) -> tuple[int, TokenDocuments]
     if more:
         raise refusal
     ids = np.array(tokenizer.with_begin(tokenizer.encode(detokenize(text))), np.int32)
-    return len(text.strip().split(" ")), TokenDocuments.from_documents([ids], path)
+    return len(text.strip().split(" ")), TokenDocuments.from_sequences([[ids]], path)
 
 
 def detokenize(text: str) -> str:

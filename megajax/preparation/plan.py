@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
-from megajax.data.inputs import identity, read_folders
-from megajax.data.library import DOCSTRINGS
+from megajax.data.inputs import DOCSTRINGS, identity, read_folders
 from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
 from megajax.data.tokenizers import named_tokenizer

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.encoding import encode_texts
+from megajax.data.encoding import encode_texts, in_parts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
-from megajax.data.text import in_parts
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.cleaning import clean, normalised

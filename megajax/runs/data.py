@@ -15,7 +15,7 @@ from megajax.data.prepared import prepared_prefix, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
-from megajax.data.tokens import SequenceDocuments
+from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
@@ -158,9 +158,7 @@ class _TextSamples:
             with_positions=config.data.reset_attention,
         )
 
-    def all(
-        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
-    ) -> CorpusSamples:
+    def all(self, config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
         """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
         length, resets = config.model.sequence_length, config.data.reset_attention
         return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
@@ -183,15 +181,13 @@ class _PairSamples(_TextSamples):
             vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
         )
 
-    def all(
-        self, config: Config, tokens: SequenceDocuments, tokenizer: Tokenizer | None, overlap: int
-    ) -> CorpusSamples:
+    def all(self, config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
         pairs.check_sentences(tokens)
         length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
         return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
 
 
-def _pieces(tokens: SequenceDocuments, tokenizer: Tokenizer | None) -> WordPieces:
+def _pieces(tokens: TokenDocuments, tokenizer: Tokenizer | None) -> WordPieces:
     return WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.bits import hashed, key_of
-from megajax.data.samples import Sample, Samples, shuffled
-from megajax.data.split import held_out
+from megajax.data.samples import Sample, Samples, held_out, shuffled
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig

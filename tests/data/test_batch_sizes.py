@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megajax.data.batch_sizes import BatchSizes
-from megajax.data.loader import growing_batches
+from megajax.data.loader import BatchSizes, growing_batches
 
 RAMPS = [
     (32, 8, 8, 96),

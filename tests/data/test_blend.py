@@ -93,7 +93,7 @@ def test_samples_come_from_their_sources():
 
 
 def test_joined_samples_mix_their_parts():
-    documents = [TokenDocuments.from_documents([np.arange(n * 4 + 1, dtype=np.int32) + 100 * n], "a") for n in (3, 9)]
+    documents = [TokenDocuments.from_sequences([[np.arange(4 * n + 1, dtype=np.int32) + 100 * n]], "") for n in (3, 9)]
     parts = [EvaluationSamples(tokens, sequence_length=4) for tokens in documents]
     joined = JoinedSamples(parts)
     found = [joined[number]["tokens"].tolist() for number in range(len(joined))]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.batch import IGNORED
-from megajax.data.continuations import ContinuationSamples
+from megajax.data.gpt import ContinuationSamples
 
 LONGEST = 10
 

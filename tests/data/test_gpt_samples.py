@@ -17,7 +17,7 @@ from megajax.errors import UserError
 def corpus(lengths: list[int]) -> TokenDocuments:
     """Documents whose ids are all different, so that every token can be recognised."""
     ids = np.arange(sum(lengths), dtype=np.int32)
-    return TokenDocuments.from_documents(np.split(ids, np.cumsum(lengths)[:-1]), "corpus.bin")
+    return TokenDocuments.from_sequences([[part] for part in np.split(ids, np.cumsum(lengths)[:-1])], "corpus.bin")
 
 
 LENGTHS = [int(length) for length in np.random.default_rng(0).integers(0, 60, 200)]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from megajax.data.bpe import learn_byte_pair
 from megajax.data.corpus import open_corpus
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import check_input, identity
@@ -13,6 +12,7 @@ from megajax.data.records import TextFiles
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer
+from megajax.data.vocabularies import learn_byte_pair
 from megajax.errors import UserError
 
 pytest.importorskip("datasets", reason="the extra `datasets` is not installed")

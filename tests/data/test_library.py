@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.data.library import DOCSTRINGS, library_folder, prose
+from megajax.data.inputs import DOCSTRINGS, library_folder, prose
 from megajax.data.text import TextDocuments
 
 SOURCE = '''"""Of the module.
@@ -46,4 +46,4 @@ def test_the_corpus_of_this_python(folder, monkeypatch):
     documents = TextDocuments(DOCSTRINGS)
     texts = list(documents)
     assert len(texts) > (20 if folder else 400) and sum(map(len, texts)) > (40_000 if folder else 1_000_000)
-    assert documents.report.documents == len(texts)
+    assert documents.num_documents == len(texts)

@@ -8,12 +8,12 @@ import pytest
 
 from megajax.batch import IGNORED
 from megajax.data.gpt import EvaluationSamples, TrainSamples
-from megajax.data.loader import evaluation_batches, num_evaluation_batches, train_batches
+from megajax.data.loader import evaluation_batches, train_batches
 from megajax.data.tokens import TokenDocuments
 
 LENGTH = 8
-DOCUMENTS = TokenDocuments.from_documents(
-    [np.arange(40 * n, 40 * n + 10 + n, dtype=np.int32) for n in range(30)], "corpus"
+DOCUMENTS = TokenDocuments.from_sequences(
+    [[np.arange(40 * n, 40 * n + 10 + n, dtype=np.int32)] for n in range(30)], "corpus"
 )
 TRAIN = TrainSamples(DOCUMENTS, np.arange(30), sequence_length=LENGTH, seed=5)
 EVALUATION = EvaluationSamples(DOCUMENTS, sequence_length=LENGTH)
@@ -55,7 +55,7 @@ def test_evaluation_covers_every_sample_once(global_batch, prefetch):
     """Whatever rows of a batch are asked for, there are as many batches."""
     form = {"global_batch": global_batch, "prefetch": prefetch}
     found = list(evaluation_batches(EVALUATION, rows=range(global_batch), **form))
-    assert len(found) == num_evaluation_batches(EVALUATION, global_batch=global_batch)
+    assert len(found) == -(-len(EVALUATION) // global_batch)
     tokens, targets = (np.concatenate([batch[name] for batch in found]) for name in ("tokens", "targets"))
     expected = np.concatenate([document[:] for document in map(DOCUMENTS.document, range(30))])[1:]
     assert (targets[targets != IGNORED] == expected).all() and (targets[len(EVALUATION) :] == IGNORED).all()

@@ -11,7 +11,7 @@ from megajax.batch import most_masked
 from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.masking import WordPieces, masked
 from megajax.data.tokenizers import train_tokenizer
-from megajax.data.wordpiece import wordpiece
+from megajax.data.vocabularies import wordpiece
 from megajax.errors import UserError
 
 WORDS = [f"w{n}" for n in range(40)]

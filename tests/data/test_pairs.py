@@ -18,7 +18,7 @@ from megajax.data.loader import evaluation_batches, train_batches
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import EvaluationPairs, TrainPairs, train_and_validation
-from megajax.data.wordpiece import wordpiece
+from megajax.data.vocabularies import wordpiece
 from megajax.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

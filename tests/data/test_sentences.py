@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.encoding import encode_documents, encode_texts
-from megajax.data.sentences import split_sentences
+from megajax.data.encoding import encode_documents, encode_texts, split_sentences
 from megajax.data.tokenizers import train_tokenizer
 
 PROSE = """Emma Woodhouse, handsome, clever, and rich, with a comfortable home

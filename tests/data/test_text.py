@@ -56,7 +56,7 @@ def test_end_of_text_separates_documents(tmp_path):
     file = write(tmp_path / "a.txt", "\ufeffone\n\n1\n<|endoftext|>\ntwo<|endoftext|>\r\n<|endoftext|>")
     documents = TextDocuments(file)
     assert list(documents) == ["one\n\n1", "two"]
-    assert documents.report.documents == 2
+    assert documents.num_documents == 2
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,8 @@ def test_folder_in_the_order_of_paths(tmp_path):
     expected = ["B.txt", "a/c.txt", "d1", "d2", "a/z.md", "a.txt", "b.txt"]
     assert list(documents) == expected
     assert list(documents) == expected  # a second pass counts from the start
-    report = documents.report
-    assert (report.files, report.documents, report.skipped_files) == (8, 7, 2)
-    assert report.num_bytes == sum(map(len, expected))
+    assert (documents.num_documents, documents.skipped_files) == (7, 2)
+    assert documents.num_bytes == sum(map(len, expected))
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -170,7 +169,7 @@ def test_broken_jsonl_names_file_and_line(tmp_path, line, problem, folder):
 def test_standard_library():
     documents = TextDocuments("python-stdlib")
     texts = list(documents)
-    assert documents.report.num_bytes > 5_000_000
+    assert documents.num_bytes > 5_000_000
     assert (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text() in texts
     folders = {
         part for file in documents._files.files for part in file.relative_to(sysconfig.get_path("stdlib")).parts[:-1]

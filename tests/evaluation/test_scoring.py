@@ -28,7 +28,7 @@ def model(mesh=(1, 1, 1), global_batch=64, **options):
 
 
 def windows(ids: np.ndarray, overlap: int) -> EvaluationSamples:
-    return EvaluationSamples(TokenDocuments.from_documents([ids], "ids"), sequence_length=LENGTH, overlap=overlap)
+    return EvaluationSamples(TokenDocuments.from_sequences([[ids]], "ids"), sequence_length=LENGTH, overlap=overlap)
 
 
 def one_window_per_token(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -26,12 +26,12 @@ from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
 from megajax.data.chat import ChatTemplate
 from megajax.data.corpus import corpus_tokenizer, evaluation_tokens, open_corpus
+from megajax.data.digests import digests_of
 from megajax.data.encoding import encode_documents
 from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import train_and_validation
-from megajax.data.report import digests_of
 from megajax.data.text import TextDocuments
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import RunError, UserError

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from megajax.commands.prepare import main
+from megajax.data.encoding import split_sentences
 from megajax.data.indexed import IndexedDataset
-from megajax.data.library import DOCSTRINGS, STANDARD_LIBRARY
+from megajax.data.inputs import DOCSTRINGS, STANDARD_LIBRARY
 from megajax.data.records import TextFiles
-from megajax.data.sentences import split_sentences
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions

@@ -13,10 +13,9 @@ from tiny import tiny_config
 
 from megajax.data.config import DataConfig, Source, TokenizerConfig
 from megajax.data.corpus import corpus_tokenizer, open_corpus
-from megajax.data.digests import BLOCK_BYTES
+from megajax.data.digests import BLOCK_BYTES, digests_of
 from megajax.data.indexed import IndexedWriter
 from megajax.data.making import make_corpus
-from megajax.data.report import digests_of
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.runs.data import make_run_data, open_run_data

@@ -10,9 +10,9 @@ from tiny import tiny_config
 from megajax.batch import pairs_form
 from megajax.config import Config
 from megajax.data.config import DataConfig, Source, TokenizerConfig, ValidationSet
+from megajax.data.encoding import split_sentences
 from megajax.data.indexed import IndexedWriter
 from megajax.data.pairs import TrainPairs
-from megajax.data.sentences import split_sentences
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES, Entry

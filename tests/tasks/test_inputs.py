@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from real_records import SPECIAL, letters, pairs, race, real_tokenizer
 
 from megajax.batch import IGNORED, choice_form, classes_form
-from megajax.data.bpe import learn_byte_pair
 from megajax.data.loader import evaluation_batches
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.wordpiece import wordpiece
+from megajax.data.vocabularies import learn_byte_pair, wordpiece
 from megajax.errors import UserError
 from megajax.tasks import encoded
 from megajax.tasks.encoded import EncodedTexts
