@@ -83,6 +83,6 @@ class TokenDocuments:
         try:
             for start in starts:
                 check_ids(self.tokens[start : start + _SCAN_TOKENS], start, size, self.name)
-        except UserError as error:
+        except UserError as invalid:
             largest = max(self.tokens[start : start + _SCAN_TOKENS].max() for start in starts)
-            raise UserError(f"{error}; the largest id here is {largest}") from None
+            raise UserError(f"{invalid}; the largest id here is {largest}") from None
