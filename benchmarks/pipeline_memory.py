@@ -21,7 +21,7 @@ from megajax.mesh import make_mesh
 from megajax.models.config import ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
-from megajax.program.parts import residual_bytes
+from megajax.program.memory import residual_bytes
 from megajax.program.program import Program
 from megajax.program.train_step import loss_and_gradients
 from megajax.settings.launch import avoid_known_faults

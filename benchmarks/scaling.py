@@ -105,7 +105,7 @@ def count(case: Case, devices) -> dict:
     from megajax.models.family import count_parameters, step_flops
     from megajax.pipeline.timing import bubble_overhead
     from megajax.program.memory import state_bytes
-    from megajax.program.parts import residual_bytes
+    from megajax.program.memory import residual_bytes
     from megajax.program.program import Program
 
     config = case.config()

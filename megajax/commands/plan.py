@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> None:
     imagine_devices(config, None if compiles and not gpus else 1)
 
     from megajax.plan.compiled import compiled_step
-    from megajax.plan.report import Plan, figures, text
+    from megajax.plan.report import figures, text
 
     compiled = compiled_step(plan_search.scanned(config), gpus=gpus) if compiles else None
-    plan = Plan(args.preset, config, machine, compiled, time.perf_counter() - began, peak_resident_bytes())
-    print(json.dumps(figures(plan)) if args.json else text(plan))
+    plan = figures(args.preset, config, machine, compiled)
+    plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}
+    print(json.dumps(plan) if args.json else text(plan, config))

@@ -1,5 +1,5 @@
 """What a training step communicates: what a layer and the ends send when they are traced (`plan/traced.py`), times how
-often they run, and what is sent of weights and between stages.
+often they run, and what is sent of weights and between stages, which is arithmetic on shapes.
 
 `communication` has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's
 jaxpr; beside that how many of them are really sent, since a stage that has nothing to run in a tick, or not this end of
@@ -8,35 +8,58 @@ the model, sends nothing.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
 
+from megajax.axes import BATCH_AXES
 from megajax.backend import GPU
 from megajax.config import Config
 from megajax.models.family import family_of
-from megajax.parallel.collectives import PIPE
+from megajax.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Sent, StepCost
-from megajax.plan.sizes import Sizes, Times, steady_state_microbatches
+from megajax.plan.shapes import Placed, Shape
+from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
-from megajax.plan.weight_traffic import PERMUTE, Communication, WeightTraffic, one
 from megajax.program.communication import Collective
+from megajax.program.program import batch_form
+
+Axes = tuple[str, ...]
+REDUCE, GATHER, SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
+
+
+@dataclass(frozen=True)
+class Communication(Collective):
+    """A collective of a training step.
+
+    Attributes:
+        purpose: what it is for: the part of the step, and after a colon what of it.
+        sent: how often the device that sends it most really does; `count` has every tick of every stage.
+    """
+
+    purpose: str
+    sent: int
+
+    @property
+    def part(self) -> str:
+        """The part of the step that it belongs to."""
+        return self.purpose.partition(":")[0]
 
 
 def communication(config: Config, cost: StepCost | None = None) -> list[Communication]:
     """All that a training step of a valid configuration communicates, per device, in the order of the program. It is
     the same on every kind of device."""
-    step = _Step(config, cost or step_cost(config, GPU))
     before, after = _once(replace(config, train=replace(config.train, microbatch=1, remat="none")))
-    return [*before, *step.p2p_transfers(), *step.loop(), *after]
+    return [*before, *_Step(config).loop(cost or step_cost(config, GPU)), *after]
 
 
 @lru_cache(maxsize=1024)
 def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
     """Before and after the loop, which microbatches and recomputation do not change."""
     step = WeightTraffic(config)
-    return [*step.targets()], [*step.reduction(), *step.norm(), *step.new_weights()]
+    return [*step.targets()], [*step.after_the_loop()]
 
 
 def totals(found: Iterable[Collective]) -> Counter:
@@ -48,48 +71,137 @@ def totals(found: Iterable[Collective]) -> Counter:
     return counts
 
 
-def bytes_by_axis(found: Iterable[Communication], *, sent: bool = False) -> dict[tuple[str, str], tuple[int, int]]:
-    """By axes, as `data,pipe`, and kind: how many collectives a step has, and their operands' bytes; all that stand in
-    the program, or those that the busiest device really sends."""
+def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
+    """By axes, as `data,pipe`, and kind, how many collectives the device that sends most takes part in, and the bytes
+    it has of their operands; over axes of one device nothing is sent."""
+    sizes = config.mesh.sizes
     summed: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in found:
-        key, times = (",".join(each.axes), each.kind), each.sent if sent else each.count
-        count, size = summed.get(key, (0, 0))
-        summed[key] = count + times, size + times * each.num_bytes
+    for each in communication(config):
+        axes = ",".join(axis for axis in each.axes if sizes[axis] > 1)
+        if axes:
+            count, size = summed.get((axes, each.kind), (0, 0))
+            summed[axes, each.kind] = count + each.sent, size + each.sent * each.num_bytes
     return summed
 
 
-def loops_of_weight_gradients(step: Sizes) -> int:
-    """In how many places of a tick deferred weight gradients run, before the forward or after the backward."""
-    pipeline, pipe = step.config.pipeline, step.config.mesh.pipe
-    settled = steady_state_microbatches(pipeline.schedule, pipe, step.microbatches)
-    return _loops(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
+def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:
+    """Of one operand, whose numbers have `item` bytes each."""
+    return Communication(kind, axes, (shape,), prod(shape) * item, times.count, purpose, times.sent)
+
+
+class WeightTraffic(Sizes):
+    """The sizes of a step, and what it communicates of weights (`program/train_step.py`, `parallel/shards.py`) and
+    between stages."""
+
+    # In the loop over ticks: ZeRO-3, wherever weights are used.
+
+    def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
+        """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
+        for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
+            yield one(purpose, GATHER, BATCH_AXES, placed.shard, self.item, times)
+
+    def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
+        """Of all that is trained of a room; of a layer's those whose gradients come `later`, where some do, or the
+        others."""
+        for placed in self._sharded(room, self.held.trained):
+            of_product = placed.weight.path[-1] == "weight"  # whose gradient can be deferred
+            if later is None or later == (self.defers and of_product):
+                yield one(purpose, SCATTER, BATCH_AXES, placed.whole, self.summed, times)
+
+    def _sharded(self, room: str, weights: tuple[Placed, ...]) -> list[Placed]:
+        if self.zero < 3:
+            return []
+        return [placed for placed in weights if placed.weight.path[0] == room and placed.data_dim is not None]
+
+    def p2p_transfers(self) -> Iterator[Communication]:
+        """Activations to the next stage, gradients to the one before, in every tick."""
+        for what in ("up", "down") if self.config.mesh.pipe > 1 else ():
+            yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
+
+    @property
+    def weight_gradient_times(self) -> Times:
+        """How often the loop has a layer's deferred weight gradients: they run in one or two places of a tick, before
+        the forward or after the backward."""
+        pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
+        settled = steady_state_microbatches(pipeline.schedule, pipe, self.microbatches)
+        places = _places(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
+        return Times(places * self.of_layer.count, self.of_layer.sent)
+
+    # Once a step, before and after the loop.
+
+    def targets(self) -> Iterator[Communication]:
+        """How many targets the losses have in the global batch."""
+        for _ in self._losses:
+            yield one("losses: numbers of targets", REDUCE, BATCH_AXES, (), self.counted, ONCE)
+
+    def after_the_loop(self) -> Iterator[Communication]:
+        """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""
+        divided = [placed for placed in self.held.trained if self._is_divided(placed)] if self.zero == 1 else []
+        for placed in divided:
+            yield one(
+                "gradients: over data", SCATTER, BATCH_AXES, self._of_stage(placed, placed.whole), self.summed, ONCE
+            )
+        for placed in self.held.trained:
+            missing = tuple(sorted(self._varying(placed) - self._axes_of(placed)))
+            if missing:
+                shape = self._of_stage(placed, placed.shard if self._is_divided(placed) else placed.whole)
+                yield one(f"gradients: over {' and '.join(missing)}", REDUCE, missing, shape, self.summed, ONCE)
+        axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
+        for _ in self._losses:
+            yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
+        # A number for all weights that are divided over the same axes.
+        for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.held.trained):
+            if axes:
+                yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
+        for placed in divided:
+            yield one("weights: over data", GATHER, BATCH_AXES, self._of_stage(placed, placed.shard), self.item, ONCE)
+
+    @property
+    def counted(self) -> int:
+        """Bytes of a count: JAX counts in 64 bits where it computes in them."""
+        return 8 if self.config.precision == "fp64" else 4
+
+    @cached_property
+    def _losses(self) -> list[str]:
+        form = batch_form(self.config)
+        return [*form.targets, *form.measures]
+
+    def _is_divided(self, placed: Placed) -> bool:
+        return self.zero > 0 and placed.data_dim is not None
+
+    def _of_stage(self, placed: Placed, shape: Shape) -> Shape:
+        """The shape of a weight on a stage, of which a layer has `shape`."""
+        return (self.config.pipeline.chunks, 1, self.layers_of_chunk, *shape) if placed.weight.stacked else shape
+
+    def _axes_of(self, placed: Placed) -> set[str]:
+        """Mesh axes that a reduced gradient is divided over."""
+        axes = set(spec_axes(placed.spec))
+        axes |= {*BATCH_AXES} if self._is_divided(placed) else set()
+        return axes | ({PIPE} if placed.weight.stacked else set())
+
+    def _varying(self, placed: Placed) -> set[str]:
+        """Mesh axes over which a gradient differs when the loop has ended (`program/bind.py`)."""
+        axes = {*BATCH_AXES} | self._axes_of(placed)
+        if self.splits_sequence or (placed.weight.stacked and placed.needs_tensor_sum):
+            axes.add(TENSOR)
+        if not placed.weight.stacked and not self.splits_vocabulary:
+            axes.add(PIPE)
+        return axes
 
 
 @lru_cache(maxsize=256)
-def _loops(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> int:
+def _places(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> int:
     deferral = make_schedule(schedule, pipe, microbatches, chunks, deferring).deferral
     assert deferral is not None
     return int(deferral.early.any()) + int(deferral.late.any())
 
 
 class _Step(WeightTraffic):
-    """The sizes of a step, and what it communicates in its loop over ticks."""
-
-    def __init__(self, config: Config, cost: StepCost):
-        super().__init__(config)
-        self._layer, self._ends = cost.layer, cost.ends
-
-    def p2p_transfers(self) -> Iterator[Communication]:
-        """Activations to the next stage, gradients to the one before, in every tick."""
-        if self.config.mesh.pipe > 1:
-            for what in ("up", "down"):
-                yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
-
-    def loop(self) -> Iterator[Communication]:
+    def loop(self, cost: StepCost) -> Iterator[Communication]:
         """The passes of embedding, layers and head. ZeRO-3 gathers their weights for each, and scatters the gradients;
         an embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
-        layer, ends = self._layer, self._ends
+        layer, ends = cost.layer, cost.ends
+        yield from self.p2p_transfers()
         yield from self._pass("embedding", "shared", ends.embedding, self.of_end)
         yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer)
         yield from self._pass("head", "shared", ends.head, self.of_end)
@@ -104,16 +216,13 @@ class _Step(WeightTraffic):
         yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_end)
         yield from self.scattered("embedding backward", "shared", self.of_end)
         if self.defers and (layer.weight_gradients or self.zero == 3):
-            times = Times(loops_of_weight_gradients(self) * self.of_layer.count, self.of_layer.sent)
-            yield from self._sent("weight gradients", layer.weight_gradients, times)
+            times = self.weight_gradient_times
+            yield from self._pass("weight gradients", "none", layer.weight_gradients, times)
             yield from self.scattered("weight gradients", "blocks", times, later=True)
 
     def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Times) -> Iterator[Communication]:
         yield from self.gathered(part, room, times)
-        yield from self._sent(part, sent, times)
-
-    def _sent(self, part: str, sent: Iterable[Sent], times: Times) -> Iterator[Communication]:
         for each in sent:
-            found = each.collective(self.microbatch)
-            counts = each.count * times.count, part, each.count * times.sent
-            yield Communication(found.kind, found.axes, found.shapes, found.num_bytes, *counts)
+            shape = each.operand.dims.shape(self.microbatch)
+            counts = Times(each.count * times.count, each.count * times.sent)
+            yield one(part, each.kind, each.axes, shape, each.operand.item, counts)

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megajax.program.communication import Collective
-
-Shape = tuple[int, ...]
+from megajax.plan.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Operand:
-    """An array that is kept or sent.
-
-    Attributes:
-        dims: its shape.
-        item: bytes of a number.
-    """
+    """An array that is kept or sent, with `item` bytes for a number."""
 
     dims: Dims
     item: int
@@ -68,18 +61,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective, see `program/communication.Collective`."""
+    """A collective of one operand, see `program/communication.Collective`."""
 
     kind: str
     axes: tuple[str, ...]
     operand: Operand
     count: int
-
-    def collective(self, rows: int) -> Collective:
-        """With so many rows."""
-        return Collective(
-            self.kind, self.axes, (self.operand.dims.shape(rows),), self.operand.num_bytes(rows), self.count
-        )
 
 
 @dataclass(frozen=True)
@@ -93,11 +80,6 @@ class Product:
 
     dims: Dims
     again: bool = False
-
-    def shape(self, rows: int) -> tuple[int, int, int]:
-        """Rows, inner dim and columns, with so many rows of a microbatch."""
-        first, inner, columns = self.dims.shape(rows)
-        return first, inner, columns
 
 
 @dataclass(frozen=True)
@@ -144,43 +126,27 @@ class EndsCost:
     """Embedding and head.
 
     Attributes:
-        products: of the head, forward and backward.
+        products: of the head, forward and backward: rows, inner dim and columns.
         embedding, head, embedding_backward: what the three passes send; that of the head goes forward and backward.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[Dims, ...]
     embedding: tuple[Sent, ...]
     head: tuple[Sent, ...]
     embedding_backward: tuple[Sent, ...]
 
     @property
-    def weight_gradients(self) -> tuple[Dims, ...]:
-        """The products that sum over rows."""
-        return tuple(each.dims for each in self.products if each.dims.counting[1])
-
-    @property
     def logits(self) -> Dims:
         """[rows, columns] of the largest product forward."""
-        of_rows = [each.dims for each in self.products if each.dims.counting[0]]
+        of_rows = [dims for dims in self.products if dims.counting[0]]
         largest = max(of_rows, key=lambda dims: dims.of_row[1] * dims.of_row[2])  # of equal ones the first, forward
         return Dims(largest.of_row[::2], largest.counting[::2])
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What is traced of a configuration.
-
-    Attributes:
-        layer, without_remat: a layer, and one that recomputes nothing.
-        ends: embedding and head.
-    """
+    """What is traced of a configuration: a layer, one that recomputes nothing, and the ends."""
 
     layer: LayerCost
     without_remat: LayerCost
     ends: EndsCost
-
-    @property
-    def recomputes_cheaply(self) -> bool:
-        """Whether neither a product nor a collective is computed again."""
-        layer, plain = self.layer, self.without_remat
-        return (layer.regions, layer.backward) == (plain.regions, plain.backward)

@@ -21,10 +21,6 @@ class Group:
     size: int  # how many
     neighbours: int  # how many of them a server has
 
-    @property
-    def in_server(self) -> bool:
-        return self.neighbours >= self.size
-
 
 @lru_cache(maxsize=65536)
 def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
@@ -41,27 +37,23 @@ def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
 
 def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> float:
     """Of one such collective, with nothing beside it."""
-    return _seconds(collective.kind, collective.axes, collective.num_bytes, mesh, machine)
-
-
-def _seconds(kind: str, axes: tuple[str, ...], num_bytes: int, mesh: MeshConfig, machine: Machine) -> float:
-    group, rates = group_of(axes, mesh, machine.server), machine.efficiency
+    kind, rates = collective.kind, machine.efficiency
+    group = group_of(collective.axes, mesh, machine.server)
     if group.size == 1:
         return 0.0
-    if kind == "permute":  # to a neighbour, which for some of the devices is in another server
-        inside, latency = group.in_server, rates.server_latency
-        rate = machine.link * rates.others if inside else machine.network * rates.network
-        return num_bytes / rate + (latency if inside else rates.network_latency)
-    rate = machine.link * (rates.all_reduce if kind == "all-reduce" else rates.others)
-    latency = rates.server_latency
-    if not group.in_server:
-        rate = min(machine.link * rates.others, group.neighbours * machine.network * rates.network)
+    if group.neighbours >= group.size:
+        rate = machine.link * (rates.all_reduce if kind == "all-reduce" else rates.others)
+        latency = rates.server_latency
+    else:
+        adapters = 1 if kind == "permute" else group.neighbours
+        rate = min(machine.link * rates.others, adapters * machine.network * rates.network)
         latency = rates.network_latency
     others = group.size - 1
     passes = {
+        "permute": 1,  # to a neighbour, which for some of the devices is in another server
         "all-reduce": 2 * others / group.size,
         "reduce-scatter": others / group.size,
         "all-gather": others,  # its operand is a part
         "all-to-all": others / group.size,
     }
-    return passes[kind] * num_bytes / rate + latency
+    return passes[kind] * collective.num_bytes / rate + latency

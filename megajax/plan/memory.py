@@ -15,7 +15,6 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.shapes import held
 from megajax.plan.sizes import Sizes
 from megajax.plan.temporaries import Temporaries
 from megajax.plan.traced import step_cost
@@ -73,44 +72,37 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     """What a step of a valid configuration needs on a device of its mesh; of a search with its `cost`, which many
     configurations have in common."""
     cost = cost or step_cost(config, backend)
-    step, weights, pipeline = Sizes(config), held(config), config.pipeline
-    table = _table(pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring())
-    form = batch_form(config)
-    others = weights.trained * step.wide if step.summed != step.wide else 0
+    step, pipeline, form = Sizes(config), config.pipeline, batch_form(config)
+    slots, factor_slots, activations = _buffers(
+        pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
+    )
+    others = step.held.num_trained * step.wide if step.summed != step.wide else 0
     losses = len(form.targets | form.measures) * max(4, step.summed)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
     residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
-    kept = max(1, table.slots) * (step.activation_bytes if step.recomputes_stage else residuals)
-    factors = table.factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
+    kept = max(1, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
+    factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
-        weights=weights.computed * step.item,
-        main_weights=weights.trained * step.wide if step.item != step.wide else 0,
-        moments=2 * weights.trained * step.wide + _COUNTERS,
+        weights=step.held.num_computed * step.item,
+        main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
+        moments=2 * step.held.num_trained * step.wide + _COUNTERS,
         batch=batch * _WORD // config.mesh.row_shards,
-        gradients=weights.summed * step.summed + losses + others,
+        gradients=step.held.num_summed * step.summed + losses + others,
         kept=kept,
         factors=factors,
-        hand_overs=table.activations * step.activation_bytes,
-        temporaries=Temporaries(step, cost, weights, backend, kept, factors).most,
+        hand_overs=activations * step.activation_bytes,
+        temporaries=Temporaries(step, cost, backend, kept, factors).most,
     )
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Of a schedule's buffers: how many chunks are kept, of how many the factors wait, and how many activations of
-    one token's width are on their way or wait."""
-
-    slots: int
-    factor_slots: int
-    activations: int
-
-
 @lru_cache(maxsize=512)
-def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> _Table:
+def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
+    """How many chunks a schedule keeps, of how many the factors wait, and how many activations of one token's width are
+    on their way or wait."""
     table = make_schedule(name, pipe, microbatches, chunks, deferring)
     if pipe == 1:
-        return _Table(table.num_slots, table.num_factor_slots, 0)
+        return table.num_slots, table.num_factor_slots, 0
     waiting = [0 if way.direct else way.inbox_depth + 1 for way in (table.forward, table.backward)]
     outputs = 0 if table.turns_at_once else table.num_slots
     on_their_way = 2  # one in either direction
-    return _Table(table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs)
+    return table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs

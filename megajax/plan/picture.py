@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megajax.host.pictures import save
 from megajax.plan.machines import GIB, Machine
-from megajax.plan.search import Candidate, Found
+from megajax.plan.search import Candidate, Found, schedule_in_words
 
 MARK = b"megajax plan"  # in the pictures, as the program that drew them
 _COLOURS = {1: "#4477aa", 2: "#66ccee", 4: "#228833", 8: "#ccbb44"}  # by tensor; more: the last
@@ -69,11 +69,8 @@ def _named(frontier: list[Candidate]) -> list[Candidate]:
 
 def _words(each: Candidate) -> str:
     """A configuration, shortly."""
-    mesh, pipeline, base = each.base.mesh, each.pipeline, each.base
-    words = [str(mesh)]
-    if mesh.pipe > 1:
-        chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
-        words.append(f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}")
+    base = each.base
+    words = [str(base.mesh)] + [schedule_in_words(each.pipeline)] * (base.mesh.pipe > 1)
     rows = f"{base.train.microbatch} row{'s' * (base.train.microbatch > 1)}"
     words += [rows, f"remat {base.train.remat}", f"zero {base.optimizer.zero}"]
     return ", ".join(words + ["sequence split"] * base.sequence_parallel)

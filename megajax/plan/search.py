@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from megajax.axes import AXES, ROW_AXES
@@ -26,30 +27,22 @@ from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.validation import validate, validate_mesh
 
-_MESH = tuple(f"mesh.{axis}" for axis in AXES)
 VARIED = (
-    *_MESH, "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
+    *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel",
 )  # fmt: skip
-_OF_TABLE = ("schedule", "chunks")
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # of a table whose buffers no shorter one tells
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits in memory.
-
-    Attributes:
-        base, pipeline: the run, and its schedule.
-        seconds: of a step, predicted; the pipe's time by formula.
-        bytes: on a device.
-    """
+    """A configuration that fits in memory: a run, and its schedule."""
 
     base: Config
     pipeline: PipelineConfig
-    seconds: float
-    bytes: int
+    seconds: float  # of a step, predicted; the pipe's time by formula
+    bytes: int  # on a device
 
     @property
     def config(self) -> Config:
@@ -67,17 +60,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        best: the fastest first.
-        fitting: all that fit, the fastest first.
-        tried: how many there are, those that do not fit included.
-    """
-
-    best: list[Planned]
-    fitting: list[Candidate]
-    tried: int
+    best: list[Planned]  # the fastest first
+    fitting: list[Candidate]  # all that fit, the fastest first
+    tried: int  # how many there are, those that do not fit included
 
     @property
     def frontier(self) -> list[Candidate]:
@@ -132,17 +119,15 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
 
 def command(preset: str, config: Config, original: Config) -> str:
     """The command line that trains `config`, which is `original`, a preset's, with other options."""
-    pairs = {key: (value(config, key), value(original, key)) for key in options(Config)}
-    changed = (as_flag(key, new) for key, (new, old) in pairs.items() if new != old)
+    values = {key: attrgetter(key) for key in options(Config)}
+    changed = (as_flag(key, of(config)) for key, of in values.items() if of(config) != of(original))
     return " ".join(["megajax train", shlex.quote(preset), *changed])
 
 
-def value(config: Config, key: str) -> Any:
-    """A value by its key."""
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found
+def schedule_in_words(pipeline: PipelineConfig) -> str:
+    """Such as `interleaved x 2, deferred`."""
+    chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
+    return f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}"
 
 
 def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:
@@ -167,7 +152,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
 def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[Config]:
     """The configuration on every mesh that the model can have."""
     for mesh in _meshes(devices):
-        if any(key in kept and value(config, key) != getattr(mesh, key.removeprefix("mesh.")) for key in _MESH):
+        if any(f"mesh.{axis}" in kept and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
             continue
@@ -197,7 +182,7 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
     """On a mesh every microbatch, remat, ZeRO, sequence split and deferral."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
-        return [value(base, key)] if key in kept else possible
+        return [attrgetter(key)(base)] if key in kept else possible
 
     mesh, length = base.mesh, base.model.sequence_length
     rows = base.train.batch_sizes.divisor // mesh.row_shards
@@ -221,8 +206,10 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
 def _as_fast(config: Config, cost: StepCost) -> Config:
     """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
     model sees, unless it is a product or a collective."""
-    cheap = config.train.remat == "selective" and cost.recomputes_cheaply
-    return replace(config, train=replace(config.train, remat="none")) if cheap else config
+    plain = cost.without_remat
+    cheap = (cost.layer.regions, cost.layer.backward) == (plain.regions, plain.backward)
+    selective = config.train.remat == "selective"
+    return replace(config, train=replace(config.train, remat="none")) if selective and cheap else config
 
 
 def _sizes(
@@ -230,39 +217,29 @@ def _sizes(
 ) -> Iterator[tuple[int, PipelineConfig]]:
     """Every schedule and chunk count whose table and buffers are computed quickly, with the bytes that a device needs.
     They are computed for fewer microbatches where the schedule's table has buffers of the same sizes with these."""
-    mesh, train, m = (
-        config.mesh,
-        config.train,
-        config.train.global_batch // (config.mesh.row_shards * config.train.microbatch),
-    )
-    rows, layers = mesh.row_shards * train.microbatch, config.model.num_layers
-    for pipeline in _pipelines(config.pipeline, mesh.pipe, layers):
-        if any(
-            f"pipeline.{key}" in kept and getattr(pipeline, key) != getattr(config.pipeline, key) for key in _OF_TABLE
-        ):
-            continue
-        if not has_table(pipeline, mesh.pipe, m):
+    mesh, train = config.mesh, config.train
+    rows = mesh.row_shards * train.microbatch
+    m = train.global_batch // rows
+    for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_layers):
+        other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
+        if not kept.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)
         found = memory(replace(config, train=short, pipeline=pipeline), backend, cost)
-        yield sum(vars(found).values()) + found.batch * (m - fewer) // fewer, pipeline
+        yield found.total + found.batch * (m - fewer) // fewer, pipeline
 
 
 @lru_cache(maxsize=1024)
 def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[PipelineConfig]:
-    return [replace(pipeline, schedule=name, chunks=chunks) for name, chunks in _schedules(pipe, layers)]
-
-
-def _schedules(pipe: int, layers: int) -> list[tuple[str, int]]:
     """Schedules with their chunks: up to 4, and those up to 12 that divide the layers. On one stage all are one."""
-    if pipe == 1:
-        return [("1f1b", 1)]
     few = range(2, min(_MOST_CHUNKS, layers // pipe) + 1)
-    chunks = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
-    return [(name, each) for name, kind in sorted(SCHEDULES.items()) for each in (chunks if kind.chunked else [1])]
+    many = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
+    chunks = {name: many if kind.chunked else [1] for name, kind in sorted(SCHEDULES.items())}
+    pairs = [(name, each) for name in chunks for each in chunks[name]] if pipe > 1 else [("1f1b", 1)]
+    return [replace(pipeline, schedule=name, chunks=each) for name, each in pairs]
 
 
 def _nothing(
@@ -271,7 +248,7 @@ def _nothing(
     """Of an empty space, what forbids all there is."""
     if smallest is not None:
         size, least = smallest
-        flags = " ".join(as_flag(key, value(least, key)) for key in VARIED)
+        flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in VARIED)
         return UserError(
             f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({flags}) needs "
             f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
@@ -284,7 +261,7 @@ def _nothing(
             except UserError as error:
                 return error
     model, batch = config.model, config.train.global_batch
-    stays = "".join(f" {as_flag(key, value(config, key))}" for key in VARIED if key in kept)
+    stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES)
     return UserError(
         f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
@@ -296,7 +273,7 @@ def _nothing(
 
 def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
     """Numbers of devices near this one of which there are meshes."""
-    free = kept - {*_MESH}
+    free = frozenset(key for key in kept if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
-    found = (each for each in near if each > 0 and next(_on_meshes(config, each, frozenset(free)), None))
+    found = (each for each in near if each > 0 and next(_on_meshes(config, each, free), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

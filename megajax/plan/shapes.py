@@ -1,12 +1,12 @@
 """The weights of a model as plain numbers, and what a device of a mesh has of each: no program, no mesh, no device.
 
-What a weight's dims are called is asked of the model once (`weights`); where they go is the table of `megajax/mesh.py`,
-as for the state itself (`program/state.py`).
+What a weight's dims are called is asked of the model once; where they go is the table of `megajax/mesh.py`, as for the
+state itself (`program/state.py`).
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 import jax
 from jax.sharding import PartitionSpec
@@ -31,13 +31,13 @@ class Weight:
     Attributes:
         path: its name, from `shared`, those of the ends, or `blocks`, those of the layers.
         shape: of all of it; of a layer's, in one layer.
-        dims: the logical name of every dim (`megajax/mesh.py`).
+        logical: the names of its dims (`megajax/mesh.py`).
         stacked: whether it is a layer's.
     """
 
     path: tuple[str, ...]
     shape: Shape
-    dims: tuple[str | None, ...]
+    logical: PartitionSpec
     stacked: bool
 
 
@@ -52,8 +52,7 @@ class Placed:
         data_dim: the dim of `whole` that ZeRO divides over `data`; None where `data` has one device or divides none.
         shard: shape on a device where it is divided; `whole` where it cannot be.
         copies: how many layers' a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends.
-        needs_tensor_sum: whether every device of a tensor group has it whole and computes with a part
-        (`mesh.needs_tensor_sum`).
+        needs_tensor_sum: see `mesh.needs_tensor_sum`.
     """
 
     weight: Weight
@@ -63,16 +62,6 @@ class Placed:
     shard: Shape
     copies: int
     needs_tensor_sum: bool
-
-    @property
-    def size(self) -> int:
-        """Numbers on a device, all its layers', not divided over `data`."""
-        return self.copies * math.prod(self.whole)
-
-    @property
-    def shard_size(self) -> int:
-        """Numbers on a device, all its layers', divided over `data`."""
-        return self.copies * math.prod(self.shard)
 
 
 @dataclass(frozen=True)
@@ -89,51 +78,76 @@ class Held:
     adapters: tuple[Placed, ...]
     zero: int
 
+    @property
+    def trained(self) -> tuple[Placed, ...]:
+        """The adapters, or all weights."""
+        return self.adapters or self.weights
+
     @cached_property
-    def computed(self) -> int:
+    def num_computed(self) -> int:
         """Numbers that layers compute with: `TrainState.params`."""
-        return self._computed(self.weights) + self._computed(self.adapters)
+        return _numbers((*self.weights, *self.adapters), self.zero == 3)
 
     @cached_property
-    def summed(self) -> int:
-        """Numbers of which gradients are summed up: all weights, or the adapters."""
-        return self._computed(self.adapters or self.weights)
+    def num_summed(self) -> int:
+        """Numbers of which gradients are summed up."""
+        return _numbers(self.trained, self.zero == 3)
 
     @cached_property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         """Numbers of which a device has the main weights, both moments and the reduced gradients."""
-        trained = self.adapters or self.weights
-        return sum(placed.shard_size if self.zero else placed.size for placed in trained)
+        return _numbers(self.trained, self.zero > 0)
 
-    def _computed(self, weights: tuple[Placed, ...]) -> int:
-        return sum(placed.shard_size if self.zero == 3 else placed.size for placed in weights)
+
+def _numbers(weights: tuple[Placed, ...], divided: bool) -> int:
+    return sum(each.copies * prod(each.shard if divided else each.whole) for each in weights)
+
+
+def held(config: Config) -> Held:
+    """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
+    model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these
+    return _held(
+        model, config.lora, config.mesh, config.pipeline.chunks, config.splits_vocabulary, config.optimizer.zero
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool, zero: int
+) -> Held:
+    return Held(*_placed(model, lora, mesh, chunks, split_vocabulary), zero)
+
+
+@lru_cache(maxsize=1024)
+def _placed(
+    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool
+) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+    """All weights, and all adapters."""
+    rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
+    layers, sizes = chunks * Placement(model.num_layers, mesh.pipe, chunks).layers_per_chunk, mesh.sizes
+
+    def place(weight: Weight) -> Placed:
+        spec = mesh_spec(weight.logical, rules)
+        sharded = zero_spec(spec, weight.shape, sizes)
+        return Placed(
+            weight,
+            spec,
+            local_shape(spec, weight.shape, sizes),
+            dim_over(BATCH_AXES, sharded),
+            local_shape(sharded, weight.shape, sizes),
+            layers if weight.stacked else 1,
+            needs_tensor_sum(weight.logical, rules),
+        )
+
+    weights, adapters = _weights(model, lora)
+    return tuple(map(place, weights)), tuple(map(place, adapters))
 
 
 @lru_cache(maxsize=64)
-def weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """All weights of a model; the same on every mesh."""
-    return _weights(_same_weights(model))
-
-
-def adapters(lora: LoraConfig, model: ModelConfig) -> tuple[Weight, ...]:
-    """All adapters of a model."""
-    return _adapters(lora, _same_weights(model)) if lora.rank else ()
-
-
-def _same_weights(model: ModelConfig) -> ModelConfig:
-    return replace(model, dropout=0.0, scan_layers="auto")  # they do not depend on these
-
-
-@lru_cache(maxsize=64)
-def _weights(model: ModelConfig) -> tuple[Weight, ...]:
-    any_backend = CPU  # the weights are the same on all
-    return _named(CutModel(model, RegionBoundary(), any_backend))
-
-
-@lru_cache(maxsize=64)
-def _adapters(lora: LoraConfig, model: ModelConfig) -> tuple[Weight, ...]:
-    any_backend = CPU
-    return _named(Adapters(lora, model, CutModel(model, RegionBoundary(), any_backend)))
+def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """All weights of a model, and all adapters; the same on every mesh and kind of device."""
+    cut = CutModel(model, RegionBoundary(), CPU)
+    return _named(cut), _named(Adapters(lora, model, cut)) if lora.rank else ()
 
 
 def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
@@ -141,55 +155,6 @@ def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
     found = []
     for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(model.shapes)[0], specs, strict=True):
         names = tuple(str(key.key) for key in path)
-        stacked = names[0] == "blocks"
-        dims = (*spec, *[None] * (leaf.ndim - len(spec)))
-        found.append(Weight(names, leaf.shape[1:] if stacked else leaf.shape, dims[1:] if stacked else dims, stacked))
-    return tuple(found)
-
-
-def held(config: Config) -> Held:
-    """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
-    splits, chunks = config.splits_vocabulary, config.pipeline.chunks
-    return _held(config.model, config.lora, config.mesh, chunks, splits, config.optimizer.zero)
-
-
-@lru_cache(maxsize=4096)
-def _held(
-    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, splits_vocabulary: bool, zero: int
-) -> Held:
-    where = (
-        mesh,
-        Placement(model.num_layers, mesh.pipe, chunks),
-        splits_vocabulary,
-        model.num_kv_heads % mesh.tensor == 0,
-    )
-    return Held(_placed(weights(model), *where), _placed(adapters(lora, model), *where), zero)
-
-
-@lru_cache(maxsize=1024)
-def _placed(
-    weights: tuple[Weight, ...],
-    mesh: MeshConfig,
-    placement: Placement,
-    split_vocabulary: bool,
-    split_kv_heads: bool,
-) -> tuple[Placed, ...]:
-    rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=split_kv_heads)
-    sizes = mesh.sizes
-    found = []
-    for weight in weights:
-        logical = PartitionSpec(*weight.dims)
-        spec = mesh_spec(logical, rules)
-        sharded = zero_spec(spec, weight.shape, sizes)
-        found.append(
-            Placed(
-                weight,
-                spec,
-                local_shape(spec, weight.shape, sizes),
-                dim_over(BATCH_AXES, sharded),
-                local_shape(sharded, weight.shape, sizes),
-                placement.num_chunks * placement.layers_per_chunk if weight.stacked else 1,
-                needs_tensor_sum(logical, rules),
-            )
-        )
+        skipped = int(names[0] == "blocks")  # the dim of stacked layers
+        found.append(Weight(names, leaf.shape[skipped:], PartitionSpec(*spec[skipped:]), bool(skipped)))
     return tuple(found)

@@ -7,16 +7,14 @@ from math import prod
 import numpy as np
 
 from megajax.backend import Backend
-from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
 from megajax.models.family import family_of
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
-from megajax.plan.shapes import Placed, held
+from megajax.plan.shapes import Shape, held
 
-Shape = tuple[int, ...]
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 
 
@@ -61,51 +59,41 @@ class Sizes:
     """The sizes of a step.
 
     Attributes:
+        held: what a device has of the weights.
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
-        counted: bytes of a count.
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
-        predicted: tokens of a sequence that the head of pretraining predicts.
         whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
+        activation_bytes: of what stages hand over.
         defers: weight gradients are computed later.
-        regathers: a product's input is gathered again for its weight's gradient.
         recomputes_stage: a stage runs forward again in its backward.
     """
 
     def __init__(self, config: Config):
         self.config, model, mesh = config, config.model, config.mesh
+        self.held, self.zero = held(config), config.optimizer.zero
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
-        self.zero = config.optimizer.zero
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
-        self.counted = 8 if config.precision == "fp64" else 4  # JAX counts in 64 bits where it computes in them
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
         self.microbatch = config.train.global_batch // (mesh.row_shards * self.microbatches)
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
         self.bidirectional = family_of(model).bidirectional
-        self.predicted = most_masked(self.tokens) if self.bidirectional else self.tokens
         shared_by = mesh.tensor if self.splits_sequence else 1
         self.whole: Shape = (self.rows, self.tokens, model.hidden_size)
         self.own: Shape = (self.rows, self.tokens // shared_by, model.hidden_size)
+        self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-        self.regathers = self.splits_sequence and config.train.remat != "layer"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
+        self.placement = Placement(model.num_layers, mesh.pipe, config.pipeline.chunks)
+        self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
 
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of what stages hand over."""
-        return prod(self.own) * self.item
-
-    @cached_property
-    def weights(self) -> tuple[Placed, ...]:
-        return held(self.config).weights
-
-    # What the schedule and its chunks change.
+    # What the schedule changes.
 
     @cached_property
     def ticks(self) -> int:
@@ -113,17 +101,7 @@ class Sizes:
         pipeline = self.config.pipeline
         return num_ticks(pipeline.schedule, self.config.mesh.pipe, self.microbatches, pipeline.chunks)
 
-    @cached_property
-    def placement(self) -> Placement:
-        config = self.config
-        return Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
-
     @property
-    def layers_of_chunk(self) -> int:
-        """Slots of a chunk, as many as its fullest one has layers."""
-        return self.placement.layers_per_chunk
-
-    @cached_property
     def most_layers(self) -> int:
         """Layers of the fullest stage."""
         return int(layers_of_chunks(self.placement).sum(axis=0).max())
@@ -133,7 +111,7 @@ class Sizes:
         """How often the loop over ticks has an end of the model."""
         return Times(self.ticks, self.microbatches)
 
-    @property
+    @cached_property
     def of_layer(self) -> Times:
         """How often the loop over ticks has a layer."""
         return Times(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)

@@ -9,7 +9,7 @@ docs/plan-time.md.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -20,16 +20,14 @@ from megajax.pipeline.config import PipelineConfig
 from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
-from megajax.plan.communication import communication
+from megajax.plan.communication import Communication, communication
 from megajax.plan.costs import StepCost
 from megajax.plan.links import seconds_of
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
 from megajax.plan.traced import step_cost
-from megajax.plan.weight_traffic import Communication
 from megajax.plan.work import Seconds, Work
 
 _LONGEST_TABLE = 4096  # forwards of all stages; a longer table's time is a formula's
@@ -56,6 +54,11 @@ class StepTime:
     mfu: float
 
 
+def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
+    """The parts of a step, the longest first."""
+    return sorted(parts.items(), key=lambda part: -part[1])
+
+
 def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTime:
     """A step of a valid configuration.
 
@@ -71,11 +74,7 @@ def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTi
 
 
 _flops = lru_cache(maxsize=256)(step_flops)
-
-
-@lru_cache(maxsize=64)
-def _table(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> Schedule:
-    return make_schedule(name, pipe, microbatches, chunks, deferring)
+_table = lru_cache(maxsize=64)(make_schedule)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ class StepModel:
             "head": self._visit("head", self.work.head()),
             "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
         }
-        self._once = self._once_a_step()
 
     def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> StepTime:
         """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
@@ -158,7 +156,8 @@ class StepModel:
             "ends": self.sizes.microbatches * sum(visit.total for visit in here),
         }
 
-    def _once_a_step(self) -> dict[str, float]:
+    @cached_property
+    def _once(self) -> dict[str, float]:
         """The gradients' reduction, the optimizer, the gathered weights, some numbers."""
         gradients = self._seconds("gradients")
         backward = sum(visit.total for visit in self._layer[1:])

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
 
 from megajax.axes import ROW_AXES
 from megajax.backend import Backend
@@ -30,32 +28,28 @@ from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
-from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, Shape, StepCost
+from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost
+from megajax.plan.shapes import Shape
 from megajax.private import FUSED_FORWARD
-from megajax.program.bind import training_pipeline
+from megajax.program.bind import look_into
 from megajax.program.communication import COLLECTIVES, collectives_of, equations
-from megajax.program.program import BATCH, Program
+from megajax.program.program import Program
 
-Tree = Any
+Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _LARGEST_BLOCK = 2**30
 
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
-    layer, plain = (layer_cost(config, backend, remat) for remat in (config.train.remat, "none"))
-    return StepCost(layer, plain, ends_cost(config, backend))
+    ends = _traced(_of_one_microbatch(config, "none", config.splits_vocabulary), _coarse(backend), _ends_cost)
+    return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
 
 
 def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    return _layer_cost(_of_one_microbatch(config, "none" if remat == "stage" else remat), _coarse(backend))
-
-
-def ends_cost(config: Config, backend: Backend) -> EndsCost:
-    """The ends of a configuration."""
-    return _ends_cost(_of_one_microbatch(config, "none", config.splits_vocabulary), _coarse(backend))
+    return _traced(_of_one_microbatch(config, "none" if remat == "stage" else remat), _coarse(backend), _layer_cost)
 
 
 def _coarse(backend: Backend) -> Backend:
@@ -67,82 +61,60 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
     pipe = config.mesh.pipe if splits_vocabulary else 2
-    pipeline = PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred")
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
         model=replace(config.model, num_layers=pipe, scan_layers="true"),
         lora=config.lora,
         mesh=replace(config.mesh, pipe=pipe, **dict.fromkeys(ROW_AXES, 1)),
-        pipeline=pipeline,
+        pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),
         train=TrainConfig(global_batch=rows, microbatch=rows, remat=remat),
         optimizer=OptimizerConfig(learning_rate=1.0, zero=0, gradient_dtype=config.optimizer.gradient_dtype),
         data=DataConfig(reset_attention=config.data.reset_attention),
     )
 
 
-@lru_cache(maxsize=512)
-def _layer_cost(config: Config, backend: Backend) -> LayerCost:
-    rows, found = config.train.microbatch, {}
-
-    def look(program: Program, pipeline: Pipeline, x_BTD: Array) -> None:
-        layers, weights = pipeline.layers, pipeline.blocks
-        context = vary(pipeline.ends.take(0).context, (PIPE,))
-        sums = pipeline.sums(program.gradient_dtype, 1)[1]
-        forward, (output, residuals) = jax.make_jaxpr(
-            lambda x, context: layers.forward_with_residuals(weights, 0, x, context), return_shape=True
-        )(x_BTD, context)
-        backward = jax.make_jaxpr(
-            lambda residuals, grad, context: layers.pull_back(weights, 0, residuals, context, grad, sums)
-        )(jax.tree.map(idle, residuals), x_BTD, context)
-        later = jax.make_jaxpr(
-            lambda sums: layers.add_weight_gradients(weights, 0, sums, 0) if layers.products else sums
-        )(sums)
-        found["cost"] = LayerCost(
-            Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
-            Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
-            tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
-            any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
-            *(_sent(traced, rows) for traced in (forward, backward, later)),
-        )
-
-    _trace(config, backend, look)
-    return found["cost"]
-
-
-@lru_cache(maxsize=512)
-def _ends_cost(config: Config, backend: Backend) -> EndsCost:
-    rows, found = config.train.microbatch, {}
-
-    def look(program: Program, pipeline: Pipeline, x_BTD: Array) -> None:
-        ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
-        work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
-        row = Row(work, work, end, end, end, end)
-        embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)
-        head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
-        backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
-        found["cost"] = EndsCost(
-            tuple(Product(_dims(eqn, rows)) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
-            *(_sent(traced, rows) for traced in (embedding, head, backward)),
-        )
-
-    _trace(config, backend, look)
-    return found["cost"]
-
-
-def _trace(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array], None]) -> None:
-    """Have a look at the loop of a train step, where it is traced."""
-
-    def region(params: Tree, batch: Tree) -> Array:
-        pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
-        look(program, pipeline, idle(pipeline.x_type))
-        return jnp.zeros(())
-
+@lru_cache(maxsize=1024)
+def _traced(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array], Cost]) -> Cost:
+    """What `look` finds in the loop of a train step, where it is traced."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, backend)
-        specs = program.layout.specs.params, BATCH
-        function = program.region(region, specs, PartitionSpec())
-        jax.eval_shape(function, program.layout.shapes.params, program.batch_types)
+        return look_into(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type)))
+
+
+def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost:
+    rows, layers, weights = program.config.train.microbatch, pipeline.layers, pipeline.blocks
+    context = vary(pipeline.ends.take(0).context, (PIPE,))
+    sums = pipeline.sums(program.gradient_dtype, 1)[1]
+    forward, (output, residuals) = jax.make_jaxpr(
+        lambda x, context: layers.forward_with_residuals(weights, 0, x, context), return_shape=True
+    )(x_BTD, context)
+    backward = jax.make_jaxpr(
+        lambda residuals, grad, context: layers.pull_back(weights, 0, residuals, context, grad, sums)
+    )(jax.tree.map(idle, residuals), x_BTD, context)
+    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(weights, 0, sums, 0) if layers.products else sums)(
+        sums
+    )
+    return LayerCost(
+        Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
+        Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
+        tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
+        any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
+        *(_sent(traced, rows) for traced in (forward, backward, later)),
+    )
+
+
+def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> EndsCost:
+    rows, ends, total = program.config.train.microbatch, pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
+    work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
+    row = Row(work, work, end, end, end, end)
+    embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)
+    head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
+    backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
+    return EndsCost(
+        tuple(_dims(eqn, rows) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
+        *(_sent(traced, rows) for traced in (embedding, head, backward)),
+    )
 
 
 @lru_cache(maxsize=4)

@@ -12,8 +12,9 @@ from megajax.backend import GPU
 from megajax.config import Config
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine, peak_of
-from megajax.plan.shapes import held
+from megajax.plan.shapes import Shape
 from megajax.plan.sizes import Sizes, scores_of_head
+from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 _SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several
@@ -48,8 +49,7 @@ class Work:
         self.layer, self.ends = cost.layer, cost.ends
         self.hidden, self.tokens = model.hidden_size, sizes.rows * sizes.tokens
         self.heads = model.num_heads // config.mesh.tensor
-        auto = model.scan_layers == "auto" and config.optimizer.zero == 3  # `program.scans_layers` on GPUs
-        self.scanned = auto or model.scan_layers == "true"
+        self.scanned = scans_layers(config, GPU)
 
     def product(self, rows: int, inner: int, columns: int) -> float:
         """A product [rows, inner] · [inner, columns]: at the rate of large ones, but for tiles that are not full and
@@ -68,9 +68,9 @@ class Work:
         return num_bytes / (self.machine.bandwidth * self.machine.efficiency.traffic)
 
     @cached_property
-    def _shapes(self) -> list[tuple[int, int, int]]:
+    def _shapes(self) -> list[Shape]:
         """Of a layer's products with weights: rows, inner dim and columns."""
-        return [product.shape(self.sizes.microbatch) for product in self.layer.products]
+        return [product.dims.shape(self.sizes.microbatch) for product in self.layer.products]
 
     def layer_forward(self) -> Seconds:
         """Of a microbatch."""
@@ -82,23 +82,21 @@ class Work:
         """Of the forward, what the backward pass computes again."""
         if self.sizes.recomputes_stage:
             return self.layer_forward()
-        products = zip(self.layer.products, self._shapes, strict=True)
-        again = sum(self.product(*shape) for product, shape in products if product.again)
         forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
-        return replace(forward, products=again)
+        repeated = zip(self.layer.products, self._shapes, strict=True)
+        return replace(forward, products=sum(self.product(*shape) for each, shape in repeated if each.again))
 
     def layer_backward(self) -> Seconds:
         """Without what is computed again, and without the weights' gradients."""
         products = sum(self.product(rows, columns, inner) for rows, inner, columns in self._shapes)
         attention, traffic = self._attention()
-        return Seconds(
-            products, 2.5 * attention, (traffic + self._traffic) * 2 / 3, self.machine.efficiency.fixed * 2 / 3
-        )
+        traffic = (traffic + self._traffic) * 2 / 3
+        return Seconds(products, 2.5 * attention, traffic, self.machine.efficiency.fixed * 2 / 3)
 
     def weight_gradients(self) -> Seconds:
         """Of a layer and a microbatch, added to their sums; with LoRA of its adapters alone."""
         if self.config.lora.rank:
-            sizes = [prod(placed.whole) for placed in held(self.config).adapters]
+            sizes = [prod(placed.whole) for placed in self.sizes.held.adapters]
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
@@ -142,12 +140,13 @@ class Work:
     def head(self) -> Seconds:
         """Forward and backward, of a microbatch."""
         passes, rows = self.machine.traffic, self.sizes.microbatch
-        products = sum(self.product(*product.shape(rows)) for product in self.ends.products)
-        weights = sum(gradient.of_row[0] * gradient.of_row[2] for gradient in self.ends.weight_gradients)
+        products = sum(self.product(*dims.shape(rows)) for dims in self.ends.products)
+        gradients = [dims.of_row for dims in self.ends.products if dims.counting[1]]  # they sum over rows
+        weights = sum(inner * columns for inner, _, columns in gradients)
         logits = prod(self.ends.logits.shape(rows))
         traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights
         return Seconds(products, traffic=self.moved(traffic))
 
     def update(self) -> Seconds:
         """The optimizer, of what a device owns."""
-        return Seconds(traffic=self.moved(self.machine.traffic.updated * held(self.config).trained))
+        return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))

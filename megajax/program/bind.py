@@ -1,7 +1,8 @@
 """A model, its weights and a batch bound to the pipeline's loop. Inside the region: arrays are this device's shards."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from megajax.parallel.shards import Shards
 from megajax.pipeline.ends import StageFunctions
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.stages import Layers, Products, rematerialized
-from megajax.program.program import Batch, Program, scans_layers
+from megajax.program.program import BATCH, Batch, Program, scans_layers
 
 Tree = Any
+Found = TypeVar("Found")
 UNSCALED = np.float32(1.0)
 
 
@@ -48,6 +50,20 @@ def training_pipeline(
         count_targets(program, batch),
         jnp.asarray(loss_scale),
     )
+
+
+def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
+    """What `look` finds in the loop of a train step, where it is traced; nothing is computed."""
+    found: list[Found] = []
+
+    def region(params: Tree, batch: Batch) -> Array:
+        step = jnp.zeros((), jnp.int32)
+        found.append(look(training_pipeline(program, params, batch, step)))
+        return step
+
+    specs = (program.layout.specs.params, BATCH)
+    jax.eval_shape(program.region(region, specs, PartitionSpec()), program.layout.shapes.params, program.batch_types)
+    return found[-1]
 
 
 def forward_pipeline(program: Program, params: Tree, batch: Batch) -> Pipeline:

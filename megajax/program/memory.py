@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
-from megajax.program.parts import factor_bytes, sum_bytes
+from megajax.program.bind import look_into
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
 
@@ -30,9 +30,23 @@ def state_bytes(program: Program) -> dict[str, int]:
     """
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
-    gradients = sum_bytes(program)
+    gradients = look_into(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
     gradients += _local_bytes(layout, layout.trained_shapes, layout.trained_specs) if others else 0
     return kept_bytes(layout) | {"gradients": gradients}
+
+
+def residual_bytes(program: Program) -> int:
+    """Bytes a device keeps of a microbatch's way through a chunk until it comes back; nothing is computed."""
+    return look_into(program, lambda pipeline: _bytes(pipeline.residual_types()))
+
+
+def factor_bytes(program: Program) -> int:
+    """Bytes a device keeps of a chunk until its weight gradients are computed; nothing is computed."""
+    return look_into(program, lambda pipeline: _bytes(pipeline.factor_types()))
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def kept_bytes(layout: StateLayout) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A configuration on a mesh: where its state and its batches lie, and how functions over them are compiled.
 
-What is computed stands beside it: `train_step.py`, `scoring.py`, `parts.py`.
+What is computed stands beside it: `train_step.py`, `scoring.py`.
 """
 
 import dataclasses

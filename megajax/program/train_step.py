@@ -13,6 +13,7 @@ from megajax.optim.adam import clip_by_norm, global_norm, update
 from megajax.optim.guard import is_spike, remember
 from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import complete
+from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import UNSCALED, training_pipeline
 from megajax.program.program import BATCH, Batch, Program
 from megajax.program.state import TrainState
@@ -39,6 +40,17 @@ def loss_and_gradients(program: Program) -> Wrapped:
     layout = program.layout
     in_specs = (layout.specs.params, BATCH, SCALAR)
     return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.trained_specs))
+
+
+def one_part(program: Program, part: Part) -> Wrapped:
+    """(params, batch, virtual stage, repeats) -> a number: see `pipeline/measuring.py`."""
+    return program.compiled(_one_part, (program.layout.specs.params, BATCH, SCALAR, SCALAR), SCALAR, part)
+
+
+def _one_part(program: Program, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
+    pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
+    table, dtype = program.schedule, program.gradient_dtype
+    return complete(repeat_part(pipeline, part, k, repeats, dtype, table.num_slots, table.num_factor_slots), SCALAR)
 
 
 def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:

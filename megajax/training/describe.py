@@ -10,8 +10,7 @@ from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
 from megajax.pipeline.timing import StageTimes, bubble_overhead, pending_weights, step_time
 from megajax.plan.memory import memory
-from megajax.program.memory import state_bytes
-from megajax.program.parts import factor_bytes
+from megajax.program.memory import factor_bytes, state_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData

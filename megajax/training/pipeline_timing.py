@@ -20,11 +20,10 @@ from megajax.pipeline.measuring import Part
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
-from megajax.program.memory import check_memory
-from megajax.program.parts import factor_bytes, one_part, residual_bytes
+from megajax.program.memory import check_memory, factor_bytes, residual_bytes
 from megajax.program.program import Batch, Program
 from megajax.program.synthetic import placed_batch
-from megajax.program.train_step import loss_and_gradients
+from megajax.program.train_step import loss_and_gradients, one_part
 from megajax.settings.launch import start
 from megajax.settings.validation import validate
 from megajax.training.display import Display

@@ -7,14 +7,13 @@ jaxpr.
 """
 
 from collections.abc import Iterator
-from functools import cached_property
 
+from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE, TENSOR
-from megajax.plan.communication import loops_of_weight_gradients
+from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
 from megajax.plan.sizes import Times
-from megajax.plan.weight_traffic import GATHER, PERMUTE, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
 
 
 def theory_of(config: Config) -> list[Communication]:
@@ -29,16 +28,19 @@ def theory_of(config: Config) -> list[Communication]:
         *step.layers_backward(),
         *step.embedding_backward(),
         *step.weight_gradients(),
-        *step.reduction(),
-        *step.norm(),
-        *step.new_weights(),
+        *step.after_the_loop(),
     ]
 
 
 class _Step(WeightTraffic):
     """The sizes of a step, and what the parts communicate that stand in its loop over ticks."""
 
-    @cached_property
+    @property
+    def regathers(self) -> bool:
+        """Whether a product's input is gathered again for its weight's gradient."""
+        return self.splits_sequence and self.config.train.remat != "layer"
+
+    @property
     def vocabulary(self) -> Axes:
         return (PIPE, TENSOR) if self.splits_vocabulary else (TENSOR,)
 
@@ -68,12 +70,6 @@ class _Step(WeightTraffic):
         if self.splits_vocabulary:
             yield one(purpose, REDUCE, (PIPE,), self.own, self.item, self.of_end)
 
-    def p2p_transfers(self) -> Iterator[Communication]:
-        """Activations to the next stage, gradients to the one before, in every tick."""
-        if self.config.mesh.pipe > 1:
-            for what in ("up", "down"):
-                yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
-
     def embedding(self) -> Iterator[Communication]:
         """Of every microbatch forward."""
         yield from self.gathered("embedding: weights", "shared", self.of_end)
@@ -82,7 +78,7 @@ class _Step(WeightTraffic):
     def embedding_backward(self) -> Iterator[Communication]:
         """Of every microbatch backward; an embedding that is not linear in its weights runs forward again. LoRA freezes
         it."""
-        if self.adapters:
+        if self.held.adapters:
             return
         what = "embedding backward: activations"
         yield from self.broadcast(what)
@@ -103,7 +99,7 @@ class _Step(WeightTraffic):
         model, times = self.config.model, self.of_end
         chooses = self.bidirectional
         if not chooses or model.head == "pretraining":
-            places = self.rows, self.predicted
+            places = self.rows, most_masked(self.tokens) if chooses else self.tokens
             chosen = (*places, model.hidden_size)
             if chooses and self.splits_sequence:
                 yield one("head: masked tokens", REDUCE, (TENSOR,), chosen, self.item, times)
@@ -148,7 +144,7 @@ class _Step(WeightTraffic):
         adapted = config.lora.products(config.model)
         for by_columns in (("query", "key", "value"), ("gate", "up")):
             yield from self.leave_backward("layers backward: activations", times)
-            trained = not self.adapters or any(name in adapted for name in by_columns)
+            trained = not self.held.adapters or any(name in adapted for name in by_columns)
             if self.regathers and not self.defers and trained:
                 yield from self.enter("layers backward: inputs of weight gradients", times)
             yield from self.enter_backward("layers backward: activations", times)
@@ -158,7 +154,7 @@ class _Step(WeightTraffic):
         """Of every microbatch those that are deferred."""
         if not self.defers or not (self.regathers or self.zero == 3):
             return
-        times = Times(loops_of_weight_gradients(self) * self.of_layer.count, self.of_layer.sent)
+        times = self.weight_gradient_times
         for _ in range(2 if self.regathers else 0):
             yield from self.enter("weight gradients: inputs", times)
         yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)

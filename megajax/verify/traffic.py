@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from megajax.config import Config
-from megajax.plan.communication import totals
-from megajax.plan.weight_traffic import Communication
+from megajax.plan.communication import Communication, totals
 from megajax.program.communication import Collective
 from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding

@@ -10,7 +10,7 @@ import pytest
 from counting import configured, equations, program_of
 from tiny import QWEN3, abstract_batch
 
-from megajax.program.parts import residual_bytes
+from megajax.program.memory import residual_bytes
 from megajax.program.train_step import loss_and_gradients
 from megajax.verify import COLLECTIVES
 

@@ -12,7 +12,7 @@ from counting import equations
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.pipeline.stages import Layers
-from megajax.program.parts import factor_bytes, residual_bytes
+from megajax.program.memory import factor_bytes, residual_bytes
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves

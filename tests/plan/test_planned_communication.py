@@ -10,7 +10,7 @@ from tiny import LLAMA, QWEN3, tiny_config
 from megajax.config import Config
 from megajax.models.config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
-from megajax.plan.communication import bytes_by_axis, communication, totals
+from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.sizes import num_ticks
 from megajax.verify.theory import theory_of
 
@@ -90,7 +90,6 @@ def test_what_is_really_sent():
     layers = [each for each in found if each.part.startswith("layers")]
     assert {each.sent for each in layers} == {4 * 3} and {each.count for each in layers} == {6 * 3}
     size = 2 * 16 * 24 * 4  # an activation
-    assert bytes_by_axis(layers, sent=True) == {("tensor", "all-reduce"): (4 * 12, 4 * 12 * size)}
-    assert bytes_by_axis([each for each in found if each.part == "hand-over"], sent=True) == {
-        ("pipe", "permute"): (12, 12 * size)
-    }
+    assert [(each.kind, each.axes, each.num_bytes) for each in layers] == [("all-reduce", ("tensor",), size)] * 4
+    by_axes = sent_by_axes(config)
+    assert by_axes["pipe", "permute"] == (12, 12 * size) and all("data" not in axes for axes, _ in by_axes)

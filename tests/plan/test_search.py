@@ -4,6 +4,7 @@ import itertools
 import json
 import shlex
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 from tiny import tiny_config
@@ -16,7 +17,7 @@ from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
 from megajax.plan.memory import backend_of, memory
 from megajax.plan.picture import MARK, draw_search
-from megajax.plan.search import VARIED, Found, command, search, value
+from megajax.plan.search import VARIED, Found, command, search
 from megajax.plan.time import step_time
 from megajax.settings.flags import Parser
 from megajax.settings.presets import load_preset, resolve
@@ -104,7 +105,7 @@ def test_what_is_given_stays():
         pipeline=replace(CONFIG.pipeline, schedule="gpipe"), optimizer=replace(CONFIG.optimizer, zero=0),
     )  # fmt: skip
     for each in search(config, 4, H100, given=given).fitting:
-        assert [value(each.config, key) for key in given] == [2, "layer", "gpipe", 0]
+        assert [attrgetter(key)(each.config) for key in given] == [2, "layer", "gpipe", 0]
 
 
 def test_tables_too_large_to_make_are_left_out(monkeypatch):

@@ -55,4 +55,4 @@ def test_numbers_of_all() -> None:
     config = tiny_config((2, 1, 2))
     wide = held(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, zero=0)))
     split = held(config)
-    assert wide.trained == wide.computed == split.computed and split.trained < wide.trained
+    assert wide.num_trained == wide.num_computed == split.num_computed and split.num_trained < wide.num_trained

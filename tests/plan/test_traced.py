@@ -10,7 +10,7 @@ from megajax.backend import CPU, GPU
 from megajax.models.mlp import MLP
 from megajax.plan import traced
 from megajax.plan.memory import memory
-from megajax.program import parts
+from megajax.program.memory import factor_bytes, residual_bytes
 
 BERT = {"family": "bert", "layer_order": "post"}
 FAMILIES = {"gpt2": {}, "llama": LLAMA, "qwen": QWEN3, "bert": BERT}
@@ -37,14 +37,14 @@ def test_it_is_what_the_program_keeps(family, mode) -> None:
     found = memory(config, CPU)
     with jax.enable_x64(config.precision == "fp64"):
         program = tiny_program(config)
-        assert found.kept == program.schedule.num_slots * parts.residual_bytes(program)
-        assert found.factors == program.schedule.num_factor_slots * parts.factor_bytes(program)
+        assert found.kept == program.schedule.num_slots * residual_bytes(program)
+        assert found.factors == program.schedule.num_factor_slots * factor_bytes(program)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.full), "selective"])
 def test_of_documents_in_one_row(remat) -> None:
     config = tiny_config((2, 1, 2), remat=remat, reset_attention=True, microbatch=2, **LLAMA)
-    assert memory(config, CPU).kept == parts.residual_bytes(tiny_program(config))
+    assert memory(config, CPU).kept == residual_bytes(tiny_program(config))
 
 
 def test_attention_on_gpus_is_kept_once() -> None:
@@ -64,9 +64,9 @@ def test_a_new_option_of_a_layer_needs_no_line_here(monkeypatch) -> None:
     before = traced.layer_cost(config, CPU, "none")
     call = MLP.__call__
     monkeypatch.setattr(MLP, "__call__", lambda self, *args: call(self, *args) + call(self, *args))
-    traced._layer_cost.cache_clear()
+    traced._traced.cache_clear()
     after = traced.layer_cost(config, CPU, "none")
-    traced._layer_cost.cache_clear()
+    traced._traced.cache_clear()
     assert len(after.forward) == len(before.forward) + 1 and len(after.products) == len(before.products) + 2
     assert after.residuals.num_bytes(1) > before.residuals.num_bytes(1)
 
@@ -78,4 +78,4 @@ def test_sizes_are_linear_in_rows() -> None:
     one, two, three = (cost.residuals.num_bytes(rows) for rows in (1, 2, 3))
     assert three - two == two - one and 0 < 2 * one - two < one
     program = tiny_program(dataclasses.replace(config, train=dataclasses.replace(config.train, microbatch=4)))
-    assert 2 * cost.residuals.num_bytes(4) == parts.residual_bytes(program)  # two layers
+    assert 2 * cost.residuals.num_bytes(4) == residual_bytes(program)  # two layers

@@ -15,7 +15,7 @@ from tiny import abstract_batch, tiny_config, tiny_program
 from megajax.backend import GPU
 from megajax.parallel.collectives import spec_axes
 from megajax.pipeline.executor import Pipeline
-from megajax.program.parts import residual_bytes
+from megajax.program.memory import residual_bytes
 from megajax.program.program import scans_layers
 from megajax.program.train_step import loss_and_gradients
 
