@@ -104,8 +104,7 @@ def count(case: Case, devices) -> dict:
     from megajax.mesh import make_mesh
     from megajax.models.family import count_parameters, step_flops
     from megajax.pipeline.timing import bubble_overhead
-    from megajax.program.memory import state_bytes
-    from megajax.program.memory import residual_bytes
+    from megajax.program.memory import residual_bytes, state_bytes
     from megajax.program.program import Program
 
     config = case.config()
