@@ -1,7 +1,7 @@
 """Samples of several sources in given shares.
 
-Which source the n-th sample comes from depends on the weights and n only. After any number of samples n, a source with
-the share w has given more than w·n - 1 and less than w·n + 1 samples. Its own samples come in their own order.
+Which source the n-th sample comes from depends on the weights and n only. Of the first n samples, a source with the
+share w has given more than w·n - 1 and less than w·n + 1, in its own order.
 """
 
 import array
@@ -26,27 +26,21 @@ class Blend:
     The k-th sample of a source with the share w has its place in the window from ⌊k/w⌋ to ⌈(k+1)/w⌉. In every place
     stands the source whose window ends first among those whose window has begun (earliest deadline first, which meets
     all windows of shares that sum to 1; Baruah et al., "Proportionate progress", 1996). The computation is in whole
-    numbers: weights count as the decimal fractions they are written as, and after their common denominator the order
-    repeats. The order is worked out from its start, at about a million samples a second and two bytes for each.
-
-    Attributes:
-        period: samples after which the order of the sources repeats.
+    numbers: weights count as the decimal fractions they are written as, and after `period` samples, their common
+    denominator, the order repeats. It is worked out from its start, a million samples a second, two bytes for each.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         fractions = [Fraction(str(weight)) for weight in weights]
         assert fractions and all(fraction > 0 for fraction in fractions)
-        unit = Fraction(
-            math.gcd(*(fraction.numerator for fraction in fractions)),
-            math.lcm(*(fraction.denominator for fraction in fractions)),
-        )
-        counts = [int(fraction / unit) for fraction in fractions]
+        denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+        counts = [int(fraction * denominator) for fraction in fractions]
         common = math.gcd(*counts)
         self._counts = [count // common for count in counts]  # samples of each source in a period
         self.period = sum(self._counts)
         self._sources = array.array("H")  # of the samples of a period, as far as they were asked for
         self._before: list[list[int]] = []  # samples of each source before each block
-        self._waiting = [(0, source, 0) for source in range(len(counts))]  # begin of the window, source, its sample
+        self._waiting = [(0, source, 0) for source in range(len(weights))]  # begin of the window, source, its sample
         self._ready: list[tuple[int, int, int]] = []  # end of the window, source, its sample
         self._lock = threading.Lock()
 

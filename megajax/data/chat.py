@@ -1,16 +1,14 @@
 """Messages rendered by a tokenizer's chat template, as `transformers` does, with the spans that the assistant writes.
 
-A template is a program that comes with a tokenizer. It runs in Jinja's sandbox, and the size of what it makes is
-bounded; its time is not.
+A template is a program. It runs in Jinja's sandbox, and the size of what it makes is bounded; its time is not.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
 from jinja2.exceptions import SecurityError
@@ -22,34 +20,24 @@ from megajax.errors import UserError
 
 Message = Mapping[str, Any]
 
-MOST_CHARACTERS = 1 << 24  # of a rendered text
-MOST_MESSAGES = 1000  # of a conversation, which is rendered anew after each
-
+_MOST_CHARACTERS = 1 << 24  # of a rendered text
+_MOST_MESSAGES = 1000  # of a conversation, which is rendered anew after each
 _SOURCE_CHARACTERS = 1 << 20  # of a template; the longest known have some ten thousand
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a message thought, the first for templates
 _LONG_NUMBER = re.compile(r"\d{5,}")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages as a text.
-
-    Attributes:
-        text: all of it.
-        spans: of each part that the assistant writes the first character and the one after the last.
-    """
+class Conversation(NamedTuple):
+    """Messages as a text."""
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int]]  # of each part that the assistant writes: its first character, the one after its last
 
 
 class ChatTemplate:
-    """A chat template, compiled.
-
-    `tokens` has special tokens by the names that the template has for them (`bos_token`), `name` stands in error
-    messages, and `today` is what `strftime_now` uses.
-    """
+    """A chat template, compiled. `tokens` has special tokens by the names that the template has for them (`bos_token`),
+    `name` stands in error messages, and `today` is what `strftime_now` uses."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
         if len(source) > _SOURCE_CHARACTERS:
@@ -60,30 +48,24 @@ class ChatTemplate:
         self._environment = _Sandbox(today)
         try:
             self._template = self._environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise UserError(
-                f"the chat template of {name}: line {error.lineno}: {error.message}; valid: a template in Jinja"
-            ) from None
         except (TemplateError, RecursionError, MemoryError, ValueError, OverflowError, SyntaxError) as error:
-            raise UserError(f"the chat template of {name}: {_reason(error)}; valid: a template in Jinja") from None
+            at = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise UserError(f"the chat template of {name}: {at}{_reason(error)}; valid: a template in Jinja") from None
 
     def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
-        """The text of some messages.
-
-        `messages` have `role`, `content` and whatever else the template looks at; `place` stands in error messages.
-        With `add_generation_prompt` the text ends with what precedes the assistant's next words.
-        """
+        """The text of messages, which have `role`, `content` and whatever else the template looks at; `place` stands in
+        error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words."""
         return self._render(messages, place, add_generation_prompt)[0]
 
     def conversation(self, messages: Sequence[Message], place: str, ends: Sequence[str] = ()) -> Conversation:
-        """The text of some messages, and the spans of it that the assistant writes.
+        """The text of messages, and the spans of it that the assistant writes.
 
-        They are what the template has between `{% generation %}` and `{% endgeneration %}`. Of one without these they
-        are, for every message of the role `assistant`, the text with it without the text that asks for it. White space
-        after one of the texts `ends`, with which the assistant ends, is not its.
+        They are what the template has between `{% generation %}` and `{% endgeneration %}`, or, without these, what
+        every message of the role `assistant` adds to the prompt for it. White space after one of the texts `ends`, with
+        which the assistant ends, is not included.
         """
-        if len(messages) > MOST_MESSAGES:
-            raise UserError(f"{place}: {len(messages)} messages; valid: at most {MOST_MESSAGES}")
+        if len(messages) > _MOST_MESSAGES:
+            raise UserError(f"{place}: {len(messages)} messages; valid: at most {_MOST_MESSAGES}")
         text, spans = self._render(messages, place, False)
         if not self._marked:
             spans = [
@@ -107,8 +89,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], place: str, add_generation_prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         blocks: list[str] = []
+        generated: list[tuple[int, str]] = []
         size = 0
-        generated = self._environment.begin(blocks)
+        self._environment.blocks, self._environment.generated = blocks, generated
         try:
             for block in self._template.generate(
                 messages=[_plain(message) for message in messages],
@@ -119,8 +102,8 @@ class ChatTemplate:
             ):
                 blocks.append(block)
                 size += len(block)
-                if size > MOST_CHARACTERS:
-                    raise _TooLong(f"more than {MOST_CHARACTERS} characters")
+                if size > _MOST_CHARACTERS:
+                    raise TemplateError(f"more than {_MOST_CHARACTERS} characters")
         except Exception as error:  # whatever a template may do wrong
             raise UserError(
                 f"{place}: the chat template of {self._name} cannot render it: {_reason(error)}; "
@@ -153,12 +136,13 @@ def _reason(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-class _TooLong(TemplateError):
-    pass
-
-
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large."""
+    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large.
+
+    Attributes:
+        blocks: of the text that is being rendered, so far.
+        generated: what stands in its `{% generation %}`: where each begins, and the text.
+    """
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -167,36 +151,23 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
         self.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
-        self._blocks: list[str] = []
-        self._generated: list[tuple[int, str]] = []
-
-    def begin(self, blocks: list[str]) -> list[tuple[int, str]]:
-        """Begin a new text whose blocks the caller collects.
-
-        Returns the list in which `generation` notes what stands in `{% generation %}`: where it begins, and the text.
-        """
-        self._blocks, self._generated = blocks, []
-        return self._generated
-
-    def generation(self, text: str) -> str:
-        """Record the content of `{% generation %}`."""
-        self._generated.append((sum(map(len, self._blocks)), text))
-        return text
+        self.blocks: list[str] = []
+        self.generated: list[tuple[int, str]] = []
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Evaluate `*`, `**` or `%`, which also formats texts, unless the result would be too large."""
         both = left, right
         if operator == "*" and any(isinstance(value, list | tuple) for value in both):
-            raise _TooLong("a product of lists")
+            raise TemplateError("a product of lists")
         sizes = [len(value) if isinstance(value, str) else abs(value) for value in both if isinstance(value, str | int)]
         if operator == "*" and any(isinstance(value, str) for value in both):
-            too_large = math.prod(sizes) > MOST_CHARACTERS
+            too_large = math.prod(sizes) > _MOST_CHARACTERS
         elif operator == "%" and isinstance(left, str):
-            too_large = "*" in left or any(int(digits) > MOST_CHARACTERS for digits in _LONG_NUMBER.findall(left))
+            too_large = "*" in left or any(int(digits) > _MOST_CHARACTERS for digits in _LONG_NUMBER.findall(left))
         else:
             too_large = operator == "**" and any(size > 1000 for size in sizes)
         if too_large:
-            raise _TooLong(f"{operator} makes more than {MOST_CHARACTERS} characters")
+            raise TemplateError(f"{operator} makes more than {_MOST_CHARACTERS} characters")
         return super().call_binop(context, operator, left, right)
 
 
@@ -206,14 +177,15 @@ class _Generation(ext.Extension):
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
     def parse(self, parser: Parser) -> nodes.CallBlock:
-        """A call of `_note` with what stands up to `{% endgeneration %}`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_note"), [], [], body, lineno=line)
 
     def _note(self, caller: Any) -> str:
         assert isinstance(self.environment, _Sandbox)
-        return self.environment.generation(caller())
+        text: str = caller()
+        self.environment.generated.append((sum(map(len, self.environment.blocks)), text))
+        return text
 
 
 class _Dict:
@@ -223,7 +195,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 

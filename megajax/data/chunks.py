@@ -1,11 +1,12 @@
 """Sentences joined to chunks of about a target number of tokens, as Megatron-LM does for BERT.
 
-C chunks, D documents, S sentences. The map is worked out for a million sentences at a time, in all their documents at
-once, so that it takes little memory beside its result, and is the same for any such block.
+C chunks, D documents, S sentences. A million sentences are looked at at a time, which bounds the memory and changes
+nothing.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +18,20 @@ Numbers = npt.NDArray[np.int64]
 _BLOCK = 1 << 20  # sentences looked at in one go
 
 
-@dataclass(frozen=True)
-class SentenceCounts:
+class SentenceCounts(NamedTuple):
     """How many sentences documents have; those without a token do not count."""
 
     documents: int  # with at least one sentence
     sentences: int  # of all documents
     single: int  # documents of one sentence, which make no pair
-    empty_documents: int  # documents without a token
-    empty_sentences: int  # sentences without a token
 
 
-def count_sentences(documents: TokenDocuments, numbers: Numbers | None = None) -> SentenceCounts:
-    """Count the sentences of some documents (None: of all)."""
-    counts = np.zeros(5, np.int64)
-    for block in _blocks(documents, np.arange(documents.num_documents) if numbers is None else numbers):
+def count_sentences(documents: TokenDocuments) -> SentenceCounts:
+    """Count the sentences of all documents."""
+    counts = np.zeros(3, np.int64)
+    for block in _blocks(documents, np.arange(documents.num_documents)):
         sizes = block.ends - block.begins
-        counts += [(sizes > 0).sum(), sizes.sum(), (sizes == 1).sum(), (sizes == 0).sum(), block.num_empty]
+        counts += [(sizes > 0).sum(), sizes.sum(), (sizes == 1).sum()]
     return SentenceCounts(*counts.tolist())
 
 
@@ -50,10 +48,8 @@ class Chunks:
 
 
 def join(documents: TokenDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
-    """Join the sentences of each document to chunks: a chunk ends when it reaches its target and has at least two.
-
-    Every sentence is in one chunk. One that would be left alone at the end of a document joins those before it, so that
-    only a document of one sentence makes a chunk of one.
+    """Join the sentences of each document to chunks: a chunk ends when it reaches its target and has at least two. One
+    that would be left alone at the end of a document joins those before it.
 
     `numbers` are those of the documents, ascending; `target` goes from the first sentences of chunks to the tokens
     wanted.
@@ -74,7 +70,6 @@ class _Block:
     totals: Numbers  # [S + 1], tokens before each
     begins: Numbers  # [D], the first sentence of each document, as a place in `ids`
     ends: Numbers  # [D], the one after its last
-    num_empty: int  # sentences left out
 
 
 def _blocks(documents: TokenDocuments, numbers: Numbers) -> Iterator[_Block]:
@@ -97,7 +92,7 @@ def _block(documents: TokenDocuments, numbers: Numbers) -> _Block:
     num_filled = np.concatenate([[0], np.cumsum(filled)])
     begins, ends = num_filled[np.concatenate([[0], ends[:-1]])], num_filled[ends]
     totals = np.concatenate([[0], np.cumsum(lengths[filled], dtype=np.int64)])
-    return _Block(ids[filled], totals, begins, ends, int(len(ids) - num_filled[-1]))
+    return _Block(ids[filled], totals, begins, ends)
 
 
 def _joined(block: _Block, target: Callable[[Numbers], Numbers]) -> Chunks:

@@ -14,7 +14,7 @@ from megajax.data.encoding import encode_documents
 from megajax.data.files import write_atomically
 from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer
 from megajax.data.tokens import TokenDocuments

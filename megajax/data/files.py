@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all. Nothing that megajax did not write is removed for them.
+"""Files and folders that appear complete or not at all.
 
 What is half done lies in a folder with a mark in it. Only such folders are ever removed, also those that a killed
 process left; a name that anything else has is left alone.
@@ -54,14 +54,11 @@ def free_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """A marked folder beside `path` in which its new content is made; removed at the end.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A marked folder beside `path` in which its new content is made; removed at the end. An `OSError` if it cannot be
+    made."""
     place = free_name(path.with_name(f"{path.name}.partial"))
     if is_marked(place):
-        _put_back(place, path)
+        put_back(path)
         empty(place)
     else:
         place.mkdir()
@@ -76,22 +73,13 @@ def scratch(path: Path) -> Iterator[Path]:
 def put_back(path: Path) -> None:
     """Restore the folder `path` if a process was killed while it replaced it."""
     place = free_name(path.with_name(f"{path.name}.partial"))
-    if is_marked(place):
-        _put_back(place, path)
-
-
-def _put_back(place: Path, path: Path) -> None:
-    if (place / _EARLIER).exists() and not path.exists():
+    if is_marked(place) and (place / _EARLIER).exists() and not path.exists():
         (place / _EARLIER).rename(path)
 
 
 @contextlib.contextmanager
 def file_atomically(path: Path) -> Iterator[Path]:
-    """A temporary path to write a file at, which replaces `path` at the end.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """A temporary path to write a file at, which replaces `path` at the end; an `OSError` if that fails."""
     with scratch(path) as place:
         yield place / path.name
         (place / path.name).replace(path)
@@ -110,10 +98,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there: False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `folder` at the end; an empty folder, or one that is `ours`, is
-    replaced.
-
-    On an exception nothing stays: neither it nor the parents that were made for it.
-    """
+    replaced. On an exception neither it nor the parents that were made for it stay."""
     made = [parent for parent in folder.parents if not parent.exists()]
     try:
         with contextlib.ExitStack() as stack:

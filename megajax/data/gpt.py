@@ -42,11 +42,7 @@ def train_and_validation(
     return (
         TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),
         EvaluationSamples(
-            documents,
-            validation,
-            sequence_length=sequence_length,
-            overlap=overlap,
-            with_positions=with_positions,
+            documents, validation, sequence_length=sequence_length, overlap=overlap, with_positions=with_positions
         ),
     )
 
@@ -79,8 +75,8 @@ class TrainSamples:
     """An endless sequence of training samples; sample i is a pure function of the seed and i.
 
     In every epoch the documents are joined in a new random order and cut in samples of T + 1 tokens, of which the last
-    is also the first of the next sample. Samples are drawn in a random order (Grain's index shuffle). The last tokens
-    of an epoch, too few for a sample, are left out. Memory: 16 bytes per document for each of two epochs.
+    is also the first of the next sample; a rest that is too short for one is left out. Samples are drawn in a random
+    order (Grain's index shuffle). Memory: 16 bytes per document for each of two epochs.
     """
 
     def __init__(
@@ -119,11 +115,9 @@ class TrainSamples:
 class EvaluationSamples:
     """Samples that predict every token but the first exactly once, in canonical order; the last one is padded.
 
-    They are windows of T tokens that advance by `overlap` targets. The first window counts all its targets, every other
-    one its last `overlap`, each of which is predicted from at least T - `overlap` earlier tokens.
-
-    `overlap` is 1 to T; with 0 it is T, so that no token is in two windows. `numbers` are the documents to evaluate on;
-    None: all.
+    They are windows of T tokens that advance by `overlap` targets, 1 to T; 0 stands for T. The first window counts all
+    its targets, every other one its last `overlap`, each of which is predicted from at least T - `overlap` earlier
+    tokens. `numbers` are the documents to evaluate on; None: all.
     """
 
     def __init__(
@@ -136,12 +130,10 @@ class EvaluationSamples:
         with_positions: bool = False,
     ) -> None:
         assert 0 <= overlap <= sequence_length, (overlap, sequence_length)
-        if numbers is None:
-            numbers = np.arange(documents.num_documents)
         self.sequence_length, self.form = sequence_length, text_form(with_positions=with_positions)
-        self.overlap = overlap or sequence_length
-        self._documents, self._numbers = documents, numbers
-        self._stream = _TokenStream(documents, numbers)
+        self.overlap, self._documents = overlap or sequence_length, documents
+        self._numbers = np.arange(documents.num_documents) if numbers is None else numbers
+        self._stream = _TokenStream(documents, self._numbers)
         if len(self._stream) < 2:
             raise UserError(f"{documents.name} has {len(self._stream)} tokens; valid: at least 2, to predict one")
 
@@ -219,8 +211,7 @@ class _TokenStream:
     """Documents concatenated in a given order; only what is read is loaded."""
 
     def __init__(self, documents: TokenDocuments, order: npt.NDArray[np.int64]) -> None:
-        self._documents = documents
-        self._order = order
+        self._documents, self._order = documents, order
         self._ends = np.cumsum(documents.document_offsets[order + 1] - documents.document_offsets[order])
 
     def __len__(self) -> int:

@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megajax.errors import UserError
 from megajax.host.hub import reason
@@ -58,7 +59,7 @@ class HubSplit:
             with _quiet():
                 return datasets.load_dataset_builder(self.name, self.configuration or None)
         except Exception as error:  # of many kinds: no network, no such dataset, a configuration that is missing
-            self._cannot_open(error)
+            raise self._refusal(f"the dataset cannot be opened: {reason(error)}") from None
 
     @property
     def size(self) -> int:
@@ -85,29 +86,23 @@ class HubSplit:
                 stream = stream.select_columns([column])
             rows = iter(stream)
         except Exception as error:
-            self._cannot_open(error)
-        number = 0
-        while True:
-            number += 1
+            raise self._refusal(f"the dataset cannot be opened: {reason(error)}") from None
+        for number in itertools.count(1):
             try:
                 row = next(rows, None)
             except Exception as error:
-                problem = f"row {number} cannot be read: {reason(error)}"
-                raise UserError(f"{self.flag} {self.url}: {problem}; valid: a copy without it") from None
+                raise self._refusal(f"row {number} cannot be read: {reason(error)}", "a copy without it") from None
             if row is None:
                 return
             if column not in row:
-                columns = ", ".join(known or row)
-                raise UserError(f'{self.flag} {self.url}: no column "{column}"; valid: #COLUMN with one of {columns}')
+                raise self._refusal(f'no column "{column}"', f"#COLUMN with one of {', '.join(known or row)}")
             text = "" if row[column] is None else row[column]
             if not isinstance(text, str):
-                kind = type(text).__name__
-                raise UserError(f'{self.flag} {self.url}: column "{column}" holds {kind}; valid: #COLUMN with text')
+                raise self._refusal(f'column "{column}" holds {type(text).__name__}', "#COLUMN with text")
             yield text
 
-    def _cannot_open(self, error: Exception) -> NoReturn:
-        problem = f"the dataset cannot be opened: {reason(error)}"
-        raise UserError(f"{self.flag} {self.url}: {problem}; valid: {FORM}") from None
+    def _refusal(self, problem: str, valid: str = FORM) -> UserError:
+        return UserError(f"{self.flag} {self.url}: {problem}; valid: {valid}")
 
 
 @contextlib.contextmanager

@@ -37,13 +37,9 @@ class IndexedDataset(TokenDocuments):
         index_file, tokens_file = dataset_files(prefix)
         index = _map(index_file, "<u1")
         token_type, num_sequences, num_entries = _read_header(index, index_file)
-
-        def array_at(start: int, count: int, dtype: str) -> npt.NDArray[Any]:
-            return index[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-        lengths = array_at(_HEADER.size, num_sequences, "<i4")
-        pointers = array_at(_HEADER.size + 4 * num_sequences, num_sequences, "<i8")
-        document_index = array_at(_HEADER.size + 12 * num_sequences, num_entries, "<i8")
+        lengths = np.frombuffer(index, "<i4", num_sequences, _HEADER.size)
+        pointers = np.frombuffer(index, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
+        document_index = np.frombuffer(index, "<i8", num_entries, _HEADER.size + 12 * num_sequences)
         tokens = _map(tokens_file, token_type)
         _check_sequences(lengths, pointers, tokens, index_file, tokens_file)
         _check_documents(document_index, num_sequences, index_file)
@@ -56,11 +52,9 @@ class IndexedDataset(TokenDocuments):
 class IndexedWriter:
     """A dataset that is being written, document by document, in a `with` block.
 
-    Everything is written in a temporary folder. Only when the block ends without an exception do the files get theirs,
-    the index last, so PREFIX.idx exists only beside a complete PREFIX.bin.
-
-    Tokens take two bytes if `vocab_size` is less than 65500, else four, as in Megatron-LM. After the block, `digests`
-    has those of the .bin file's blocks, [B, 16].
+    Only when the block ends without an exception are the files moved from a temporary folder to their places, the index
+    last, so PREFIX.idx exists only beside a complete PREFIX.bin. Tokens take two bytes if `vocab_size` is less than
+    65500, else four, as in Megatron-LM. After the block, `digests` has those of the .bin file's blocks, [B, 16].
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -71,16 +65,6 @@ class IndexedWriter:
         self._dtype: np.dtype[Any] = np.dtype(_TOKEN_TYPES[self._code])
         self._lengths, self._firsts = array.array("i"), array.array("q", [0])
         self._digester = Digester()
-
-    @property
-    def num_documents(self) -> int:
-        """Documents added so far."""
-        return len(self._firsts) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens added so far."""
-        return sum(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
         with writable(self._tokens_file), contextlib.ExitStack() as stack:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megajax.data import compressed
+from megajax.data import streams
 from megajax.data.hub_split import SCHEME as HUB
 from megajax.data.hub_split import HubSplit
 from megajax.errors import UserError
@@ -105,7 +105,7 @@ def readable(path: object, flag: str) -> Iterator[None]:
         yield
     except reading.TooLong as error:
         raise UserError(f"{flag}: {path}: {error}") from None
-    except compressed.Damaged as error:
+    except streams.Damaged as error:
         raise UserError(f"{flag}: {path} is truncated or damaged: {error}; valid: all of it") from None
     except OSError as error:
         problem = f"cannot read {error.filename or path}: {error.strerror or error}"

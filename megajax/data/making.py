@@ -27,7 +27,7 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.inputs import WORDS, read_folders
 from megajax.data.masking import WordPieces
 from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (
     Kind,
@@ -56,15 +56,15 @@ def make_corpus(
     """Make the corpus of a run, or open it if it exists. One process calls this, then all may call `open_corpus`.
 
     A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
-    of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see
-    `TextDocuments`) is read and tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in
-    `output_dir/tokenizer` in all cases; one that lies there before, with no corpus yet, is that of imported weights and
-    is used. Later calls use what is there, without a look at the source; a call that fails leaves what was there.
+    of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see `TextFiles`)
+    is tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in `output_dir/tokenizer` in all cases;
+    one that lies there before, with no corpus yet, is that of imported weights and is used. Later calls use what is
+    there, without a look at the source; a call that fails leaves what was there.
 
     Args:
-        path: text file, `.jsonl` file, folder, URL, a word for the standard library or PREFIX.
+        path: a source of text, or PREFIX.
         tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
-            train one with up to `vocab_size` ids.
+            train one of this `kind` with up to `vocab_size` ids.
         vocab_size: ids that the model knows, before padding.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the corpus is not what the caller needs; it is then removed.
@@ -85,7 +85,9 @@ def make_corpus(
             with phase(f"reading {prefix}"):
                 tokens, blocks = open_prepared(prefix)
                 check_sequences(tokens, prefix, sentences=sentences, flag=flag)
-                tokenizer = tokenizer or _tokenizer_beside(prefix, vocab_size)
+                places = filter(is_tokenizer_folder, (tokenizer_folder(prefix), prefix.parent))
+                if not tokenizer and (beside := next(places, None)):
+                    tokenizer = load_fitting(beside, vocab_size)
                 tokens.check_vocabulary(vocab_size)
             source = dataset = _absolute(str(prefix))
             figures: dict[str, Any] = {"vocab_size": vocab_size}
@@ -122,13 +124,6 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
             f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
         )
     return given or there
-
-
-def _tokenizer_beside(prefix: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer beside a prepared dataset, if there is one."""
-    places = (place for place in (tokenizer_folder(prefix), prefix.parent) if is_tokenizer_folder(place))
-    beside = next(places, None)
-    return load_fitting(beside, vocab_size) if beside else None
 
 
 def _tokenize(

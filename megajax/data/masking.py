@@ -17,7 +17,6 @@ from megajax.errors import UserError
 _LENGTHS = (1,) * 6 + (2,) * 3 + (3,) * 2  # in words, in proportion to 1 / n: 6/11, 3/11, 2/11
 _TRIES = 20  # for a place for so many words
 _LOW, _HALF, _TEN = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(10)
-_NOWHERE = np.empty(0, np.int32)
 _SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 
@@ -62,9 +61,7 @@ class Masked(NamedTuple):
 def masked(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], vocabulary: WordPieces, bits: Bits
 ) -> Masked:
-    """Choose words of a sample, and mask them.
-
-    Of every chosen piece 80% become `[MASK]`, 10% a random one, 10% stay.
+    """Choose words of a sample, and mask them: of every chosen piece 80% become `[MASK]`, 10% a random one, 10% stay.
 
     Nothing is chosen where `special_N` is true, and no run of words crosses it. At least one token is not special.
     """
@@ -72,7 +69,9 @@ def masked(
     taken = bytearray(special_N[begins].tobytes())
     borders = [*begins.tolist(), len(tokens_N)]
     spans = _choose(borders, taken, MASKED_SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
-    places = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end, _ in spans] or [_NOWHERE])
+    places = np.concatenate(
+        [np.empty(0, np.int32), *(np.arange(begin, end) for begin, end, _ in spans)], dtype=np.int32
+    )
     targets = tokens_N[places]
     raw = bits.raw(len(targets))
     tenth, high = (raw & _LOW) % _TEN, raw >> _HALF
@@ -85,10 +84,8 @@ def masked(
 def _words(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], continues_V: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """The first token of every word, [W]; a special token counts as a word.
-
-    What goes on with a word after a special token, where its beginning was cut off, is a word.
-    """
+    """The first token of every word, [W]. A special token counts as a word, and so does what is left after one of a
+    word whose beginning was cut off."""
     begins_N = special_N | ~continues_V[tokens_N]
     begins_N[0] = True
     begins_N[1:] |= special_N[:-1]
@@ -96,19 +93,15 @@ def _words(
 
 
 def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits: Bits) -> list[tuple[int, int, int]]:
-    """Choose disjoint runs of words.
+    """Choose disjoint runs of words, of at most `most` tokens in all; the expected number is `budget`, but at least 1.
 
     Their number of words is drawn first, then a place where so many words in a row are free; only where there is none
     are they fewer. The last run, which has more tokens than the budget still allows, is taken with the probability that
     makes the expected number of tokens the budget; the first one always, of fewer words if need be. What would make
     them too many is not taken.
 
-    Args:
-        borders: the first token of every word, and the token after the last one, [W + 1].
-        taken: 1 for the words that cannot be chosen, [W]; those chosen are added.
-        budget: tokens expected, but at least one.
-        most: tokens that may be chosen.
-        bits: what is drawn.
+    `borders` are the first token of every word, and the token after the last one, [W + 1]; `taken` is 1 for the words
+    that cannot be chosen, [W], to which those chosen are added.
     """
     spans: list[tuple[int, int, int]] = []
     left, room = max(1.0, budget), most

@@ -20,8 +20,7 @@ from megajax.data.samples import Sample, shuffled
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
-SHORT_SHARE = 0.1  # of the samples, which aim at a random length
-
+_SHORT_SHARE = 0.1  # of the samples, which aim at a random length
 _SPECIAL = 3  # [CLS], [SEP] and [SEP]
 _SHORTEST = 2  # tokens that a sample aims at: one of A, one of B
 _ORDER, _LENGTHS, _SHIFT, _TRAIN, _EVALUATION = 11, 12, 13, 14, 15  # independent random streams of one seed
@@ -45,7 +44,7 @@ def train_and_validation(
 
 
 def check_sentences(documents: TokenDocuments) -> None:
-    """Check that documents are cut in sentences: at least one must have two."""
+    """Check that at least one document has two sentences."""
     counts = count_sentences(documents)
     if counts.single == counts.documents:
         raise UserError(
@@ -54,7 +53,49 @@ def check_sentences(documents: TokenDocuments) -> None:
         )
 
 
-class TrainPairs:
+class _Pairs:
+    """What samples of both kinds are made from."""
+
+    def __init__(self, documents: TokenDocuments, sequence_length: int, vocabulary: WordPieces, *stream: int) -> None:
+        check_length(sequence_length)
+        self.sequence_length, self._key = sequence_length, key_of(*stream)
+        self._documents, self._vocabulary = documents, vocabulary
+
+    def _sample(self, chunks: Chunks, place: int, number: int) -> Sample:
+        """The sample of the chunk at a place; `number` decides what is random."""
+        bits, vocabulary = Bits(self._key, number), self._vocabulary
+        first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
+        offsets = self._documents.sequence_offsets(first, first + size)
+        offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # without the sentences that have no token
+        tokens = self._documents.read(int(offsets[0]), int(offsets[-1])).astype(np.int32)
+        if len(offsets) == 2:
+            segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
+        else:
+            middle = int(offsets[1 + bits.below(len(offsets) - 2)] - offsets[0])
+            a, b = tokens[:middle], tokens[middle:]
+            cut_a, cut_b = _surplus(len(a), len(b), target)
+            segments, order = [a[_cut(len(a), cut_a, bits)], b[_cut(len(b), cut_b, bits)]], int(bits.happens(0.5))
+        if order == 1:
+            segments.reverse()
+        cls, sep = np.array([vocabulary.cls], np.int32), np.array([vocabulary.sep], np.int32)
+        tokens_N = np.concatenate([cls, *(part for segment in segments for part in (segment, sep))])
+        special_N = np.zeros(len(tokens_N), bool)
+        special_N[[0, 1 + len(segments[0]), -1]] = True
+        result = masked(tokens_N, special_N, vocabulary, bits)
+        types_T = np.zeros(self.sequence_length, np.int32)
+        types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
+        most = most_masked(self.sequence_length)
+        return {
+            "tokens": _filled(result.tokens, self.sequence_length, vocabulary.pad),
+            "token_types": types_T,
+            "places": _filled(result.places, most, 0),
+            "targets": _filled(result.targets, most, IGNORED),
+            "length": np.array(len(tokens_N), np.int32),
+            "order": np.array(order, np.int32),
+        }
+
+
+class TrainPairs(_Pairs):
     """An endless sequence of training samples; sample i is a pure function of the seed and i.
 
     Every epoch joins the sentences of each document anew: one chunk in ten aims at a random length, the others at T.
@@ -73,9 +114,7 @@ class TrainPairs:
         seed: int,
         vocabulary: WordPieces,
     ) -> None:
-        check_length(sequence_length)
-        self.sequence_length, self._key = sequence_length, key_of(_TRAIN, seed)
-        self._documents, self._vocabulary = documents, vocabulary
+        super().__init__(documents, sequence_length, vocabulary, _TRAIN, seed)
         self._lock = threading.Lock()
 
         @functools.lru_cache(maxsize=2)  # prefetching threads may be an epoch apart
@@ -92,15 +131,12 @@ class TrainPairs:
         with self._lock:  # so that only one thread builds an epoch
             chunks, shift = self._epoch_chunks(number // self.epoch_size)
         place = (self._order[number] + shift) % len(chunks)  # so that no chunk is always among those left out
-        bits = Bits(self._key, number)
-        return _sample(self._documents, chunks, place, self.sequence_length, self._vocabulary, bits)
+        return self._sample(chunks, place, number)
 
 
-class EvaluationPairs:
-    """Samples of every sentence once, in canonical order; pairs and masks depend on nothing but the documents.
-
-    All aim at T.
-    """
+class EvaluationPairs(_Pairs):
+    """Samples of every sentence once, in canonical order; pairs and masks depend on nothing but the documents. All aim
+    at T. `numbers` are the documents to evaluate on; None: all."""
 
     def __init__(
         self,
@@ -110,13 +146,11 @@ class EvaluationPairs:
         sequence_length: int,
         vocabulary: WordPieces,
     ) -> None:
-        check_length(sequence_length)
-        if numbers is None:
-            numbers = np.arange(documents.num_documents)
-        self.sequence_length, self.form = sequence_length, pairs_form()
-        self._documents, self._numbers, self._vocabulary = documents, numbers, vocabulary
-        self._key = key_of(_EVALUATION)
-        self._chunks = join(documents, numbers, lambda firsts: np.full(len(firsts), sequence_length - _SPECIAL))
+        super().__init__(documents, sequence_length, vocabulary, _EVALUATION)
+        self.form = pairs_form()
+        self._numbers = np.arange(documents.num_documents) if numbers is None else numbers
+        target = sequence_length - _SPECIAL
+        self._chunks = join(documents, self._numbers, lambda firsts: np.full(len(firsts), target))
         if not len(self._chunks):
             raise UserError(f"{documents.name} has no tokens; valid: at least one sentence")
 
@@ -128,8 +162,7 @@ class EvaluationPairs:
         return len(self._chunks)
 
     def __getitem__(self, number: int) -> Sample:
-        bits = Bits(self._key, number)
-        return _sample(self._documents, self._chunks, number, self.sequence_length, self._vocabulary, bits)
+        return self._sample(self._chunks, number, number)
 
 
 def check_length(sequence_length: int) -> None:
@@ -146,53 +179,12 @@ def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int
     bits = hashed(firsts.astype(np.uint64) + key)
     longest = sequence_length - _SPECIAL
     short = _SHORTEST + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(longest - _SHORTEST + 1)
-    is_short = (bits >> np.uint64(32)) < SHORT_SHARE * 2.0**32
+    is_short = (bits >> np.uint64(32)) < _SHORT_SHARE * 2.0**32
     return np.where(is_short, short.astype(np.int64), longest)
 
 
-def _sample(
-    documents: TokenDocuments,
-    chunks: Chunks,
-    place: int,
-    sequence_length: int,
-    vocabulary: WordPieces,
-    bits: Bits,
-) -> Sample:
-    first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
-    offsets = documents.sequence_offsets(first, first + size)
-    offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # without the sentences that have no token
-    tokens = documents.read(int(offsets[0]), int(offsets[-1])).astype(np.int32)
-    if len(offsets) == 2:
-        segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
-    else:
-        middle = int(offsets[1 + bits.below(len(offsets) - 2)] - offsets[0])
-        a, b = tokens[:middle], tokens[middle:]
-        cut_a, cut_b = _surplus(len(a), len(b), target)
-        segments, order = [a[_cut(len(a), cut_a, bits)], b[_cut(len(b), cut_b, bits)]], int(bits.happens(0.5))
-    if order == 1:
-        segments.reverse()
-    cls, sep = np.array([vocabulary.cls], np.int32), np.array([vocabulary.sep], np.int32)
-    tokens_N = np.concatenate([cls, *(part for segment in segments for part in (segment, sep))])
-    special_N = np.zeros(len(tokens_N), bool)
-    special_N[[0, 1 + len(segments[0]), -1]] = True
-    result = masked(tokens_N, special_N, vocabulary, bits)
-    types_T = np.zeros(sequence_length, np.int32)
-    types_T[len(segments[0]) + 2 : len(tokens_N)] = 1
-    most = most_masked(sequence_length)
-    return {
-        "tokens": _filled(result.tokens, sequence_length, vocabulary.pad),
-        "token_types": types_T,
-        "places": _filled(result.places, most, 0),
-        "targets": _filled(result.targets, most, IGNORED),
-        "length": np.array(len(tokens_N), np.int32),
-        "order": np.array(order, np.int32),
-    }
-
-
 def _filled(array_N: npt.NDArray[np.int32], length: int, padding: int) -> npt.NDArray[np.int32]:
-    array_T = np.full(length, padding, np.int32)
-    array_T[: len(array_N)] = array_N
-    return array_T
+    return np.pad(array_N, (0, length - len(array_N)), constant_values=padding)
 
 
 def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:

@@ -1,19 +1,17 @@
 """Raw records of text sources: lines of JSONL, rows of Parquet, plain text; compressed or not, read as a stream.
 
-Reading records is separate from taking their texts out of them (`text_of`), so that one process can read for several.
+Taking their texts out of them (`text_of`) is separate, so that one process can read for several.
 """
 
-import codecs
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-from megajax.data import compressed
+from megajax.data import streams
 from megajax.data.hub_split import HubSplit
-from megajax.data.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of
-from megajax.data.pieces import check_length, joined, pieces, separated
+from megajax.data.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of, valid_paths
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 from megajax.host import reading
@@ -22,7 +20,6 @@ from megajax.host.remote import RemoteFile
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
 
-_BLOCK_BYTES = 1 << 20
 _ROWS = 256  # of a Parquet file in memory at once
 _ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once may stand in all of them
 
@@ -45,12 +42,8 @@ class NotUtf8(NoText):
 
 
 def text_of(record: Record, key: str = TEXT_KEY) -> str:
-    """The text of a record.
-
-    Raises:
-        NotUtf8: the record is a file that is not UTF-8.
-        NoText: the record is a line of JSONL without a text under `key`.
-    """
+    """The text of a record. `NotUtf8`: it is a file that is not UTF-8; `NoText`: a line of JSONL without a text under
+    `key`."""
     if isinstance(record.content, str):
         return record.content
     if record.kind == "file":
@@ -82,18 +75,14 @@ class TextFiles:
     - A `.parquet` file: one document per row.
     - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
       `python-docstrings`: the docstrings of each, and the topics of pydoc.
+    - `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]`: a split of a dataset, one document per row (`hub_split.py`).
     - Any other file is plain text. Where it contains `<|endoftext|>`, that separates its documents. Otherwise it is cut
       in several documents, of which some can be for validation: each ends at the first blank line after 4096
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
-      at a line end or a space. Nothing is lost: the pieces joined are the file.
+      at a line end or a space. The pieces joined are the file.
 
-    `.gz` and `.zst` after the name of text or JSONL: the file is compressed. Files and folders may lie on a remote
-    store (`megajax/host/remote.py`). `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]` is a split of a dataset: one document
-    per row (`hub_split.py`).
-
-    Attributes:
-        files: all files, in order.
-        sizes: bytes of each file on disk; 0 where that is not known.
+    Text or JSONL may be compressed (`.gz`, `.zst`), and files and folders on a remote store (`megajax/host/remote.py`).
+    `files` has all files, in order, `sizes` the bytes of each on disk; 0 where that is not known.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
@@ -109,10 +98,8 @@ class TextFiles:
                 self.sizes += map(size_of, found)
 
     def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
-        """Every record, and how many bytes of its file were read by then.
-
-        With `cut`, a single text file is cut in several documents; `key` is the column of a Parquet file.
-        """
+        """Every record, and how many bytes of its file were read by then. With `cut`, a single text file is cut in
+        several documents; `key` is the column of a Parquet file."""
         for index, (file, kind) in enumerate(zip(self.files, self._kinds, strict=True)):
             with readable(file, self._flag):
                 contents = self._contents(file, kind, self.sizes[index], cut, key)
@@ -125,15 +112,15 @@ class TextFiles:
         if isinstance(file, HubSplit):
             num_read = 0
             for text in file.rows(key):
-                check_length([text])
+                streams.check_length([text])
                 num_read += len(text)
                 yield text, min(num_read, size)
             return
         if kind == "parquet":
             yield from _rows(file, size, key, self._flag)
             return
-        separate = kind == "text" and cut and _contains(file, END_OF_TEXT.encode())
-        with compressed.reading(file) as (content, raw):
+        separate = kind == "text" and cut and streams.contains(file, END_OF_TEXT.encode())
+        with streams.opened(file) as (content, raw):
             found: Iterable[str | bytes]
             if kind == "json":
                 found = reading.lines(content, reading.LINE_BYTES)
@@ -143,12 +130,12 @@ class TextFiles:
             elif kind == "file":
                 found = [reading.whole(content, reading.LINE_BYTES)]
             else:
-                blocks = _decoded(content, file, self._flag)
+                blocks = streams.decoded(content, file, self._flag)
                 target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if content is raw else DOCUMENT_CHARACTERS
                 if not cut:
-                    found = [joined(blocks)]
+                    found = [streams.joined(blocks)]
                 else:
-                    found = separated(blocks, END_OF_TEXT) if separate else pieces(blocks, target)
+                    found = streams.separated(blocks, END_OF_TEXT) if separate else streams.pieces(blocks, target)
             for each in found:
                 yield each, raw.tell()
 
@@ -160,17 +147,7 @@ def _kind(file: Input, named: bool) -> str:
     if named and PurePath(str(file)).suffix.lower() == ".json":
         return "json"
     kinds = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-    return kinds.get(compressed.inner_suffix(file), "text" if named else "file")
-
-
-def _contains(file: Path | RemoteFile, wanted: bytes) -> bool:
-    end = b""  # of the block before, where what is wanted may begin
-    with compressed.reading(file) as (content, _):
-        while block := content.read(_BLOCK_BYTES):
-            if wanted in end + block:
-                return True
-            end = block[-len(wanted) :]
-    return False
+    return kinds.get(streams.inner_suffix(file), "text" if named else "file")
 
 
 def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[tuple[str, int]]:
@@ -197,32 +174,55 @@ def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[t
                 done += len(batch)
                 for value in batch.column(0):
                     text = value.as_py() or ""
-                    check_length([text])
+                    streams.check_length([text])
                     yield text, size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:
-        raise compressed.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
+        raise streams.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise compressed.Damaged(str(error).splitlines()[0]) from None
+        raise streams.Damaged(str(error).splitlines()[0]) from None
 
 
-def _decoded(content: IO[bytes], file: Input, flag: str) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks, without a byte order mark; an error names the offset of a bad byte."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    while True:
-        block = content.read(_BLOCK_BYTES)
-        undecoded = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            place = offset - undecoded + error.start
-            raise UserError(
-                f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {place}); "
-                "valid: UTF-8, for example by iconv"
-            ) from None
-        yield text.removeprefix("\ufeff") if offset == 0 else text
-        if not block:
-            return
-        offset += len(block)
+class TextDocuments:
+    """The documents of a text source, as `TextFiles` finds them; every iteration reads it again from the start.
+
+    A broken line of JSONL is an error. Documents of white space only are left out. With `cut`, a single text file is
+    cut in several documents; `key` is that of the text in JSONL, and the column of a Parquet file.
+
+    Attributes:
+        size: bytes of its files; 0 where that is not known.
+        num_documents: read by the latest iteration.
+        num_bytes: of these documents in UTF-8.
+        skipped_files: files of a folder that are not UTF-8, which it left out.
+    """
+
+    def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:
+        self.path, self._flag = str(path), flag
+        self._files = TextFiles([path], flag)
+        self._cut, self._key = cut, key
+        self.size = sum(self._files.sizes)
+        self.num_documents = self.num_bytes = self.skipped_files = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return (text for _, text in self.placed())
+
+    def placed(self) -> Iterator[tuple[str, str]]:
+        """The place of each document, as FILE:NUMBER of the line, row or piece; and its text."""
+        self.num_documents = self.num_bytes = self.skipped_files = 0
+        for record, _ in self._files.records(cut=self._cut, key=self._key):
+            where = f"{self._files.files[record.file]}:{record.number}"
+            try:
+                text = text_of(record, self._key)
+            except NotUtf8:
+                self.skipped_files += 1
+                continue
+            except NoText as problem:
+                raise UserError(f'{where}: {problem}; valid: {{"{self._key}": …}} in UTF-8 on each line') from None
+            if text and not text.isspace():
+                self.num_documents += 1
+                self.num_bytes += len(text.encode())
+                yield where, text
+        if not self.num_documents:
+            skipped = f" ({self.skipped_files} files are not UTF-8)" if self.skipped_files else ""
+            raise UserError(f"{self._flag}: {self.path} contains no text{skipped}; {valid_paths(self._flag)}")

@@ -10,17 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import write_atomically
-from megajax.data.tokenizer_settings import (
-    FILE_BYTES,
-    GENERATION,
-    NO_SETTINGS,
-    SINGLE,
-    TokenizerSettings,
-    parsed_object,
-    read_settings,
-)
+from megajax.data.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.errors import UserError
-from megajax.host import reading
 
 END_OF_TEXT = "<|endoftext|>"  # ends every document in GPT-2's vocabulary, and separates documents in a text file
 MOST_IDS = 1 << 31  # token ids are int32
@@ -32,16 +23,12 @@ _PROBES = ("a", "1", "\n")  # one of them has a token in every vocabulary
 
 
 class Tokenizer:
-    """A tokenizer as its files have it; they are written again as they were read.
+    """A tokenizer as its files have it: `text` is that of `tokenizer.json`, `settings` what the files beside it in
+    `folder` say. They are written again as they were read.
 
     Before every text stands what the post-processor of `tokenizer.json` puts there, as in `transformers`, which ignores
     `add_bos_token` where there is a `tokenizer.json`; what it puts after a text is left out. BERT's `[CLS]` is not put
     there: its samples have that themselves. Documents end with `eos_token`.
-
-    Args:
-        text: of `tokenizer.json`.
-        settings: what the files beside it say.
-        folder: where they are, for error messages.
 
     Attributes:
         vocabulary: id of every token.
@@ -74,15 +61,6 @@ class Tokenizer:
         self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
         self.files, self._settings = {**settings.files, SINGLE: text}, settings
 
-    @classmethod
-    def read(cls, folder: Path) -> "Tokenizer":
-        """Read a folder's `tokenizer.json` and the files beside it.
-
-        Raises:
-            UserError: one cannot be read or is malformed, or they do not fit each other.
-        """
-        return cls(reading.read_text(folder / SINGLE, FILE_BYTES), read_settings(folder), folder)
-
     def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
         """The tokenizer without the added tokens whose ids are `size` or more, and what those tokens are."""
         added = self._content.get("added_tokens") or []
@@ -93,11 +71,7 @@ class Tokenizer:
         return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings.without(left_out)), sorted(left_out)
 
     def save(self, folder: str | Path) -> None:
-        """Write its files as they were read, and what ends a generation as `generation_config.json`; each atomically.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Write its files as they were read, and what ends a generation as `generation_config.json`."""
         files = self.files
         if self.ends != [self.end_of_text]:
             files = {GENERATION: json.dumps({"eos_token_id": self.ends}) + "\n", **files}
@@ -110,13 +84,11 @@ class Tokenizer:
         return self._content["model"].get("type") == "WordPiece"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; neither begin nor end is added. Special tokens that are written out in the text
-        (`<|endoftext|>`) become tokens."""
+        """Ids of a text, without begin and end. Special tokens written out in it (`<|endoftext|>`) become tokens."""
         return self._core.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued, at least one: after `begin`, unless the text has that written out; of an empty
-        one without a begin the end of text."""
+        """Ids of a text to be continued, after `begin` as by `with_begin`; where there is none, the end of text."""
         return self.with_begin(self.encode(text)) or [self.end_of_text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -124,7 +96,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of several texts, and of every token its first character in the text and the one after its last."""
+        """Ids of several texts, and of every token its first character and the one after its last."""
         found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
@@ -163,8 +135,8 @@ class Tokenizer:
         return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
-        """UTF-8 bytes of the text, as it was normalized, that was encoded as these ids, without special tokens; None if
-        the tokenizer is neither byte-level nor falls back to bytes."""
+        """UTF-8 bytes of the normalized text of these ids, without special tokens; None if the tokenizer is neither
+        byte-level nor falls back to bytes."""
         if self._byte_lengths is not None:
             return int(self._byte_lengths[ids].sum())
         if self._content["model"].get("byte_fallback") is True:
@@ -173,8 +145,8 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """Of every id, of a byte-level tokenizer, in whose model a token's printable form has a character a byte."""
-        if "ByteLevel" not in _types(self._content.get("decoder")):
+        """Of every id of a byte-level tokenizer, in which a token's printable form has a character a byte."""
+        if '"type": "ByteLevel"' not in json.dumps(self._content.get("decoder")):  # it may be in a sequence
             return None
         lengths = np.zeros(self.size, np.int64)
         for token, number in self.vocabulary.items():
@@ -250,13 +222,3 @@ def _begin(core: Any) -> list[int]:
         if 0 in encoding.special_tokens_mask:
             return encoding.ids[: encoding.special_tokens_mask.index(0)]
     return []
-
-
-def _types(part: Any) -> set[str]:
-    """The types of a part of `tokenizer.json`, those in a sequence too."""
-    if isinstance(part, list):
-        return set().union(*map(_types, part)) if part else set()
-    if not isinstance(part, dict):
-        return set()
-    inner = [value for value in part.values() if isinstance(value, list)]
-    return {str(part.get("type"))} | set().union(set(), *map(_types, inner))

@@ -23,21 +23,13 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What is known of a tokenizer beside `tokenizer.json`.
+    """What is known of a tokenizer beside `tokenizer.json`."""
 
-    Attributes:
-        files: texts of its files by name, as they were read.
-        named: tokens by their role (`eos_token`), those that there are.
-        ends: ids that end a generation, as a model's settings say; empty: they do not.
-        template: the chat template; None: there is none.
-        splits_special: special tokens that are written out in a text are text.
-    """
-
-    files: dict[str, str]
-    named: dict[str, str]
-    ends: list[int]
-    template: str | None
-    splits_special: bool
+    files: dict[str, str]  # texts of its files by name, as they were read
+    named: dict[str, str]  # tokens by their role (`eos_token`), those that there are
+    ends: list[int]  # ids that end a generation, as a model's settings say; empty: they do not
+    template: str | None  # of chats
+    splits_special: bool  # special tokens that are written out in a text are text
 
     def without(self, tokens: Collection[str]) -> "TokenizerSettings":
         """The settings, in whose files these tokens have no role and no id."""
@@ -60,30 +52,22 @@ NO_SETTINGS = TokenizerSettings({}, {}, [], None, splits_special=False)
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """The settings in a folder, whatever files are missing.
-
-    Raises:
-        UserError: a file cannot be read, or has a value of another kind.
-    """
+    """The settings in a folder, whatever files are missing."""
     files = {
         name: reading.read_text(folder / name, FILE_BYTES)
         for name in (CONFIG, SPECIAL, TEMPLATE)
         if reading.is_file(folder / name)
     }
-    config = _object(files, CONFIG, folder)
+    config = parsed_object(files.get(CONFIG, "{}"), folder / CONFIG)
     named = _named(config, folder / CONFIG)
     if "added_tokens_decoder" not in config:  # older files, where the other one decides
-        named |= _named(_object(files, SPECIAL, folder), folder / SPECIAL)
+        named |= _named(parsed_object(files.get(SPECIAL, "{}"), folder / SPECIAL), folder / SPECIAL)
     template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
     return TokenizerSettings(files, named, _ends(folder), template, config.get("split_special_tokens") is True)
 
 
 def parsed_object(text: str, file: Path) -> dict[str, Any]:
-    """The object that a file's text is in JSON.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The object that a file's text is in JSON."""
     try:
         content = reading.parse_json(text)
     except ValueError as error:
@@ -91,10 +75,6 @@ def parsed_object(text: str, file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file}: not a JSON object; valid: what transformers or tokenizers wrote")
     return content
-
-
-def _object(files: Mapping[str, str], name: str, folder: Path) -> dict[str, Any]:
-    return parsed_object(files[name], folder / name) if name in files else {}
 
 
 def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizer_settings import CONFIG, GENERATION, SINGLE, SPECIAL, TEMPLATE
+from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, GENERATION, SINGLE, SPECIAL, TEMPLATE, read_settings
 from megajax.data.vocabularies import learn_byte_pair, learn_wordpiece, read_byte_pair, read_wordpiece
 from megajax.errors import UserError
 from megajax.host import hub, reading
@@ -15,7 +15,7 @@ Kind = Literal["bpe", "wordpiece"]
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
 
 _READERS: dict[tuple[str, ...], Callable[..., Tokenizer]] = {
-    (SINGLE,): lambda file: Tokenizer.read(file.parent),
+    (SINGLE,): lambda file: Tokenizer(reading.read_text(file, FILE_BYTES), read_settings(file.parent), file.parent),
     ("vocab.json", "merges.txt"): read_byte_pair,  # ours and Hugging Face's
     ("encoder.json", "vocab.bpe"): read_byte_pair,  # OpenAI's
     ("vocab.txt",): read_wordpiece,
@@ -34,9 +34,6 @@ def train_tokenizer(
         vocab_size: ids wanted; a small corpus may yield fewer, because only pairs seen twice are merged.
         kind: GPT-2's byte-level BPE, or BERT's WordPiece.
         flag: the flag that gave the size, for error messages.
-
-    Raises:
-        UserError: `vocab_size` is too small for what every vocabulary has.
     """
     learn = learn_byte_pair if kind == "bpe" else learn_wordpiece
     return learn(documents, vocab_size, flag)
@@ -55,12 +52,7 @@ def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:
-    """Read `tokenizer.json`, or, where there is none, `vocab.json` and `merges.txt`, or OpenAI's `encoder.json` and
-    `vocab.bpe`, or BERT's `vocab.txt`.
-
-    Raises:
-        UserError: folder or files are missing, unreadable or malformed; a token that must be there is not.
-    """
+    """Read the tokenizer in a folder, from the first of `_READERS`'s files that are there."""
     if there := _files(folder):
         return _READERS[there](*(Path(folder, name) for name in there))
     found = reading.names(folder)
@@ -76,11 +68,7 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
 
 def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
     """The tokenizer that a user names: a folder, as `load_tokenizer` reads it, or, where there is none of that name, a
-    model of the Hugging Face hub, whose tokenizer is downloaded.
-
-    Raises:
-        UserError: as `load_tokenizer`; the hub does not give it.
-    """
+    model of the Hugging Face hub, whose tokenizer is downloaded."""
     if not is_on_hub(path):
         return load_tokenizer(path, flag)
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.perplexity import exponential

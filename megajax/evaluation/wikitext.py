@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError

@@ -12,8 +12,7 @@ from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.indexed import IndexedWriter, dataset_files
 from megajax.data.inputs import valid_paths
 from megajax.data.prepared import tokenizer_folder
-from megajax.data.records import Record, TextFiles
-from megajax.data.text import TextDocuments
+from megajax.data.records import Record, TextDocuments, TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (
     has_only_tokenizer_files,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from megajax.data import compressed
+from megajax.data import streams
 from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
 from megajax.host import reading
@@ -46,7 +46,7 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
         if kind == "a folder" and suffixes:
             with readable(path, flag):
                 below = files_below(Path(path))
-            found = sorted((file for file in below if compressed.inner_suffix(file) in suffixes), key=_order)
+            found = sorted((file for file in below if streams.inner_suffix(file) in suffixes), key=_order)
             if not found:
                 raise UserError(f"{flag}: {path} has no files; valid: some that end in {' or '.join(suffixes)}")
             files += found
@@ -89,7 +89,7 @@ class TaskFile:
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
         """The content, uncompressed."""
-        with readable(self.path, self.flag), compressed.reading(self.path) as (content, _):
+        with readable(self.path, self.flag), streams.opened(self.path) as (content, _):
             yield content
 
     def lines(self, most: int) -> Iterator[tuple[bytes, str]]:

@@ -56,16 +56,13 @@ def test_as_one_by_one(written, lengths, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "_BLOCK", data.draw(st.sampled_from([1, 5, 1 << 20])))
         found = join(documents, numbers, targets)
-        counts = count_sentences(documents, numbers)
+        counts = count_sentences(documents)
     expected = one_by_one(lengths, numbers.tolist(), targets)
     assert found.begins.tolist() == [sentences[0] for sentences, _ in expected]
     assert (found.begins + found.sizes).tolist() == [sentences[-1] + 1 for sentences, _ in expected]
     assert found.targets.tolist() == [wanted for _, wanted in expected]
-    filled = [[size for size in lengths[number] if size] for number in numbers]
-    assert counts.documents == sum(map(bool, filled)) and counts.sentences == sum(map(len, filled))
-    assert counts.single == sum(len(document) == 1 for document in filled)
-    assert counts.empty_documents == len(filled) - counts.documents
-    assert counts.empty_sentences == sum(len(lengths[number]) for number in numbers) - counts.sentences
+    filled = [sum(map(bool, sizes)) for sizes in lengths]
+    assert counts == (sum(map(bool, filled)), sum(filled), filled.count(1))
 
 
 def test_only_a_document_of_one_sentence_makes_a_chunk_of_one(written):

@@ -15,7 +15,7 @@ from megajax.data.corpus import Corpus, evaluation_tokens, open_corpus
 from megajax.data.gpt import EvaluationSamples, train_and_validation
 from megajax.data.indexed import IndexedWriter
 from megajax.data.making import make_corpus
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 

@@ -8,8 +8,7 @@ from megajax.data.corpus import open_corpus
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import check_input, identity
 from megajax.data.making import make_corpus
-from megajax.data.records import TextFiles
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments, TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer
 from megajax.data.vocabularies import learn_byte_pair

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megajax.data.inputs import DOCSTRINGS, library_folder, prose
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 
 SOURCE = '''"""Of the module.
 

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 
-from megajax.data.records import NoText, Record, TextFiles, text_of
-from megajax.data.text import TextDocuments
+from megajax.data.records import NoText, Record, TextDocuments, TextFiles, text_of
 from megajax.errors import UserError
 from megajax.host import reading
 
@@ -129,7 +128,7 @@ def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("size", [13, 14, 17, 1000])
 def test_separators_that_lie_across_blocks(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("megajax.data.records._BLOCK_BYTES", size)
+    monkeypatch.setattr("megajax.data.streams._BLOCK_BYTES", size)
     texts = ["one", "", "two <|end", "three<|endoftext|", "|>", "four" * 9]
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
     assert [record.content for record, _ in TextFiles([tmp_path / "a.txt"], "INPUT").records()] == texts

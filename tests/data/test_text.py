@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from megajax.data.inputs import read_folders
 from megajax.data.making import make_corpus
-from megajax.data.pieces import pieces
-from megajax.data.records import DOCUMENT_CHARACTERS, _decoded
-from megajax.data.text import TextDocuments
+from megajax.data.records import DOCUMENT_CHARACTERS, TextDocuments
+from megajax.data.streams import decoded, pieces
 from megajax.errors import UserError
 
 
@@ -74,7 +73,7 @@ def test_named_file_that_is_not_utf8_gives_the_offset(tmp_path, offset, end):
 def test_characters_across_blocks_are_whole(tmp_path):
     text = "€" * (1 << 19)  # 3 bytes each: 1 MiB blocks cut them
     with write(tmp_path / "a.txt", text).open("rb") as content:
-        assert "".join(_decoded(content, tmp_path / "a.txt", "--data.path")) == text
+        assert "".join(decoded(content, tmp_path / "a.txt", "--data.path")) == text
 
 
 def test_folder_in_the_order_of_paths(tmp_path):
@@ -207,6 +206,6 @@ def test_refused_file(tmp_path, folder, monkeypatch):
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("megajax.data.compressed.open_file", refuse)
+    monkeypatch.setattr("megajax.host.reading.open_file", refuse)
     with pytest.raises(UserError, match=r"--data\.path: cannot read .*secret\.txt: Permission denied"):
         list(TextDocuments(tmp_path if folder else file, cut=False))

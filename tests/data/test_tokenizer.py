@@ -88,7 +88,8 @@ def test_nothing_but_bytes():
 
 def test_training_is_deterministic_across_processes_and_cores(tmp_path):
     script = (
-        "import sys; from megajax.data.tokenizers import train_tokenizer; from megajax.data.text import TextDocuments;"
+        "import sys; from megajax.data.records import TextDocuments\n"
+        "from megajax.data.tokenizers import train_tokenizer\n"
         "train_tokenizer(list(TextDocuments('python-stdlib'))[::25], 1500).save(sys.argv[1])"
     )
     for threads in "1", "4":

@@ -32,7 +32,7 @@ from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import train_and_validation
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.generation.text import read_prompts

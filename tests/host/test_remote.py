@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from megajax.data.inputs import check_input
-from megajax.data.text import TextDocuments
+from megajax.data.records import TextDocuments
 from megajax.errors import UserError
 from megajax.host import remote
 from megajax.host.paths import check_path, check_place, scheme

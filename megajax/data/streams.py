@@ -1,0 +1,136 @@
+"""Files read as a stream: bytes, `.gz` and `.zst` uncompressed on the way; their text; the documents in it."""
+
+import codecs
+import contextlib
+import functools
+import gzip
+import itertools
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+from megajax.errors import UserError
+from megajax.host import reading
+from megajax.host.remote import RemoteFile
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+_BLOCK_BYTES = 1 << 20
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_LONG_WINDOWS = {zstd.DecompressionParameter.window_log_max: 31}  # files of `zstd --long=31`
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=_LONG_WINDOWS)}
+
+
+class Damaged(Exception):
+    """A compressed file that is truncated or not what its name says."""
+
+
+def inner_suffix(file: object) -> str:
+    """The suffix of a file's name in lower case, that of the compression left out: `.jsonl` of `a.JSONL.zst`."""
+    name = PurePath(str(file))
+    return (name.with_suffix("") if name.suffix.lower() in _OPEN else name).suffix.lower()
+
+
+@contextlib.contextmanager
+def opened(file: Path | RemoteFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read. Raises
+    `Damaged`, or an `OSError` if it cannot be opened or read."""
+    uncompressed = _OPEN.get(PurePath(str(file)).suffix.lower(), contextlib.nullcontext)
+    with file.open() if isinstance(file, RemoteFile) else reading.open_file(file) as raw:
+        try:
+            with uncompressed(raw) as content:
+                yield content, raw
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
+            raise Damaged(str(error)) from None
+
+
+def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
+    """Whether these bytes are somewhere in a file's content."""
+    end = b""  # of the block before, where what is wanted may begin
+    with opened(file) as (content, _):
+        while block := content.read(_BLOCK_BYTES):
+            if wanted in end + block:
+                return True
+            end = block[-len(wanted) :]
+    return False
+
+
+def decoded(content: IO[bytes], file: object, flag: str) -> Iterator[str]:
+    """The text of a UTF-8 file in blocks, without a byte order mark; an error names the offset of a bad byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0
+    while True:
+        block = content.read(_BLOCK_BYTES)
+        undecoded = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            place = offset - undecoded + error.start
+            raise UserError(
+                f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {place}); "
+                "valid: UTF-8, for example by iconv"
+            ) from None
+        yield text.removeprefix("\ufeff") if offset == 0 else text
+        if not block:
+            return
+        offset += len(block)
+
+
+def separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
+    """The documents between separators; `TooLong` as `check_length`."""
+    parts: list[str] = []  # of a text that has not ended
+    tail = ""  # its end, in which the separator may have begun
+    for block in blocks:
+        first, *others = (tail + block).split(separator)
+        for text in others:
+            yield joined([*parts, first]).strip("\r\n")
+            parts, first = [], text
+        parts.append(first[: -len(separator)])
+        tail = first[-len(separator) :]
+        check_length(parts)
+    yield joined([*parts, tail]).strip("\r\n")
+
+
+def joined(blocks: Iterable[str]) -> str:
+    """One document from several blocks; `TooLong` as `check_length`."""
+    parts: list[str] = []
+    for block in blocks:
+        parts.append(block)
+        check_length(parts)
+    return "".join(parts)
+
+
+def check_length(parts: Sequence[str]) -> None:
+    """Raise `TooLong` if the blocks of a document are together longer than a document may be."""
+    if sum(map(len, parts)) > reading.LINE_BYTES:
+        raise reading.TooLong(f"more than {reading.LINE_BYTES >> 20} MiB as one text; valid: at most that")
+
+
+def pieces(blocks: Iterable[str], target: int) -> Iterator[str]:
+    """A text in pieces of about `target` characters, at most four times as many."""
+    longest = 4 * target
+    pending, start = "", 0
+    for block in itertools.chain(blocks, [None]):
+        pending, start = pending[start:] + (block or ""), 0
+        while len(pending) - start >= (1 if block is None else longest):
+            end = _end_of_piece(pending, start + target, start + longest)
+            yield pending[start:end]
+            start = end
+
+
+def _end_of_piece(text: str, earliest: int, latest: int) -> int:
+    """Where to cut, from `earliest` to `latest`: after blank lines, without those after a line, else after a word."""
+    blank_lines = _BLANK_LINES.search(text, earliest, latest)
+    if blank_lines:
+        return blank_lines.end()
+    for separator in "\n", " ":
+        found = text.find(separator, earliest, latest)
+        if found >= 0:
+            return found + 1
+    return latest
