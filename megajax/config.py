@@ -21,7 +21,7 @@ from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.registry import PRETRAINING
-from megajax.traits import SAMPLES, Small
+from megajax.traits import IS_PATH, SAMPLES, Small
 
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
@@ -181,12 +181,12 @@ class Config:
         Small(fixed=1),
     ] = 1
     init: Annotated[
-        str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed="")
+        str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed=""), IS_PATH
     ] = ""
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
     ] = "fp32"
-    run_dir: Annotated[str, "where everything is written; empty: runs/PRESET"] = ""
+    run_dir: Annotated[str, "where everything is written; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[
         Literal["auto", "never", "must"],
         "continue from the last checkpoint: if there is one, never, or fail without one",

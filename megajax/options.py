@@ -8,6 +8,7 @@ field whose type is a dataclass is a section.
 import difflib
 import functools
 import math
+import os
 import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from megajax.errors import UserError
 from megajax.host.reading import parse_toml
-from megajax.traits import Changes, Through
+from megajax.traits import Changes, IsPath, Through
 
 _Trait = TypeVar("_Trait")
 
@@ -154,6 +155,8 @@ class Option:
             value.encode()  # an argument that is not UTF-8 has surrogates, which no file would take
             if "\0" in value:  # which no path would
                 raise ValueError(value)
+            if self.trait(IsPath):
+                value = os.path.expanduser(value)
         return value
 
     def parse(self, text: str) -> Any:

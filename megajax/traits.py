@@ -53,6 +53,15 @@ class ReadWith:
 
 
 @dataclass(frozen=True)
+class IsPath:
+    """The option is a path, or several: `~` at its beginning is the user's home folder, also after a `=`, where shells
+    leave it."""
+
+
+IS_PATH = IsPath()
+
+
+@dataclass(frozen=True)
 class Size:
     """The option is the size of a dim of the weights."""
 

@@ -1,6 +1,7 @@
 """`megajax generate`: continue prompts with the model of a run."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from megajax.generation.options import GenerateOptions
 from megajax.host.paths import check_path
 from megajax.options import Option
 from megajax.settings.flags import Parser, add_flag
+from megajax.traits import IS_PATH
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
 
@@ -24,10 +26,17 @@ def main(argv: Sequence[str]) -> None:
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
     )
-    add_flag(parser, Option("checkpoint", str, MISSING, "run directory of the training"), MISSING, required=True)
+    add_flag(
+        parser,
+        Option("checkpoint", str, MISSING, "run directory of the training", traits=(IS_PATH,)),
+        MISSING,
+        required=True,
+    )
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
-    parser.add_argument("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")
+    parser.add_argument(
+        "--prompt-file", default="", metavar="FILE", type=os.path.expanduser, help="text with a prompt on every line"
+    )
     parser.add_config_flags(owner=GenerateOptions)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_config_flags(*CONFIG_FLAGS)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def add_flags(parser: Parser) -> None:
     )
     add_flag(group, _DEVICES, "those of the mesh")
     add_flag(group, _BEST, _BEST.default)
-    group.add_argument("--plot", metavar="FILE", help="a PNG or SVG of memory and time of all that fit")
+    group.add_argument(
+        "--plot", metavar="FILE", type=os.path.expanduser, help="a PNG or SVG of memory and time of all that fit"
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """`megajax prepare`: make a tokenized dataset of text."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megajax.options import Option, Range
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
+from megajax.traits import IS_PATH
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,14 +23,22 @@ def main(argv: Sequence[str]) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
+        type=os.path.expanduser,
         help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, also at gs:// or s3://; "
         "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
     )
-    output = Option("output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json")
+    output = Option(
+        "output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json", traits=(IS_PATH,)
+    )
     add_flag(parser, output, "", required=True)
     parser.add_config_flags(owner=PrepareOptions)
     parser.add_argument(
-        "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
+        "--decontaminate",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        type=os.path.expanduser,
+        help="test sets that must not be in the result",
     )
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)

@@ -25,6 +25,7 @@ from megajax.pipeline.timing import (
     step_time,
 )
 from megajax.settings.flags import Parser, add_flag
+from megajax.traits import IS_PATH
 
 _PASSES = {
     "forward": "forward",
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), MISSING, required=True)
     for name, what in _PASSES.items():
         add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME), 1.0)
-    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file"), "")
+    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file", traits=(IS_PATH,)), "")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     given = parser.overrides(args)

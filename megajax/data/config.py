@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megajax.options import POSITIVE_SHARE
-from megajax.traits import SAMPLES
+from megajax.traits import IS_PATH, SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """One of several corpora to train on."""
 
-    path: Annotated[str, "as data.path"]
+    path: Annotated[str, "as data.path", IS_PATH]
     weight: Annotated[float, "its samples are in proportion to this"]
 
 
@@ -20,7 +20,7 @@ class ValidationSet:
     """A corpus to validate on."""
 
     name: Annotated[str, "what its loss is called"]
-    path: Annotated[str, "as data.path"]
+    path: Annotated[str, "as data.path", IS_PATH]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,11 @@ class DataConfig:
         str,
         "text, JSONL, Parquet, a folder, also at gs:// or s3://; hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; a "
         "prepared prefix; or the word python-stdlib or python-docstrings",
+        IS_PATH,
     ] = ""
     sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
-    train: Annotated[tuple[str, ...], "files of the task to train on"] = ()
-    dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train"] = ()
+    train: Annotated[tuple[str, ...], "files of the task to train on", IS_PATH] = ()
+    dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train", IS_PATH] = ()
     validation_fraction: Annotated[
         float,
         "share of the tokens held out for validation, document by document; of a task's records, context by context",
@@ -62,4 +63,5 @@ class TokenizerConfig:
         str,
         "folder with vocab.json and merges.txt, vocab.txt, or tokenizer.json; or a model of the Hugging Face hub; "
         "empty: trained on the corpus",
+        IS_PATH,
     ] = ""

@@ -10,6 +10,7 @@ from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.library.model import Model
+from megajax.options import shown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.directory import stored_config
@@ -29,6 +30,8 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
         overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
             those of preset files; `megajax train --help` lists them as flags.
     """
+    if not isinstance(overrides or {}, Mapping):
+        raise UserError(f'overrides {shown(overrides)}; valid: values by key, such as {{"train.steps": 20}}')
     return presets.resolve(presets.load_preset(name_or_file), overrides)
 
 

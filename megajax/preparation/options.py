@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.options import AT_LEAST_ZERO, NOT_EMPTY, between
+from megajax.traits import IS_PATH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +13,10 @@ class PrepareOptions:
 
     text_key: Annotated[str, "key of the text in JSONL, and column in Parquet", NOT_EMPTY] = "text"
     tokenizer: Annotated[
-        str, "folder of a tokenizer; or bpe or wordpiece: train one on the cleaned text, with --vocab-size", NOT_EMPTY
+        str,
+        "folder of a tokenizer; or bpe or wordpiece: train one on the cleaned text, with --vocab-size",
+        NOT_EMPTY,
+        IS_PATH,
     ] = "bpe"
     vocab_size: Annotated[int, "ids of a tokenizer that is trained", between(1, 100_000_000)] = 50257
     fix_unicode: Annotated[bool, "repair wrongly decoded characters (ftfy)"] = True

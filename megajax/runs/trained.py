@@ -101,6 +101,11 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     """Check that a folder is a run directory of this version or an older one; `flag` is named in the error."""
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
+        if reading.is_file(run_dir / "config.json"):
+            raise UserError(
+                f"{flag} {run_dir}: a model in Hugging Face's format; valid: the RUN that `megajax convert import-hf "
+                f"{run_dir} RUN` makes of it"
+            )
         raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
     check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 

@@ -1,6 +1,7 @@
 """Flags, one for every field of the configuration, and a parser whose errors are one line."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -11,6 +12,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host import completion
 from megajax.options import Option, options, sections, shown, suggest
+from megajax.settings.other_names import ours
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
@@ -38,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         names, inner = preset_names(), names_in_folders()
         folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
-        preset = self.add_argument("preset", metavar="PRESET", help=valid)
+        preset = self.add_argument("preset", metavar="PRESET", type=os.path.expanduser, help=valid)
         completion.offer(preset, lambda: [*names, *inner], files=("toml",))
         asks = any(word == "--help" or word.startswith("-h") for word in argv)
         return load_preset(argv[0]) if asks and not argv[0].startswith("-") else {}
@@ -67,9 +69,10 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
-            raise UserError(
-                f"{flags[0]}: unknown flag; {suggest(flags[0], self._option_string_actions, 'valid: those of --help')}"
-            )
+            valid = self._option_string_actions
+            here = ours(flags[0], valid)
+            near = f"here it is {here}" if here else suggest(flags[0], valid, "valid: those of --help")
+            raise UserError(f"{flags[0]}: unknown flag; {near}")
         if unknown:
             raise UserError(f"{unknown[0]!r} is one argument too many; valid: {self.usage}")
         return args

@@ -51,7 +51,8 @@ def find_preset(name_or_file: str | Path) -> Path:
         known = [*preset_names(), *names_in_folders()]
         beside = difflib.get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.toml")], n=1)
         near = f"did you mean {path.with_name(beside[0])}.toml?" if beside else ""
-        raise UserError(f"no preset {name!r}; {near or _nearest(name.removesuffix('.toml'), known) or valid}")
+        what = "no such file" if path.suffix == ".toml" else "no preset"
+        raise UserError(f"{what} {name!r}; {near or _nearest(name.removesuffix('.toml'), known) or valid}")
     return path
 
 

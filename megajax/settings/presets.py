@@ -10,6 +10,7 @@ from megajax.config import RUN_MARK, Config
 from megajax.errors import UserError
 from megajax.host.paths import identity, scheme
 from megajax.options import options, sections, shown, suggest
+from megajax.settings.other_names import ours
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 from megajax.settings.validation import check_values
 from megajax.tasks.registry import PRETRAINING, TASKS
@@ -161,7 +162,9 @@ def _convert(key: str, value: object, name: str) -> Any:
     if key not in table:
         section = key.rpartition(".")[0]
         valid = ", ".join(known for known in table if known.rpartition(".")[0] == section)
-        raise UserError(f"{name}: unknown key; {suggest(key, table, f'valid: {valid}')}")
+        here = ours(key, table)
+        near = f"here it is {here}" if here else suggest(key, table, f"valid: {valid}")
+        raise UserError(f"{name}: unknown key; {near}")
     try:
         return table[key].convert(value)
     except ValueError:
@@ -194,7 +197,7 @@ def resolve(
     With `decay_follows`, `optimizer.decay_steps` is by default `train.steps`; else it stays 0, so that a resumed run
     can keep the value that it began with.
     """
-    overrides = {key: _convert(key, value, "--" + key.replace("_", "-")) for key, value in (overrides or {}).items()}
+    overrides = {key: _convert(key, value, _flag(key)) for key, value in (overrides or {}).items()}
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
     values = of_task(values) | values
     _check_complete(values)
@@ -205,6 +208,11 @@ def resolve(
     config = Config(**parts[""], **{name: kind(**parts[name]) for name, kind in sections(Config).items()})
     check_values(config)
     return config.with_decay() if decay_follows else config
+
+
+def _flag(key: str) -> str:
+    """A key as a flag, as which it may have been given already."""
+    return f"--{key.lstrip('-').replace('_', '-')}"
 
 
 def _check_complete(values: Mapping[str, Any]) -> None:

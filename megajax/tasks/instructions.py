@@ -5,6 +5,7 @@ from typing import Any
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.tasks.records import Instruction, Records
+from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import TaskFile, checked, decoded, entry, parsed
 
 
@@ -24,6 +25,8 @@ def _add(value: Any, place: str, records: Records[Any]) -> None:
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not given to the chat template; valid: messages without them')
     if "messages" not in found:
+        if "prompt" not in found:
+            raise UserError(f'{place}: no key "prompt" and none "messages"; valid: {TASKS["instructions"].files}')
         prompt, completion = entry(found, "prompt", str, place), entry(found, "completion", str, place)
         if completion:
             records.entries.append(Instruction(place, prompt, completion))

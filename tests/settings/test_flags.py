@@ -1,5 +1,6 @@
 """The command line: every field a flag, and errors of one line."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.settings.flags import Parser, parse
+from megajax.settings.other_names import OURS, ours
 from megajax.settings.presets import load_preset, resolve
 
 
@@ -54,6 +56,46 @@ def test_every_field_is_a_flag(key: str) -> None:
     expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
     assert parse(["demo", flag, text], "Train.") == expected
     assert parse(["demo", f"{flag}={text}"], "Train.") == expected
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--lr", "--optimizer.learning-rate"),
+        ("--tp", "--mesh.tensor"),
+        ("--tensor_model_parallel_size", "--mesh.tensor"),
+        ("--bf16", "--precision bf16"),
+        ("--seq-length", "--model.sequence-length"),
+        ("--gradient-accumulation-steps", "--train.global-batch / (--train.microbatch x --mesh.data), which follows"),
+        ("--config", "PRESET, the first argument"),
+        ("--mesh.tp", "--mesh.tensor"),
+    ],
+)
+def test_other_systems_names(theirs: str, ours: str) -> None:
+    assert fails("demo", theirs, "1").startswith(f"{theirs}: unknown flag; here it is {ours}")
+
+
+def test_other_systems_names_are_answered_with_options() -> None:
+    """All of them; in presets and from Python by the key."""
+    table = options(Config)
+    flags = {option.flag: key for key, option in table.items()}
+    for name, text in OURS.items():
+        flag = re.split("[ ,]", text)[0]
+        assert ours(name, flags) == text and ours(name, table) in (text, text.replace(flag, flags.get(flag, "")))
+    with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; here it is model.num_layers$"):
+        resolve(load_preset("demo"), {"model.n_layer": 3})
+
+
+def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is the home folder in every path, also after a `=`, and in no other text."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--run-dir=~/x", "--init=~/y", "--data.path=~", "--tokenizer.path=~/t", "--sample.prompt=~/p"]
+    words += ["--data.validation", "[{ path = '~/v', name = 'v' }]"]
+    config = parse(["demo", *words], "Train.")
+    paths = config.run_dir, config.init, config.data.path, config.tokenizer.path
+    assert paths == ("/home/me/x", "/home/me/y", "/home/me", "/home/me/t")
+    assert config.sample.prompt == "~/p"
+    assert (config.data.validation[0].path, config.data.validation[0].name) == ("/home/me/v", "v")
 
 
 def test_one_corpus_or_several() -> None:

@@ -154,8 +154,8 @@ def test_bases_that_are_not_there_or_go_in_a_circle(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     for base, said in (
         ("'gpt2-355'", "no preset 'gpt2-355'; did you mean gpt2-355m"),
-        ("'no.toml'", f"no preset '{tmp_path / 'no.toml'}'; valid: a TOML file, or one of bert-"),
-        ("'../no/no.toml'", "no preset"),
+        ("'no.toml'", f"no such file '{tmp_path / 'no.toml'}'; valid: a TOML file, or one of bert-"),
+        ("'../no/no.toml'", "no such file"),
         ("'mine.toml'", f"goes in a circle: {mine} -> {mine}; valid"),
         ("'other.toml'", "bad.toml: base = 'gpt3': no preset 'gpt3'"),
         ("'round.toml'", f"goes in a circle: {mine} -> {tmp_path / 'round.toml'} -> {tmp_path / 'linked.toml'}; valid"),

@@ -1,0 +1,68 @@
+"""What other systems call our options: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
+
+import re
+from collections.abc import Container
+
+_BATCH = "--train.global-batch, in sequences over all devices; --train.microbatch is a device's"
+_ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), which follows from these"
+
+_OURS = {
+    "--mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+    "--mesh.pipe": "pp pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+    "--mesh.data": "dp data_parallel data_parallel_size data_parallel_replicate_degree data_parallel_shard_degree",
+    "--optimizer.learning-rate": "lr max_lr peak_lr",
+    "--optimizer.min-learning-rate": "min_lr lr_min",
+    "--optimizer.schedule": "lr_decay_style lr_scheduler lr_scheduler_type",
+    "--optimizer.warmup-steps": "lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_iters warmup",
+    "--optimizer.warmup-fraction": "lr_warmup_fraction warmup_ratio",
+    "--optimizer.decay-steps": "lr_decay_iters lr_decay_steps",
+    "--optimizer.weight-decay": "wd",
+    "--optimizer.clip-norm": "clip_grad max_grad_norm grad_clip gradient_clipping max_norm",
+    "--optimizer.beta1": "adam_beta1",
+    "--optimizer.beta2": "adam_beta2",
+    "--optimizer.epsilon": "adam_eps adam_epsilon eps",
+    "--optimizer.zero": "zero_stage zero use_distributed_optimizer fsdp",
+    _BATCH: "batch_size global_batch_size train_batch_size gbs bs",
+    "--train.microbatch": "micro_batch_size local_batch_size per_device_train_batch_size mbs",
+    _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches",
+    "--train.steps": "max_steps train_iters total_steps num_steps iters iterations max_iters",
+    "--train.epochs": "num_train_epochs num_epochs max_epochs",
+    "--train.eval-every": "eval_interval eval_steps eval_freq",
+    "--train.eval-batches": "eval_iters",
+    "--train.log-every": "log_interval logging_steps log_freq",
+    "--train.remat": "recompute recompute_granularity recompute_activations gradient_checkpointing "
+    "activation_checkpointing",
+    "--checkpoint.every": "save_interval save_steps save_every",
+    "--checkpoint.keep": "save_total_limit",
+    "--model.num-layers": "n_layer n_layers num_hidden_layers layers",
+    "--model.hidden-size": "n_embd d_model dim hidden_dim",
+    "--model.num-heads": "num_attention_heads n_head n_heads",
+    "--model.num-kv-heads": "num_key_value_heads num_query_groups n_kv_heads",
+    "--model.mlp-size": "ffn_hidden_size intermediate_size ffn_dim",
+    "--model.sequence-length": "seq_length seq_len max_seq_len max_seq_length block_size context_length "
+    "max_position_embeddings",
+    "--model.vocab-size": "padded_vocab_size n_vocab",
+    "--model.dropout": "hidden_dropout attention_dropout",
+    "--precision bf16": "bf16 bfloat16",
+    "--precision fp16": "fp16 half",
+    "--precision": "dtype mixed_precision torch_dtype",
+    "--run-dir": "output_dir save out_dir save_dir checkpoint_dir log_dir",
+    "--resume": "resume_from_checkpoint load",
+    "--data.path": "data data_path train_data_path dataset dataset_path train_file",
+    "--tokenizer.path": "tokenizer tokenizer_name tokenizer_model tokenizer_path tokenizer_name_or_path",
+    "--init, after `megajax convert import-hf`": "model model_name_or_path pretrained hf_model",
+    "--track": "wandb report_to use_wandb",
+    "PRESET, the first argument": "config config_file preset",
+}
+OURS = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
+
+
+def ours(unknown: str, valid: Container[str]) -> str:
+    """The valid name here of a flag or key that other systems know; empty if there is none."""
+    name = unknown.lstrip("-").replace("-", "_").lower()
+    found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
+    flag = re.split("[ ,]", found)[0]
+    key = flag.removeprefix("--").replace("-", "_")
+    if flag in valid or not flag.startswith("--"):
+        return found
+    return found.replace(flag, key, 1) if key in valid else ""
