@@ -66,6 +66,6 @@ def test_names_of_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("zzz", "one of bert-1.3b"),
         ("mien.toml", "did you mean mine.toml?"),
     ):
-        with pytest.raises(UserError, match="no preset|no such file") as error:
+        with pytest.raises(UserError, match=r"no preset|no such file") as error:
             find_preset(wrong)
         assert said in str(error.value)
