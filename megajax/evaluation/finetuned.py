@@ -18,15 +18,14 @@ from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-from megajax.tasks.accuracy import class_figures, predicted_classes
 from megajax.tasks.answers import find_answers, mean_logits
 from megajax.tasks.config import TaskConfig
+from megajax.tasks.figures import class_figures, predicted_classes, squad_figures
 from megajax.tasks.predictions import check_predictions, write_predictions
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Pair
 from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import TaskSamples, task_samples
-from megajax.tasks.squad_scores import squad_figures
 from megajax.tasks.windows import SpanWindows
 
 Logits = npt.NDArray[np.float32]

@@ -8,10 +8,10 @@ The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jacca
 to compare are on disk, too, 8 bytes each: few where documents differ, at most 33 for each document and band.
 """
 
-import collections
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from megajax.preparation.cleaning import normalised
 from megajax.preparation.minhash import bands_for, gram_set, jaccard
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
-from megajax.preparation.workers import Workers
+from megajax.preparation.workers import Map
 
 _ENTRIES = 1 << 25  # documents sorted at a time
 _NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
@@ -32,46 +32,42 @@ _CACHED_GRAMS = 1 << 20  # of a worker's cache
 
 @dataclass
 class Copies:
-    """The documents that were dropped as copies."""
+    """The documents that were dropped as copies, in order."""
 
-    documents: npt.NDArray[np.int64]  # their numbers, int64, ascending
     originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of, int64
     similarity: npt.NDArray[np.float64]  # of each to its original, float64, 0 to 1
     candidates: int = 0  # pairs that were compared
-
-    @classmethod
-    def none(cls) -> "Copies":
-        """No copies."""
-        return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
 class Shards:
     """All shards as one sequence of N documents.
 
-    Attributes:
-        work: as given.
-        num_shards: as given.
-        rule: what became of every document, uint8 [N]; a document that is dropped later is marked here.
-        starts: the first document of every shard, and N at the end, int64 [num_shards + 1].
+    `starts` are the first document of every shard, and N at the end, int64 [num_shards + 1]; `rule` is what became of
+    every document, uint8 [N], where one that is dropped later is marked.
     """
 
     def __init__(self, work: WorkFolder, num_shards: int) -> None:
         self.work, self.num_shards = work, num_shards
-        rules = [work.load("tokens", shard, "rule")[0] for shard in range(num_shards)]
+        rules = self.loaded("tokens", "rule")
         self.rule = np.concatenate([np.empty(0, np.uint8), *rules])
         self.starts = np.cumsum([0, *map(len, rules)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def place(self, document: int) -> tuple[int, int]:
-        """The shard of a document, and its number there."""
-        shard = int(np.searchsorted(self.starts, document, side="right")) - 1
-        return shard, document - int(self.starts[shard])
+    def loaded(self, stage: str, name: str) -> list[npt.NDArray[Any]]:
+        """One of a stage's results for every shard."""
+        return [self.work.load(stage, shard, name)[0] for shard in range(self.num_shards)]
 
     def kept(self, shard: int) -> npt.NDArray[np.bool_]:
         """Which documents of a shard are kept, [D]."""
         return self.rule[self.starts[shard] : self.starts[shard + 1]] == KEPT
+
+
+def place(starts: npt.NDArray[np.int64], document: int) -> tuple[int, int]:
+    """The shard of a document, and its number there; `starts` as in `Shards`."""
+    shard = int(np.searchsorted(starts, document, side="right")) - 1
+    return shard, document - int(starts[shard])
 
 
 def index_bytes(options: PrepareOptions) -> int:
@@ -84,17 +80,17 @@ def drop_exact(corpus: Shards) -> Copies:
     """Drop documents whose text equals that of an earlier one; returns them."""
     documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
-        begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
-        first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
-        documents.append(numbers[~begins])
-        originals.append(numbers[first[~begins]])
+        first = _first_equal(keys)
+        is_copy = first < np.arange(len(keys))
+        documents.append(numbers[is_copy])
+        originals.append(numbers[first[is_copy]])
     order = np.argsort(np.concatenate(documents))
     copies = np.concatenate(documents)[order]
     corpus.rule[copies] = EXACT
-    return Copies(copies, np.concatenate(originals)[order], np.ones(len(copies)))
+    return Copies(np.concatenate(originals)[order], np.ones(len(copies)))
 
 
-def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
+def drop_near(corpus: Shards, threshold: float, run: Map) -> Copies:
     """Drop documents that are similar to an earlier document that stays; returns them.
 
     Two documents are similar if the Jaccard similarity of their 5-grams is above `threshold`.
@@ -106,9 +102,9 @@ def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
     candidates = 0
     for part in range(-(-total // _PART)):
         if not work.has("similar", part):
-            pairs = _read_candidates(work, part, total)
+            pairs = np.stack(np.divmod(_candidates(_candidates_file(work, part)), total), axis=1)
             pieces = ((work, corpus.starts, pairs[start : start + _PAIRS]) for start in range(0, len(pairs), _PAIRS))
-            similarity = np.concatenate([np.empty(0), *workers.map(compare, pieces)])
+            similarity = np.concatenate([np.empty(0), *run(compare, pieces)])
             similar = similarity > threshold
             arrays = {"pairs": pairs[similar], "similarity": similarity[similar], "candidates": np.array(len(pairs))}
             work.save("similar", part, arrays)
@@ -120,35 +116,28 @@ def drop_near(corpus: Shards, threshold: float, workers: Workers) -> Copies:
                 corpus.rule[document] = NEAR
                 dropped.append(number)
         copies.append(np.column_stack([pairs[dropped], similarity[dropped]]))
-    documents, originals, values = np.concatenate(copies).T
-    return Copies(documents.astype(np.int64), originals.astype(np.int64), values, candidates)
+    _, originals, values = np.concatenate(copies).T
+    return Copies(originals.astype(np.int64), values, candidates)
 
 
 def compare(work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """The exact Jaccard similarity of the 5-grams of pairs of documents, float64 [pairs]; called in a worker."""
-    grams = _GramSets(work, starts)
-    return np.array([jaccard(grams[one], grams[other]) for one, other in pairs.tolist()])
+    sets: dict[int, set[str]] = {}  # a cache, the one used last at its end
+    size = 0
 
-
-class _GramSets:
-    """The gram sets of documents, with a cache of those used last."""
-
-    def __init__(self, work: WorkFolder, starts: npt.NDArray[np.int64]) -> None:
-        self._work, self._starts = work, starts
-        self._sets: collections.OrderedDict[int, set[str]] = collections.OrderedDict()
-        self._size = 0
-
-    def __getitem__(self, document: int) -> set[str]:
-        if document in self._sets:
-            self._sets.move_to_end(document)
-            return self._sets[document]
-        shard = int(np.searchsorted(self._starts, document, side="right")) - 1
-        found = gram_set(normalised(self._work.text(shard, document - int(self._starts[shard]))))
-        self._sets[document] = found
-        self._size += len(found)
-        while self._size > _CACHED_GRAMS and len(self._sets) > 2:
-            self._size -= len(self._sets.popitem(last=False)[1])
+    def grams(document: int) -> set[str]:
+        nonlocal size
+        if document in sets:
+            found = sets.pop(document)
+        else:
+            found = gram_set(normalised(work.text(*place(starts, document))))
+            size += len(found)
+        sets[document] = found
+        while size > _CACHED_GRAMS and len(sets) > 2:
+            size -= len(sets.pop(next(iter(sets))))
         return found
+
+    return np.array([jaccard(grams(one), grams(other)) for one, other in pairs.tolist()])
 
 
 def _write_candidates(corpus: Shards, num_bands: int) -> None:
@@ -163,32 +152,23 @@ def _write_candidates(corpus: Shards, num_bands: int) -> None:
             return work.band(shard, band, int(corpus.starts[shard + 1] - corpus.starts[shard]))[:, None]
 
         for keys, documents in _sorted_entries(corpus, hashes):
-            pairs = _pairs(keys[:, 0], documents, total)
+            pairs = _pairs(keys, documents, total)
             for part in np.unique(pairs // total // _PART).tolist():
-                inside = pairs[pairs // total // _PART == part]
-                with work.writable(place := _candidates_file(work, part)), place.open("ab") as file:
-                    file.write(inside.tobytes())
-                    full = file.tell() > limits.get(part, _PAIRS_BYTES)
-                if full:  # of pairs that share several bands
-                    limits[part] = 2 * _compact(work, part)
-    with work.writing(work / "pairs.done"):
-        pass
+                file = _candidates_file(work, part)
+                with work.writable(file), file.open("ab") as content:
+                    content.write(pairs[pairs // total // _PART == part].tobytes())
+                    full = content.tell() > limits.get(part, _PAIRS_BYTES)
+                if full:
+                    different = _candidates(file)
+                    with work.writing(file) as new:
+                        new.write(different.tobytes())
+                    limits[part] = max(2 * different.nbytes, _PAIRS_BYTES)
+    work.touch("pairs.done")
 
 
-def _compact(work: WorkFolder, part: int) -> int:
-    """Drop repeated pairs from a file. Returns its size in bytes, but at least half of `_PAIRS_BYTES`."""
-    file = _candidates_file(work, part)
-    pairs = np.unique(np.fromfile(file, np.int64))
-    with work.writing(file) as handle:
-        handle.write(pairs.tobytes())
-    return max(pairs.nbytes, _PAIRS_BYTES // 2)
-
-
-def _read_candidates(work: WorkFolder, part: int, total: int) -> npt.NDArray[np.int64]:
-    """Pairs of a document and an earlier one, [pairs, 2], ascending, each once."""
-    file = _candidates_file(work, part)
-    pairs = np.unique(np.fromfile(file, np.int64)) if file.exists() else np.empty(0, np.int64)
-    return np.stack([pairs // total, pairs % total], axis=1)
+def _candidates(file: Path) -> npt.NDArray[np.int64]:
+    """The pairs in a file, ascending, each once."""
+    return np.unique(np.fromfile(file, np.int64)) if file.exists() else np.empty(0, np.int64)
 
 
 def _candidates_file(work: WorkFolder, part: int) -> Path:
@@ -197,8 +177,7 @@ def _candidates_file(work: WorkFolder, part: int) -> Path:
 
 def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
     """Pairs of each document and earlier ones in its bucket, as document * N + earlier document, from sorted keys."""
-    begins = np.concatenate([[True], keys[1:] != keys[:-1]])
-    first = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
+    first = _first_equal(keys)
     rank = np.arange(len(keys)) - first  # in the bucket
     pairs = []
     for distance in range(1, min(_NEIGHBOURS, int(rank.max(initial=0))) + 1):
@@ -206,6 +185,12 @@ def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total
         pairs.append(documents[later] * total + documents[later - distance])
     far = np.flatnonzero(rank > _NEIGHBOURS)
     return np.concatenate([np.empty(0, np.int64), *pairs, documents[far] * total + documents[first[far]]])
+
+
+def _first_equal(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """For each of some sorted keys [n, k] the place of the first that equals it, int64 [n]."""
+    begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
+    return np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
 
 
 def _sorted_entries(

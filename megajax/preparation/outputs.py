@@ -17,7 +17,8 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.preparation.shards import WorkFolder
 
-_WRITING = "writing"  # a file in the work folder: what PREFIX names was made by a preparation, and may be replaced
+KEPT_FILES = ("lock", "writing")  # of a work folder that is used again for another preparation
+_LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
 
 
 def report_file(output: str) -> Path:
@@ -38,9 +39,6 @@ def read_json(file: Path) -> Any:
         return None
 
 
-_LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
-
-
 def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
     """Check that inputs and outputs are disjoint, by whatever names."""
     resolved = functools.cache(Path.resolve)
@@ -54,19 +52,18 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
     written |= {_identity(path): path for path in outputs if path.exists()}
 
     @functools.cache
-    def temporary_around(folder: Path) -> Path | None:
-        return next((place for place in (folder, *folder.parents) if temporary.is_marked(place)), None)
-
-    @functools.cache
-    def written_around(folder: Path) -> Path | None:
-        return next((written[place] for place in (folder, *folder.parents) if place in written), None)
+    def around(folder: Path) -> tuple[Path | None, Path | None]:
+        """The temporary folder, and the output, that a folder is or lies in."""
+        above = (folder, *folder.parents)
+        inside = next((written[place] for place in above if place in written), None)
+        return next(filter(temporary.is_marked, above), None), inside
 
     for name, file in inputs:
         folder = resolved(file.parent)
         for place in [folder / file.name, *([file.resolve()] if file.is_symlink() else [])]:
-            if inside := temporary_around(place if file.is_dir() else place.parent):
+            if inside := around(place if file.is_dir() else place.parent)[0]:
                 raise UserError(f"{name} {file} lies in {inside}, which megajax removes; valid: a copy of it elsewhere")
-            if clash := written.get(place) or written.get(_identity(file)) or written_around(place.parent):
+            if clash := written.get(place) or written.get(_identity(file)) or around(place.parent)[1]:
                 problem = f"{clash} is {name} {file} itself, or holds it"
                 raise UserError(f"--output {output}: {problem}; valid: another PREFIX")
 
@@ -74,37 +71,37 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The report of a finished preparation with this plan; None if there is none."""
     there, found = _there(work.output), _report(work.output)
-    if not there or _is_writing(work):
+    if not there or _may_replace(work):
         return None
     if found and found["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
         return found
-    foreign = _foreign(work.output)
-    problem = "was not made by a preparation" if foreign else "was made from other input or with other options"
-    raise UserError(
-        f"--output {work.output}: {(foreign or there)[0]} exists and {problem}; "
-        f"valid: another PREFIX{'' if foreign else ', or --overwrite'}"
-    )
+    _refuse(work, _foreign(work.output))
+    problem = "was made from other input or with other options; valid: another PREFIX, or --overwrite"
+    raise UserError(f"--output {work.output}: {there[0]} exists and {problem}")
 
 
 def check_own(work: WorkFolder, overwrite: bool) -> None:
     """Check that the work folder is ours, and with `overwrite` that existing outputs may be replaced."""
-    _check_work_folder(work)
-    if overwrite and not _is_writing(work):
+    folder, lock = work.folder, work / "lock"
+    problem = "is a link" if folder.is_symlink() else ""
+    if not problem and not temporary.is_marked(folder) and folder.is_dir():
+        is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0  # made before the mark
+        others = sorted(entry.name for entry in folder.iterdir() if entry != lock or not is_lock)
+        problem = f"holds {others[0]} and no interrupted preparation" if others else ""
+    if problem:
+        raise UserError(f"--output {work.output}: {folder} {problem}; valid: another PREFIX")
+    if overwrite and not _may_replace(work):
         _refuse(work, _foreign(work.output))
 
 
 def allow_writing(work: WorkFolder) -> None:
     """Note in the work folder that existing outputs were checked and may be replaced from now on."""
-    with work.writing(work / _WRITING):
-        pass
-
-
-KEPT_FILES = ("lock", _WRITING)  # of a work folder that is used again for another preparation
+    work.touch("writing")
 
 
 def begin_writing(work: WorkFolder) -> None:
     """Make way for the outputs: remove an older report, and allow replacing existing outputs."""
-    _refuse(work, [path for path in _there(work.output) if not _is_writing(work) or not _is_possible(path)])
+    _refuse(work, [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)])
     allow_writing(work)
     report_file(work.output).unlink(missing_ok=True)
 
@@ -116,8 +113,9 @@ def _refuse(work: WorkFolder, foreign: list[Path]) -> None:
         )
 
 
-def _is_writing(work: WorkFolder) -> bool:
-    return temporary.is_marked(work.folder) and (work / _WRITING).exists()
+def _may_replace(work: WorkFolder) -> bool:
+    """Whether `allow_writing` was called."""
+    return temporary.is_marked(work.folder) and (work / "writing").exists()
 
 
 def _results(output: str) -> list[Path]:
@@ -131,12 +129,12 @@ def _there(output: str) -> list[Path]:
 
 def _foreign(output: str) -> list[Path]:
     """The existing outputs that do not fit the report beside them; all of them if there is no report."""
-    there, found = _there(output), _report(output)
-    if found is None:
-        return there
+    found = _report(output)
     index, tokens = dataset_files(output)
 
     def is_own(path: Path) -> bool:
+        if found is None or not _is_possible(path):
+            return False
         if path == tokens:
             return path.stat().st_size in [size * found.get("tokens", 0) for size in (2, 4)]
         if path == index:
@@ -144,7 +142,7 @@ def _foreign(output: str) -> list[Path]:
                 return file.read(7) == b"MMIDIDX"
         return True
 
-    return [path for path in there if not _is_possible(path) or not is_own(path)]
+    return [path for path in _there(output) if not is_own(path)]
 
 
 def _is_possible(path: Path) -> bool:
@@ -158,18 +156,6 @@ def _report(output: str) -> dict[str, Any] | None:
     """The report, which a preparation writes last; None if there is none."""
     found = read_json(report_file(output))
     return found if isinstance(found, dict) and isinstance(found.get("plan"), dict) else None
-
-
-def _check_work_folder(work: WorkFolder) -> None:
-    """Check that the work folder is no link, and has a mark or nothing but a lock, which is made before the mark."""
-    folder, lock = work.folder, work / "lock"
-    problem = "is a link" if folder.is_symlink() else ""
-    if not problem and not temporary.is_marked(folder) and folder.is_dir():
-        is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0
-        others = sorted(entry.name for entry in folder.iterdir() if entry != lock or not is_lock)
-        problem = f"holds {others[0]} and no interrupted preparation" if others else ""
-    if problem:
-        raise UserError(f"--output {work.output}: {folder} {problem}; valid: another PREFIX")
 
 
 def _place(path: Path) -> Path:

@@ -32,21 +32,20 @@ from megajax.preparation.outputs import begin_writing, finished, report_file, wo
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
 from megajax.preparation.progress import Show, measuring
 from megajax.preparation.report import printable, report, throughput
-from megajax.preparation.shards import KEPT, WorkFolder, opened
+from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean_shard
-from megajax.preparation.workers import Workers
+from megajax.preparation.workers import Map, worker_map
 
 _SHARD_RECORDS = 1 << 16
 
 
 def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
-    """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically.
+    """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically; returns the report.
 
     PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
     that is complete only returns its report. The result does not depend on the number of workers.
 
-    With `overwrite` it begins anew, and replaces what another preparation made. Returns the report.
-
+    With `overwrite` it begins anew, and replaces what another preparation made.
 
     Raises:
         UserError: input, options or output cannot be used; the disk is full.
@@ -67,63 +66,69 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
 
 def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
     """Run all stages; returns the report without its plan."""
-    options, seconds = task.options, dict[str, float]()
-    with Workers(workers) as pool:
+    options, seconds, copies = task.options, dict[str, float](), dict[int, Copies]()
+    with worker_map(workers) as run:
         with measuring(seconds, "cleaning"):
-            num_shards = _clean(task, files, work, pool, show)
+            num_shards = _clean(task, files, work, run, show)
         with measuring(seconds, "tokenizer"):
             tokenizer = _tokenizer(task, work, num_shards, show)
             test_sets = _test_sets(task, work)
         with measuring(seconds, "analysis"):
-            _analyse(task, work, num_shards, pool, show)
+            show.begin("tokenizing", num_shards)
+            pieces = ((work, shard, options) for shard in range(num_shards))
+            for done, _ in enumerate(run(analyse_shard, pieces), start=1):
+                show.advance(done)
         corpus = Shards(work, num_shards)
-        exact = near = Copies.none()
         with measuring(seconds, "duplicates"):
             show.begin("looking for duplicates")
             if options.duplicates != "keep":
-                exact = duplicates.drop_exact(corpus)
+                copies[EXACT] = duplicates.drop_exact(corpus)
             if options.duplicates == "near":
-                near = duplicates.drop_near(corpus, options.jaccard, pool)
+                copies[NEAR] = duplicates.drop_near(corpus, options.jaccard, run)
     with measuring(seconds, "writing"):
         show.begin("writing")
-        found = report(task, corpus, files, tokenizer, test_sets, exact, near) | {"resumed": resumed}
         if not (corpus.rule == KEPT).any():
-            dropped = ", ".join(f"{rule['count']} {name}" for name, rule in found["dropped"].items() if rule["count"])
+            counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
+            dropped = ", ".join(f"{counts[rule]} {name}" for rule, name in RULES.items() if counts[rule])
             raise UserError(
                 f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens {options.min_tokens} "
                 "drops shorter ones; valid: less, longer text, or --duplicates and --contaminated that drop less"
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)
-    return found | {"digests": digests} | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
+        found = report(task, corpus, files, tokenizer, test_sets, copies) | {"resumed": resumed, "digests": digests}
+    return found | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
 
 
-def _clean(task: Task, files: TextFiles, work: WorkFolder, pool: Workers, show: Show) -> int:
+def _clean(task: Task, files: TextFiles, work: WorkFolder, run: Map, show: Show) -> int:
     """Read and clean the input; returns the number of shards."""
     if (work / "clean.json").exists():
         with opened(work / "clean.json") as file:
             return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
     show.begin("cleaning", sum(files.sizes))
     before = np.cumsum([0, *files.sizes])
-    num_shards = 0
-    broken = _Broken(task, files, work)
 
     def pieces() -> Iterator[tuple[Any, ...]]:
-        nonlocal num_shards
-        for records, num_read in _shards(files, task.options.text_key, work):
+        for shard, (records, num_read) in enumerate(_shards(files, task.options.text_key, work)):
             show.advance(int(before[records[-1].file]) + num_read)
-            if not work.has("clean", num_shards):
-                yield work, num_shards, records, task.options
-            num_shards += 1
+            yield work, shard, records, task.options
 
-    for _ in pool.map(clean_shard, pieces()):
-        broken.check()
-    broken.check()
-    documents = sum(len(work.load("clean", shard, "rule")[0]) for shard in range(num_shards))
+    num_shards = documents = num_broken = 0
+    first, limit = "", task.options.max_broken
+    for shard, _ in enumerate(run(clean_shard, pieces())):
+        rule, broken, problem = work.load("clean", shard, "rule", "broken", "problem")
+        if len(broken) and not first:
+            first = f"{files.files[broken[0, 0]]}:{broken[0, 1]}: {problem}"
+        num_shards, documents, num_broken = shard + 1, documents + len(rule), num_broken + len(broken)
+        if num_broken > limit:
+            raise UserError(
+                f"{first}; more than --max-broken {limit} lines are broken; "
+                'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key'
+            )
     if not documents:
-        valid = "valid: another --text-key" if broken.first() else valid_paths("INPUT")
+        example, valid = (f" ({first})", "valid: another --text-key") if first else ("", valid_paths("INPUT"))
         remove(work.folder)
-        raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{broken.first()}; {valid}")
+        raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{example}; {valid}")
     with work.writing(work / "clean.json") as file:
         file.write(str(num_shards).encode())
     return num_shards
@@ -152,32 +157,6 @@ def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list
         yield records, num_read
 
 
-class _Broken:
-    """Counts the broken lines of the shards in order, so that the first is the same for any number of workers."""
-
-    def __init__(self, task: Task, files: TextFiles, work: WorkFolder) -> None:
-        self._task, self._files, self._work = task, files, work
-        self._next, self._count, self._first = 0, 0, ""
-
-    def check(self) -> None:
-        """Count the broken lines of the shards that were finished since the last call."""
-        while self._work.has("clean", self._next):
-            lines, problem = self._work.load("clean", self._next, "broken", "problem")
-            if len(lines) and not self._first:
-                self._first = f"{self._files.files[lines[0, 0]]}:{lines[0, 1]}: {problem}"
-            self._count += len(lines)
-            self._next += 1
-            if self._count > self._task.options.max_broken:
-                raise UserError(
-                    f"{self._first}; more than --max-broken {self._task.options.max_broken} lines are broken; "
-                    'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key'
-                )
-
-    def first(self) -> str:
-        """The first broken line in brackets, if there is one."""
-        return f" ({self._first})" if self._first else ""
-
-
 def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tokenizer:
     folder = work / "tokenizer"
     if not folder.exists():
@@ -185,9 +164,9 @@ def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tok
         if given in TRAINED:
             show.begin(f"training the tokenizer ({given})")
             size = sum(int(work.load("clean", shard, "starts")[0][-1]) for shard in range(num_shards))
-            texts: Iterator[str] = (text for shard in range(num_shards) for text in work.texts(shard) if text)
-            texts = training_part(texts, size)
-            tokenizer = train_tokenizer(texts, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
+            texts = (text for shard in range(num_shards) for text in work.texts(shard) if text)
+            part = training_part(texts, size)
+            tokenizer = train_tokenizer(part, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
         else:
             tokenizer = named_tokenizer(given, flag="--tokenizer")
         with folder_atomically(folder) as new:
@@ -207,14 +186,6 @@ def _test_sets(task: Task, work: WorkFolder) -> TestSets:
         with work.writing(file) as handle:
             TestSets.collect(map(cleaned, task.test_sets)).save(handle)
     return TestSets.load(file)
-
-
-def _analyse(task: Task, work: WorkFolder, num_shards: int, pool: Workers, show: Show) -> None:
-    show.begin("tokenizing", num_shards)
-    missing = [shard for shard in range(num_shards) if not work.has("tokens", shard)]
-    pieces = ((work, shard, task.options) for shard in missing)
-    for done, _ in enumerate(pool.map(analyse_shard, pieces), start=1):
-        show.advance(num_shards - len(missing) + done)
 
 
 def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: bool) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Show:
 
 @contextlib.contextmanager
 def measuring(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Measure the `with` block as a stage, in `seconds`."""
+    """Add the time of the `with` block to that of a stage, in `seconds`."""
     began = time.perf_counter()
     yield
-    seconds[stage] = time.perf_counter() - began
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began

@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 
+from megajax.data.indexed import IndexedDataset
 from megajax.data.records import TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Shards, index_bytes
+from megajax.preparation.duplicates import Copies, Shards, index_bytes, place
 from megajax.preparation.plan import Task
-from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES
+from megajax.preparation.shards import KEPT, NEAR, RULES
+from megajax.preparation.stages import ANALYSIS
 
 _EXAMPLES = 3
 _PLACE = 40  # characters of a place in the table
@@ -25,66 +26,56 @@ def report(
     files: TextFiles,
     tokenizer: Tokenizer,
     test_sets: TestSets,
-    exact: Copies,
-    near: Copies,
+    copies: dict[int, Copies],
 ) -> dict[str, Any]:
-    """All figures of a preparation except its times.
+    """All figures of a preparation except its times, of the dataset that it wrote.
 
-    Examples are the first documents that each rule dropped; their places are FILE:NUMBER of the line or piece.
+    `copies` are those that a rule dropped. Examples are the first documents that each rule dropped; their places are
+    FILE:NUMBER of the line or piece.
     """
-    work, shards = corpus.work, range(corpus.num_shards)
+    dataset = IndexedDataset(task.output)
     counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
     dropped = {}
     for rule, name in RULES.items():
         first = np.flatnonzero(corpus.rule == rule)[:_EXAMPLES].tolist()
         examples = [_example(corpus, files, document) for document in first]
-        copies = {EXACT: exact, NEAR: near}.get(rule)
-        for number, example in enumerate(examples):
-            if copies is not None:
-                example["copy_of"] = _place(corpus, files, int(copies.originals[number]))
-                example["jaccard"] = round(float(copies.similarity[number]), 4)
+        for number, example in enumerate(examples if rule in copies else []):
+            example["copy_of"] = _place(corpus, files, int(copies[rule].originals[number]))
+            example["jaccard"] = round(float(copies[rule].similarity[number]), 4)
         dropped[name] = {"count": int(counts[rule]), "examples": examples}
-    broken = [line for shard in shards for line in work.load("clean", shard, "broken")[0].tolist()]
-    problems = [str(problem) for shard in shards if (problem := work.load("clean", shard, "problem")[0])]
-    tokens, sizes = 0, 0
-    sentences: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    for shard in shards:
-        kept = corpus.kept(shard)
-        tokens += int(np.diff(work.load("tokens", shard, "ends")[0], prepend=0)[kept].sum())
-        if task.options.split_sentences:
-            sentences.append(work.load("tokens", shard, "sentences")[0][kept])
-        else:
-            tokens += int(kept.sum())  # ends of text
-        sizes += int(np.diff(work.load("clean", shard, "starts")[0])[kept].sum())
-    per_document = np.concatenate(sentences)
-    of_sentences = {"sentences": int(per_document.sum()), "single_sentence_documents": int((per_document == 1).sum())}
+    broken = np.concatenate(corpus.loaded("clean", "broken")).tolist()
+    problems = [str(problem) for problem in corpus.loaded("clean", "problem") if problem]
+    sizes = np.concatenate([np.diff(starts) for starts in corpus.loaded("clean", "starts")])
+    of_sentences = {
+        "sentences": len(dataset.sequence_lengths),
+        "single_sentence_documents": int((np.diff(dataset.document_index) == 1).sum()),
+    }
+    compared = copies[NEAR].candidates if NEAR in copies else 0
     return {
         "output": task.output,
         "documents_in": len(corpus),
         "documents": int(counts[KEPT]),
-        "tokens": tokens,
+        "tokens": dataset.num_tokens,
         **(of_sentences if task.options.split_sentences else {}),
         "input_bytes": sum(files.sizes),
-        "text_bytes_in": sum(int(work.load("clean", shard, "text_bytes")[0]) for shard in shards),
-        "text_bytes": sizes,
+        "text_bytes_in": int(sum(corpus.loaded("clean", "text_bytes"))),
+        "text_bytes": int(sizes[corpus.rule == KEPT].sum()),
         "tokenizer_size": tokenizer.size,
         "dropped": dropped,
         "broken_lines": {
             "count": len(broken),
             "first": f"{files.files[broken[0][0]]}:{broken[0][1]}: {problems[0]}" if broken else None,
         },
-        "skipped_files": sum(int(work.load("clean", shard, "skipped_files")[0]) for shard in shards),
+        "skipped_files": int(sum(corpus.loaded("clean", "skipped_files"))),
         "test_sets": list(_overlaps(task, corpus, test_sets)),
-        "duplicate_index": {"bytes_per_document": index_bytes(task.options), "pairs_compared": near.candidates},
+        "duplicate_index": {"bytes_per_document": index_bytes(task.options), "pairs_compared": compared},
     }
 
 
 def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
-    work, shards = corpus.work, range(corpus.num_shards)
-    cleaning = sum(float(work.load("clean", shard, "seconds")[0]) for shard in shards)
-    tokenizing, test_sets, minhash = np.sum([work.load("tokens", shard, "seconds")[0] for shard in shards], axis=0)
-    tasks = {"cleaning": cleaning, "tokenizing": tokenizing, "test_sets": test_sets, "minhash": minhash}
+    tasks = dict(zip(ANALYSIS, np.sum(corpus.loaded("tokens", "seconds"), axis=0), strict=True))
+    tasks = {"cleaning": sum(corpus.loaded("clean", "seconds"))} | tasks
     megabytes = found["text_bytes_in"] / 1e6
     rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in tasks.items()}
     return rates | {"mb_per_second": megabytes / sum(seconds.values())}
@@ -92,16 +83,20 @@ def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float])
 
 def print_table(found: dict[str, Any], console: Console) -> None:
     """Print a report as a table; examples are cut to the width of the console."""
+
+    def row(name: str, count: int, more: str = "") -> str:
+        return f"{name:<17}{count:>12,}{more and '  '}{more}"
+
     seconds, broken = found["seconds"], found["broken_lines"]
-    lines = [f"{'read':<17}{found['documents_in']:>12,}  {found['text_bytes_in'] / 1e6:,.1f} MB of text"]
+    lines = [row("read", found["documents_in"], f"{found['text_bytes_in'] / 1e6:,.1f} MB of text")]
     for name, rule in found["dropped"].items():
-        lines.append(f"{name:<17}{-rule['count']:>12,}")
+        lines.append(row(name, -rule["count"]))
         lines += [f"    {_line(example)}"[: console.width] for example in rule["examples"]]
     kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
-    lines.append(f"{'kept':<17}{found['documents']:>12,}  {kept}")
+    lines.append(row("kept", found["documents"], kept))
     if "sentences" in found:
         single = f"{found['single_sentence_documents']:,} documents have one only, which makes no pair"
-        lines.append(f"{'sentences':<17}{found['sentences']:>12,}  {single}")
+        lines.append(row("sentences", found["sentences"], single))
     if broken["count"]:
         lines.append(f"{broken['count']} broken lines passed over, the first: {broken['first']}")
     if found["skipped_files"]:
@@ -138,14 +133,14 @@ def _short(place: str) -> str:
 
 def _place(corpus: Shards, files: TextFiles, document: int) -> str:
     """The place of a document in the input, FILE:NUMBER."""
-    shard, number = corpus.place(document)
+    shard, number = place(corpus.starts, document)
     source, line = corpus.work.load("clean", shard, "source", "number")
     return f"{files.files[source[number]]}:{line[number]}"
 
 
 def _example(corpus: Shards, files: TextFiles, document: int) -> dict[str, Any]:
     """The place and the first characters of a document."""
-    text = corpus.work.text(*corpus.place(document))
+    text = corpus.work.text(*place(corpus.starts, document))
     return {"place": _place(corpus, files, document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
 
 

@@ -28,7 +28,6 @@ RULES = {  # why a document was dropped, in words
     NEAR: "near duplicate",
 }
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @contextlib.contextmanager
@@ -57,7 +56,7 @@ class WorkFolder:
         """Whether a stage is done with a shard."""
         return self._file(stage, shard, "npz").exists()
 
-    def save(self, stage: str, shard: int, arrays: Arrays) -> None:
+    def save(self, stage: str, shard: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Write a stage's results for a shard, which completes it."""
         with self.writing(self._file(stage, shard, "npz")) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -113,6 +112,11 @@ class WorkFolder:
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
+
+    def touch(self, name: str) -> None:
+        """Write an empty file."""
+        with self.writing(self / name):
+            pass
 
     @contextlib.contextmanager
     def writable(self, path: Path) -> Iterator[None]:

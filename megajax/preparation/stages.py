@@ -2,22 +2,26 @@
 
 import functools
 import hashlib
+import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megajax.data.encoding import encode_texts, in_parts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
-from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.minhash import band_hashes
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, Arrays, WorkFolder
+from megajax.preparation.progress import measuring
+from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
 
+ANALYSIS = ("tokenizing", "test_sets", "minhash")  # what `analyse_shard` does, as its times are named
 _CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
 
 
@@ -30,6 +34,8 @@ def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: Pr
     - `broken` [lines, 2]: file and number of the broken lines; `problem`: what is wrong with the first.
     - `skipped_files`, `text_bytes`, `seconds`: counts.
     """
+    if work.has("clean", shard):
+        return
     began = time.perf_counter()
     texts, places, broken, problem, skipped_files, text_bytes = [], [], [], "", 0, 0
     for record in records:
@@ -45,7 +51,7 @@ def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: Pr
             texts.append(clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines))
             places.append((record.file, record.number))
     places_2D = np.array(places, np.int64).reshape(-1, 2)
-    arrays: Arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "source": places_2D[:, 0],
         "number": places_2D[:, 1],
         "rule": np.array([KEPT if text else EMPTY for text in texts], np.uint8),
@@ -64,63 +70,62 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
 
     - `rule` [D]: what became of a document so far.
     - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
-    - `sentences` [D]: how many a document has; `lengths` of all of them, in tokens. Only with `--split-sentences`.
+    - `lengths` of all sentences, in tokens. Only with `--split-sentences`.
     - `digest`, uint64 [D, 2]: of the texts.
     - `hits` [hits, 2]: document and gram of a test set that is in it.
-    - `seconds` [3]: of tokenizing, test sets and hashing.
+    - `seconds` [3]: of `ANALYSIS`.
     """
+    if work.has("tokens", shard):
+        return
     (rule,) = work.load("clean", shard, "rule")
-    tokenizer = _tokenizer(work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)
-    test_sets = _test_sets(work / "test-sets.npz", (work / "test-sets.npz").stat().st_mtime_ns)
-    seconds = np.zeros(3)
+    tokenizer = _loaded(load_tokenizer, work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)
+    test_sets = _loaded(TestSets.load, work / "test-sets.npz", (work / "test-sets.npz").stat().st_mtime_ns)
+    seconds = dict.fromkeys(ANALYSIS, 0.0)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
-    tokens, lengths, digests, hits, bands = [], [], [], [], []
-    sentences: list[list[int]] = []  # lengths of those of each document
+    tokens, digests, hits, bands = [], [], [], []
+    lengths: list[int] = []
+    of_sentences: list[int] = []
     document = 0
     for texts in in_parts(work.texts(shard), _CHARACTERS):
-        began = time.perf_counter()
-        for offset, sequences in enumerate(encode_texts(texts, tokenizer, sentences=options.split_sentences)):
-            number = document + offset
-            ids = [token for sequence in sequences for token in sequence]
-            if rule[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
-                rule[number] = SHORT
-            tokens.append(np.array(ids if rule[number] == KEPT else [], dtype))
-            lengths.append(len(tokens[-1]))
-            sentences.append([len(sequence) for sequence in sequences] if rule[number] == KEPT else [])
-        seconds[0] += time.perf_counter() - began
-        began = time.perf_counter()
-        for offset, text in enumerate(texts):
-            number = document + offset
-            if rule[number] == KEPT and len(found := test_sets.found_in(text)):
-                hits.append(np.stack([np.full_like(found, number), found], axis=1))
-                if options.contaminated == "remove":
-                    rule[number] = CONTAMINATED
-        seconds[1] += time.perf_counter() - began
-        began = time.perf_counter()
-        kept = np.flatnonzero(rule[document : document + len(texts)] == KEPT)
-        if options.duplicates != "keep":
-            digest = np.zeros((len(texts), 2), np.uint64)
-            digest[kept] = [_digest(texts[offset]) for offset in kept] if len(kept) else 0
-            digests.append(digest)
-        if options.duplicates == "near":
-            hashes = band_hashes([normalised(texts[offset]) for offset in kept], options.jaccard)
-            bands.append(np.zeros((len(hashes), len(texts)), np.uint64))
-            bands[-1][:, kept] = hashes
-        seconds[2] += time.perf_counter() - began
+        own = rule[document : document + len(texts)]  # of these texts; what is set here is set in `rule`
+        with measuring(seconds, "tokenizing"):
+            for number, sequences in enumerate(encode_texts(texts, tokenizer, sentences=options.split_sentences)):
+                ids = list(itertools.chain(*sequences))
+                if own[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
+                    own[number] = SHORT
+                if own[number] == KEPT:
+                    tokens.append(np.array(ids, dtype))
+                    of_sentences += map(len, sequences)
+                lengths.append(len(ids) if own[number] == KEPT else 0)
+        with measuring(seconds, "test_sets"):
+            for number in np.flatnonzero(own == KEPT).tolist():
+                if len(found := test_sets.found_in(texts[number])):
+                    hits.append(np.stack([np.full_like(found, document + number), found], axis=1))
+                    if options.contaminated == "remove":
+                        own[number] = CONTAMINATED
+        with measuring(seconds, "minhash"):
+            kept = np.flatnonzero(own == KEPT)
+            if options.duplicates != "keep":
+                digests.append(np.zeros((len(texts), 2), np.uint64))
+                for number in kept.tolist():
+                    digests[-1][number] = _digest(texts[number])
+            if options.duplicates == "near":
+                hashes = band_hashes([normalised(texts[number]) for number in kept], options.jaccard)
+                bands.append(np.zeros((len(hashes), len(texts)), np.uint64))
+                bands[-1][:, kept] = hashes
         document += len(texts)
     if options.duplicates == "near":
         work.save_bands(shard, np.concatenate(bands, axis=1) if bands else np.empty((0, 0), np.uint64))
-    arrays: Arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "rule": rule,
         "tokens": np.concatenate([np.empty(0, dtype), *tokens]),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "digest": np.concatenate([np.empty((0, 2), np.uint64), *digests]),
         "hits": np.concatenate([np.empty((0, 2), np.int64), *hits]),
-        "seconds": seconds,
+        "seconds": np.array(list(seconds.values())),
     }
     if options.split_sentences:
-        flat = np.array([length for document in sentences for length in document], np.int64)
-        arrays = {**arrays, "sentences": np.array(list(map(len, sentences)), np.int64), "lengths": flat}
+        arrays["lengths"] = np.array(of_sentences, np.int64)
     work.save("tokens", shard, arrays)
 
 
@@ -128,11 +133,7 @@ def _digest(text: str) -> npt.NDArray[np.uint64]:
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), "<u8")
 
 
-@functools.lru_cache(maxsize=1)
-def _tokenizer(folder: Path, changed: int) -> Tokenizer:  # `changed` tells the cache of a new one in the same folder
-    return load_tokenizer(folder)
-
-
-@functools.lru_cache(maxsize=1)
-def _test_sets(file: Path, changed: int) -> TestSets:
-    return TestSets.load(file)
+@functools.lru_cache(maxsize=2)
+def _loaded(load: Callable[[Path], Any], path: Path, changed: int) -> Any:
+    """What a function reads, once as long as `path` has not `changed`."""
+    return load(path)

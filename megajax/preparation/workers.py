@@ -1,6 +1,8 @@
 """Worker processes."""
 
 import collections
+import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,50 +11,42 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any
 
 from megajax.errors import RunError
 
+Map = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
+"""`function(*piece)` for each piece, in order, as `itertools.starmap`."""
 
-class Workers:
-    """The worker processes of a `with` block; if there is one worker, it is this process."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pool: ProcessPoolExecutor | None = None
+@contextlib.contextmanager
+def worker_map(count: int) -> Iterator[Map]:
+    """Worker processes in a `with` block, which a `Map` runs on; if it is one worker, it is this process.
 
-    def __enter__(self) -> "Workers":
-        if self.count > 1:
-            context = multiprocessing.get_context("spawn")  # a forked child would inherit threads' locks
-            self._pool = ProcessPoolExecutor(self.count, context, _begin)
-        return self
+    The map reads few pieces ahead, and raises `RunError` if a worker was ended, for example because memory ran out.
+    """
+    if count == 1:
+        yield itertools.starmap
+        return
+    # A forked child would inherit threads' locks.
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-    def map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """`function(*piece)` for each piece, in order; few pieces are read ahead.
-
-        Raises:
-            RunError: a worker was ended, for example because memory ran out.
-        """
-        if self._pool is None:
-            yield from (function(*piece) for piece in pieces)
-            return
+    def run(function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         running: collections.deque[Future[Any]] = collections.deque()
         try:
             for piece in pieces:
-                running.append(self._pool.submit(function, *piece))
-                if len(running) > 2 * self.count:
+                running.append(pool.submit(function, *piece))
+                if len(running) > 2 * count:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
         except BrokenProcessPool:
             raise RunError("a worker process ended by itself (out of memory?); the same command goes on") from None
+
+    try:
+        yield run
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin() -> None:

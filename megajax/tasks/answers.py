@@ -42,49 +42,35 @@ def find_answers(
     start.
     """
     assert start_WT.shape == end_WT.shape == (len(windows), windows.sequence_length), (start_WT.shape, end_WT.shape)
-    start_WT, end_WT = np.asarray(start_WT, np.float32), np.asarray(end_WT, np.float32)
     null_W = start_WT[:, 0] + end_WT[:, 0]
     bounds = np.searchsorted(windows.owners, np.arange(len(windows.records) + 1))
     answers = []
     for record, first, last in zip(windows.records, bounds, bounds[1:], strict=False):
         found = [_spans(windows, number, start_WT[number], end_WT[number], config) for number in range(first, last)]
-        scores = np.concatenate([span.scores for span in found])
-        characters = np.concatenate([span.characters for span in found])
-        pairs = np.concatenate([span.pairs for span in found])
-        null = null_W[first:last].min()
+        characters, logits = (np.concatenate(parts) for parts in zip(*found, strict=True))
         best, (of_start, of_end) = NO_SPAN, np.zeros(2, np.float32)
-        if len(scores):
-            place = scores.argmax()
-            best, (of_start, of_end) = record.context[slice(*characters[place].tolist())], pairs[place]
-        difference = float(null - of_start - of_end) if unanswerable else 0.0
+        if len(logits):
+            place = (logits[:, 0] + logits[:, 1]).argmax()
+            best, (of_start, of_end) = record.context[slice(*characters[place].tolist())], logits[place]
+        difference = float(null_W[first:last].min() - of_start - of_end) if unanswerable else 0.0
         is_null = unanswerable and difference > config.null_threshold
         answers.append(FoundAnswer("" if is_null else best, best, difference))
     return answers
 
 
-@dataclass(frozen=True)
-class _Spans:
-    """Spans of one window: score [S], first character and the one after the last [S, 2], both logits [S, 2]."""
-
-    scores: Logits
-    characters: npt.NDArray[np.int32]
-    pairs: Logits
-
-
-def _spans(windows: SpanWindows, number: int, start_T: Logits, end_T: Logits, config: TaskConfig) -> _Spans:
+def _spans(
+    windows: SpanWindows, number: int, start_T: Logits, end_T: Logits, config: TaskConfig
+) -> tuple[npt.NDArray[np.int32], Logits]:
+    """Spans of a window: the first character and the one after the last [S, 2], and both logits [S, 2]."""
     place, characters = windows.characters(number)
-    starts, ends = (_best(logits, config.n_best) - place for logits in (start_T, end_T))
-    starts, ends = (tokens[(tokens >= 0) & (tokens < len(characters))] for tokens in (starts, ends))
+    # The tokens of the largest logits, the largest first.
+    best = (np.argsort(logits_T, kind="stable")[::-1][: config.n_best] - place for logits_T in (start_T, end_T))
+    starts, ends = (tokens[(tokens >= 0) & (tokens < len(characters))] for tokens in best)
     length = ends - starts[:, None] + 1
     row, column = np.nonzero((length > 0) & (length <= config.answer_tokens))
     first, last = starts[row], ends[column]
-    pairs = np.stack([start_T[place + first], end_T[place + last]], 1)
-    return _Spans(pairs[:, 0] + pairs[:, 1], np.stack([characters[first, 0], characters[last, 1]], 1), pairs)
-
-
-def _best(logits_T: Logits, count: int) -> npt.NDArray[np.int64]:
-    """Tokens of the largest logits, the largest first."""
-    return np.argsort(logits_T, kind="stable")[::-1][:count]
+    logits = np.stack([start_T[place + first], end_T[place + last]], 1)
+    return np.stack([characters[first, 0], characters[last, 1]], 1), logits
 
 
 def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
@@ -95,13 +81,9 @@ def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
     which changes no answer: so the mean of equal models is what each of them says, to the last bit.
     """
     own = _log_probabilities(windows, logits[0])
-    largest, total = np.zeros_like(own), np.ones_like(own)  # of probabilities as multiples of the first model's
-    for other in logits[1:]:
-        above = _log_probabilities(windows, other) - own
-        new_largest = np.maximum(largest, above)
-        total = total * np.exp(largest - new_largest) + np.exp(above - new_largest)
-        largest = new_largest
-    return (logits[0] + (largest + np.log(total / len(logits)))).astype(np.float32)
+    above = np.stack([_log_probabilities(windows, each) - own for each in logits])
+    largest = above.max(axis=0)
+    return (logits[0] + (largest + np.log(np.exp(above - largest).mean(axis=0)))).astype(np.float32)
 
 
 def _log_probabilities(windows: SpanWindows, logits_WT: Logits) -> npt.NDArray[np.float64]:

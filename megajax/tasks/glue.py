@@ -25,7 +25,7 @@ _GROUPS = {genre: group for group, genres in _GENRES.items() for genre in genres
 class _Format:
     """The columns of a task's files."""
 
-    texts: tuple[str, str]  # of the two texts
+    texts: tuple[str, str]
     labels: tuple[str, ...]  # names of the column with the label; the first which is there
     cut_rows: bool = False  # whether rows with another number of columns are left out, and are no error
     grouped: bool = False  # whether records are also counted by group, and may lack a label
@@ -47,36 +47,48 @@ def read_glue(file: TaskFile) -> None:
     lines = file.lines(_LINE_BYTES)
     line, place = next(lines)
     header = _cells(line.removeprefix(b"\xef\xbb\xbf"), place)
-    columns = _Columns.of(header, form, file)
-    by_name = _group_of_name(file.path.name) if form.grouped else ""
+    label_column, name_column = _columns(header, form, file)
+    by_name = next((group for group in ("mismatched", "matched") if group in file.path.name.lower()), "")
     for row, (line, place) in enumerate(lines):
         if line in (b"\n", b"\r\n"):
             continue
         if line.count(b"\t") != len(header) - 1:
             _refuse_row(line, len(header), form, file, place)
             continue
-        cells = _cells(line, place)
-        label = None if columns.label is None else cells[columns.label]
+        cells: dict[str | None, str] = dict(zip(header, _cells(line, place), strict=True))
+        label = cells.get(label_column)
         if label == _NO_MAJORITY and form.grouped:
             records.note(f'pairs labelled "{_NO_MAJORITY}" (no majority), skipped', place, "a label")
             continue
-        first, second = (cells[column] for column in columns.texts)
+        first, second = (cells[column] for column in form.texts)
         if not first.strip() or not second.strip():
             records.note("pairs with an empty text, kept", place, "two texts")
-        name = str(row) if columns.name is None else cells[columns.name]
-        group = _GROUPS.get(cells[columns.genre], by_name) if columns.genre is not None else by_name
+        group = _GROUPS.get(cells.get("genre", ""), by_name) if form.grouped else ""
         found = None if label is None else _class_of(label, file.task, line.endswith(b"\n"), place)
-        records.entries.append(Pair(name, (first, second), found, group))
+        records.entries.append(Pair(cells.get(name_column, str(row)), (first, second), found, group))
+
+
+def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | None, str | None]:
+    """The columns of the label and of the name, None where there is none. Those that are read must be there once."""
+    label, name = (next((each for each in names if each in header), None) for names in (form.labels, _NAMES))
+    for column in (*form.texts, label, name, "genre" if form.grouped else None):
+        if column and header.count(column) > 1:
+            raise UserError(f'{file.place}: column "{column}" is there {header.count(column)} times; valid: once')
+    wanted = (*form.texts, label or form.labels[0]) if file.labelled else form.texts
+    if missing := ", ".join(column for column in wanted if column not in header):
+        there = ", ".join(cell[:40] for cell in header[:20])
+        raise UserError(f"{file.place} has no column {missing}, but {there}; valid: {TASKS[file.task].files}")
+    return label, name
 
 
 def _refuse_row(line: bytes, wanted: int, form: _Format, file: TaskFile, place: str) -> None:
     """Leave out a row with another number of columns than wanted, where the task has such rows."""
-    count = line.count(b"\t") + 1
+    count, valid = line.count(b"\t") + 1, f"{wanted}, as the first line has"
     if count < wanted and not line.endswith(b"\n"):
         raise_cut_off(place)
     if not form.cut_rows:
-        raise UserError(f"{place}: {count} columns; valid: {wanted}, as the first line has")
-    file.records.note("rows with another number of columns, skipped", place, f"{wanted}, as the first line has")
+        raise UserError(f"{place}: {count} columns; valid: {valid}")
+    file.records.note("rows with another number of columns, skipped", place, valid)
 
 
 def _cells(line: bytes, place: str) -> list[str]:
@@ -93,36 +105,3 @@ def _class_of(label: str, task: str, ended: bool, place: str) -> int:
             raise_cut_off(place)
         raise UserError(f'{place}: label "{label[:40]}"; valid: {", ".join(labels)}')
     return labels.index(label)
-
-
-def _group_of_name(name: str) -> str:
-    return next((group for group in ("mismatched", "matched") if group in name.lower()), "")
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Where the columns of a file are; None: it has no such column."""
-
-    texts: tuple[int, int]
-    label: int | None
-    name: int | None
-    genre: int | None
-
-    @classmethod
-    def of(cls, header: list[str], form: _Format, file: TaskFile) -> "_Columns":
-        """Find the columns, each of which must be there once."""
-
-        def find(*names: str) -> int | None:
-            found = next((name for name in names if name in header), None)
-            if found is not None and header.count(found) > 1:
-                raise UserError(f'{file.place}: column "{found}" is there {header.count(found)} times; valid: once')
-            return None if found is None else header.index(found)
-
-        first, second, label = find(form.texts[0]), find(form.texts[1]), find(*form.labels)
-        wanted = {form.texts[0]: first, form.texts[1]: second} | ({form.labels[0]: label} if file.labelled else {})
-        missing = ", ".join(name for name, column in wanted.items() if column is None)
-        if missing:
-            there = ", ".join(cell[:40] for cell in header[:20])
-            raise UserError(f"{file.place} has no column {missing}, but {there}; valid: {TASKS[file.task].files}")
-        assert first is not None and second is not None
-        return cls((first, second), label, find(*_NAMES), find("genre") if form.grouped else None)

@@ -1,26 +1,95 @@
-"""Pairs of texts and exams as samples, by `classes_form` and `choice_form` of `batch.py`. T is the sequence length."""
+"""Texts as token ids, and pairs of texts and exams as samples, by `classes_form` and `choice_form` of `batch.py`.
+
+T is the sequence length.
+"""
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, choice_form, classes_form
+from megajax.batch import IGNORED, BatchSpec, choice_form, classes_form
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import check_length
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, Samples
 from megajax.data.tokenizer import Tokenizer
-from megajax.tasks.encoded import SPECIAL, EncodedTexts, joined
 from megajax.tasks.records import Exam, Pair
 from megajax.tasks.registry import TASKS
 
+SPECIAL = 3  # tokens of an input that are of no text: [CLS], [SEP] and [SEP]
 OPTIONS = TASKS["race"].classes
 
+_BATCH = 4096  # texts that are encoded at a time: their ids are Python's numbers for so long
 _BLANK = re.compile("_+")
 
 
-class PairInputs:
+class EncodedTexts:
+    """Ids of many texts; equal texts are encoded and stored once."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, *, with_characters: bool = False) -> None:
+        numbers: dict[str, int] = {}
+        self._numbers = [numbers.setdefault(text, len(numbers)) for text in texts]
+        self._ids: list[npt.NDArray[np.int32]] = []
+        self._characters: list[npt.NDArray[np.int32]] = []
+        different = list(numbers)
+        for start in range(0, len(different), _BATCH):
+            batch = different[start : start + _BATCH]
+            if with_characters:
+                rows, offsets = zip(*tokenizer.encode_batch_with_offsets(batch), strict=True)
+                self._characters += [np.array(pairs, np.int32).reshape(-1, 2) for pairs in offsets]
+            else:
+                rows = tuple(tokenizer.encode_batch(batch))
+            self._ids += [np.array(ids, np.int32) for ids in rows]
+        self.lengths = np.array([len(self._ids[number]) for number in self._numbers], np.int64)
+
+    def __getitem__(self, number: int) -> npt.NDArray[np.int32]:
+        """The ids of a text."""
+        return self._ids[self._numbers[number]]
+
+    def characters(self, number: int) -> npt.NDArray[np.int32]:
+        """The range of characters of every token of a text, int32 [tokens, 2]."""
+        return self._characters[self._numbers[number]]
+
+
+class JoinedTexts(Samples):
+    """Samples of inputs `[CLS] first [SEP] second [SEP]`.
+
+    Attributes:
+        records: what they are made of.
+        counts: in words, how many records were cut or left out; only what happened.
+    """
+
+    def __init__(self, records: Sequence[Any], form: BatchSpec, sequence_length: int, tokenizer: Tokenizer) -> None:
+        check_length(sequence_length)
+        self.records, self.form, self.sequence_length = records, form, sequence_length
+        self._vocabulary = WordPieces.of(tokenizer)
+        self.counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def joined(self, first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> Sample:
+        """The input of two texts, padded: its `tokens` and `token_types` [T], and its `length`."""
+        middle = len(first) + 2  # where `second` begins
+        length = middle + len(second) + 1
+        tokens_T = np.full(self.sequence_length, self._vocabulary.pad, np.int32)
+        tokens_T[0] = self._vocabulary.cls
+        tokens_T[1 : middle - 1] = first
+        tokens_T[middle : length - 1] = second
+        tokens_T[[middle - 1, length - 1]] = self._vocabulary.sep
+        types_T = np.zeros(self.sequence_length, np.int32)
+        types_T[middle:length] = 1
+        return {"tokens": tokens_T, "token_types": types_T, "length": np.array(length, np.int32)}
+
+    def label(self, number: int) -> Sample:
+        """The label of a record."""
+        label = self.records[number].label
+        return {"label": np.array(IGNORED if label is None else label, np.int32)}
+
+
+class PairInputs(JoinedTexts):
     """A sample for every pair: `[CLS] a [SEP] b [SEP]`. If it is too long, the longer text is cut at its end, or both
     are.
 
@@ -28,25 +97,18 @@ class PairInputs:
     """
 
     def __init__(self, records: Sequence[Pair], tokenizer: Tokenizer, *, sequence_length: int) -> None:
-        check_length(sequence_length)
-        self.sequence_length, self.form, self.records = sequence_length, classes_form(), records
-        self.owners = np.arange(len(records))
-        self._vocabulary = WordPieces.of(tokenizer)
-        self._texts = [EncodedTexts([pair.texts[which] for pair in records], tokenizer) for which in (0, 1)]
-        lengths = self._texts[0].lengths, self._texts[1].lengths
-        self._lengths = cut_longest_first(*lengths, sequence_length - SPECIAL)
-        is_cut = lengths[0] + lengths[1] > sequence_length - SPECIAL
-        self.counts = counted({f"pairs cut to {sequence_length} tokens": int(is_cut.sum())})
-
-    def __len__(self) -> int:
-        return len(self.records)
+        super().__init__(records, classes_form(), sequence_length, tokenizer)
+        a, b = self._texts = [EncodedTexts([pair.texts[which] for pair in records], tokenizer) for which in (0, 1)]
+        room = sequence_length - SPECIAL
+        self._lengths = cut_longest_first(a.lengths, b.lengths, room)
+        self.counts = counted({f"pairs cut to {sequence_length} tokens": int((a.lengths + b.lengths > room).sum())})
 
     def __getitem__(self, number: int) -> Sample:
         a, b = (texts[number][: lengths[number]] for texts, lengths in zip(self._texts, self._lengths, strict=True))
-        return joined(a, b, self.sequence_length, self._vocabulary) | {"label": _label(self.records[number])}
+        return self.joined(a, b) | self.label(number)
 
 
-class ExamInputs:
+class ExamInputs(JoinedTexts):
     """A sample for every exam: for each option an input of question and option, `[SEP]`, and the article.
 
     As in Megatron-LM, the option stands where the question has `_`, or after it, both are cut at so many tokens, and
@@ -56,10 +118,7 @@ class ExamInputs:
     def __init__(
         self, records: Sequence[Exam], tokenizer: Tokenizer, *, sequence_length: int, option_tokens: int
     ) -> None:
-        check_length(sequence_length)
-        self.sequence_length, self.form, self.records = sequence_length, choice_form(OPTIONS), records
-        self.owners = np.arange(len(records))
-        self._vocabulary = WordPieces.of(tokenizer)
+        super().__init__(records, choice_form(OPTIONS), sequence_length, tokenizer)
         self._articles = EncodedTexts([_cleaned(exam.article) for exam in records], tokenizer)
         texts = [_cleaned(with_option(exam.text, option)) for exam in records for option in exam.options]
         self._texts = EncodedTexts(texts, tokenizer)
@@ -77,17 +136,14 @@ class ExamInputs:
             }
         )
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getitem__(self, number: int) -> Sample:
         sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
         for option, place in enumerate(range(self._begins[number], self._begins[number + 1])):
             text = self._texts[place][: self._most]
             article = self._articles[number][: self.sequence_length - SPECIAL - len(text)]
-            for name, array in joined(text, article, self.sequence_length, self._vocabulary).items():
+            for name, array in self.joined(text, article).items():
                 sample[name][option] = array
-        return sample | {"label": _label(self.records[number])}
+        return sample | self.label(number)
 
 
 def with_option(question: str, option: str) -> str:
@@ -102,10 +158,8 @@ def cut_longest_first(
     """How many tokens of each pair of texts fit in the room: the longer text is cut to the length of the shorter one,
     then both are. The longer one gets the odd token; of equal texts the second.
     """
-    shorter, longer = np.minimum(lengths_a, lengths_b), np.maximum(lengths_a, lengths_b)
-    fits = shorter + longer <= room
-    small = np.where(fits, shorter, np.minimum(shorter, room // 2))
-    large = np.where(fits, longer, room - small)
+    small = np.minimum(np.minimum(lengths_a, lengths_b), room // 2)
+    large = np.minimum(np.maximum(lengths_a, lengths_b), room - small)
     a_is_longer = lengths_a > lengths_b
     return np.where(a_is_longer, large, small), np.where(a_is_longer, small, large)
 
@@ -118,7 +172,3 @@ def counted(counts: dict[str, int]) -> dict[str, int]:
 def _cleaned(text: str) -> str:
     """The text with single spaces between words, as Megatron-LM cleans RACE's."""
     return " ".join(text.split())
-
-
-def _label(record: Pair | Exam) -> npt.NDArray[np.int32]:
-    return np.array(IGNORED if record.label is None else record.label, np.int32)

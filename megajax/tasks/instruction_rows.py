@@ -1,6 +1,6 @@
 """Instructions as samples: rows of several records, in which only what the model should say is a target.
 
-N records that are trained on, T the sequence length.
+N records, T the sequence length.
 """
 
 import re
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import numpy as np
+import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
 from megajax.data.bits import hashed, key_of
@@ -56,26 +57,19 @@ class InstructionRows:
     ) -> None:
         self.sequence_length, self.form = sequence_length, text_form(with_positions=True)
         self.records: list[Instruction] = []
-        ids, says, lengths = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
-        cut = 0
+        self._texts: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []  # tokens and targets of a record
+        most, cut = sequence_length + 1, 0
         for record, (tokens, of_model) in zip(records, encoded(records, tokenizer), strict=True):
-            cut += len(tokens) > sequence_length + 1
-            fitting = slice(sequence_length + 1)
-            if any(of_model[fitting][1:]):
-                ids.append(np.array(tokens[fitting], np.int32))
-                says.append(np.array(of_model[fitting], bool))
-                lengths.append(len(ids[-1]))
+            cut += len(tokens) > most
+            ids, says = np.array(tokens[:most], np.int32), np.array(of_model[1:most], bool)
+            if says.any():
                 self.records.append(record)
-        self._ids, self._says, self._begins = np.concatenate(ids), np.concatenate(says), np.cumsum(lengths)
-        count = len(self.records)
-        order = np.arange(count)
+                self._texts.append((ids[:-1], np.where(says, ids[1:], np.int32(IGNORED))))
+        order = np.arange(len(self.records))
         if seed is not None:
             order = np.argsort(hashed(order.astype(np.uint64) + key_of(_PACKING, seed)), kind="stable")
-        self._rows = packed((np.diff(self._begins) - 1).tolist(), order.tolist(), sequence_length)
-        self.owners = np.zeros(count, np.int64)
-        for row, numbers in enumerate(self._rows):
-            self.owners[numbers] = row
-        most, left_out = sequence_length + 1, len(records) - count
+        self._rows = packed([len(tokens) for tokens, _ in self._texts], order.tolist(), sequence_length)
+        left_out = len(records) - len(self.records)
         self.counts = counted(
             {
                 f"records cut to {most} tokens": cut,
@@ -91,11 +85,10 @@ class InstructionRows:
         sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
         done = 0
         for record in self._rows[number]:
-            begin, end = self._begins[record], self._begins[record + 1]
-            place = slice(done, done + end - begin - 1)
-            sample["tokens"][place] = self._ids[begin : end - 1]
-            sample["targets"][place] = np.where(self._says[begin + 1 : end], self._ids[begin + 1 : end], IGNORED)
-            sample["positions"][place] = np.arange(end - begin - 1)
+            tokens, targets = self._texts[record]
+            place = slice(done, done + len(tokens))
+            sample["tokens"][place], sample["targets"][place] = tokens, targets
+            sample["positions"][place] = np.arange(len(tokens))
             done = place.stop
         return sample
 
@@ -123,14 +116,15 @@ def _prompts(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[E
 
 
 def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Encoded]:
-    if records and template is None:
+    if not records:
+        return
+    if template is None:
         raise UserError(
-            f"{records[0].place}: messages, and the tokenizer has no chat template; valid: prompt and completion, or a "
+            f"{records[0].name}: messages, and the tokenizer has no chat template; valid: prompt and completion, or a "
             "tokenizer with chat_template in its tokenizer_config.json"
         )
-    assert template is not None or not records
     ends = [tokenizer.token(number) for number in tokenizer.ends]
-    found = [template.conversation(record.messages, record.place, ends) for record in records] if template else []
+    found = [template.conversation(record.messages, record.name, ends) for record in records]
     encoding = tokenizer.encode_batch_with_offsets([each.text for each in found])
     for conversation, (ids, offsets) in zip(found, encoding, strict=True):
         says = np.zeros(len(conversation.text) + 1, bool)

@@ -20,7 +20,7 @@ def read_instructions(file: TaskFile) -> None:
             _add(parsed(text, place, file.task), place, file.records)
 
 
-def _add(value: Any, place: str, records: Records[Any]) -> None:
+def _add(value: Any, place: str, records: Records) -> None:
     found = checked(value, dict, place, "the record")
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not given to the chat template; valid: messages without them')

@@ -16,7 +16,7 @@ _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 
 
 def check_predictions(path: str, records: Sequence[Record]) -> None:
-    """Check that predictions for records can be written, before they are made, which takes long."""
+    """Check that predictions for records can be written."""
     check_place(path, "--predictions")
     if os.path.lexists(path):
         raise UserError(f"--predictions {path} is there already; valid: a name that nothing has")
@@ -29,11 +29,7 @@ def check_predictions(path: str, records: Sequence[Record]) -> None:
 
 
 def write_predictions(path: str, task_name: str, records: Sequence[Record], found: Sequence[Any]) -> None:
-    """Write what was predicted.
-
-    `found` has for each record the number of its class or option, or the text of its answer, empty for none. The file
-    must not be there yet.
-    """
+    """Write the number of every record's class or option, or the text of its answer, to a new file."""
     assert len(found) == len(records), (len(found), len(records))
     check_predictions(path, records)
     task = TASKS[task_name]

@@ -1,8 +1,6 @@
 """RACE's JSON files: exams, questions about a passage with options to choose from."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megajax.errors import UserError
@@ -22,20 +20,14 @@ def read_race(file: TaskFile) -> None:
     Questions with fewer than 2 options are left out and counted. The group is by the passage's id, or else by the
     folders that the file is in.
     """
-    for passage, place in _passages(file):
-        name = _name(passage, file, place)
-        _add_questions(passage, name, file, place)
-
-
-def _passages(file: TaskFile) -> Iterator[tuple[Any, str]]:
-    """Every passage, and its place: the file, or the line."""
-    text, place = file.text(), file.place
+    text = file.text()
     if not _is_lines(text):
-        yield parsed(text, place, file.task), place
+        _add_questions(parsed(text, file.place, file.task), file, file.place)
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield parsed(line, f"{place}:{number}", file.task), f"{place}:{number}"
+            place = f"{file.place}:{number}"
+            _add_questions(parsed(line, place, file.task), file, place)
 
 
 def _is_lines(text: str) -> bool:
@@ -49,10 +41,10 @@ def _is_lines(text: str) -> bool:
         return False
 
 
-def _name(passage: Any, file: TaskFile, place: str) -> str:
+def _name(passage: dict[str, Any], file: TaskFile, place: str) -> str:
     """The passage's id, or its place where it has none, or one that another passage has."""
     names, own = file.records.names, place.removeprefix(f"{file.flag}: ")
-    name = entry(passage, "id", str, place) if "id" in checked(passage, dict, place, "the record") else own
+    name = entry(passage, "id", str, place) if "id" in passage else own
     if name in names:
         file.records.note("passages with an id that another has, named by their file", place, "every id once")
         name = own
@@ -62,12 +54,11 @@ def _name(passage: Any, file: TaskFile, place: str) -> str:
     return name
 
 
-def _group(name: str, file: Path) -> str:
-    found = _GROUP.match(name)
-    return found[1] if found else next((folder for folder in reversed(file.parent.parts) if folder in _GROUPS), "")
-
-
-def _add_questions(passage: dict[str, Any], name: str, file: TaskFile, place: str) -> None:
+def _add_questions(found: Any, file: TaskFile, place: str) -> None:
+    passage = checked(found, dict, place, "the record")
+    name = _name(passage, file, place)
+    of_name, folders = _GROUP.match(name), reversed(file.path.parent.parts)
+    group = of_name[1] if of_name else next((folder for folder in folders if folder in _GROUPS), "")
     article = entry(passage, "article", str, place)
     if not article.strip():
         raise UserError(f"{place}: the article is empty; valid: text")
@@ -91,7 +82,6 @@ def _add_questions(passage: dict[str, Any], name: str, file: TaskFile, place: st
         if not text.strip() or not all(option.strip() for option in choice):
             file.records.note("questions with an empty text or option, kept", at, "text")
         label = _label(answer, len(choice), at) if has_answers else None
-        group = _group(name, file.path)
         file.records.entries.append(Exam(f"{name}#{number}", article, text, choice, label, group))
 
 

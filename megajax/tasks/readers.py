@@ -1,7 +1,6 @@
 """Every task's records from its files."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
@@ -23,19 +22,13 @@ _READERS: dict[str, Callable[[TaskFile], None]] = {
 }
 
 
-def read_records(
-    task_name: str, paths: Sequence[str], config: TaskConfig, flag: str, labelled: bool = True
-) -> Records[Any]:
+def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag: str, labelled: bool = True) -> Records:
     """The records of a task's files, in their order.
 
-    Args:
-        task_name: one of `TASKS`.
-        paths: its files, and folders where the task has `suffixes`.
-        config: whether odd records are errors.
-        flag: the flag that named the paths, for error messages.
-        labelled: whether the right answers must be there; test sets have none.
+    `paths` are files, and folders where the task has `suffixes`. Unless `labelled`, the right answers may be missing,
+    as in test sets.
     """
-    records: Records[Any] = Records(strict=config.strict)
+    records: Records = Records(strict=config.strict)
     valid = TASKS[task_name].files
     for path in task_files(paths, task_name, flag):
         before = len(records.entries)

@@ -1,13 +1,11 @@
 """Records of the tasks, independent of file formats."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megajax.errors import UserError
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Pair:
 
     @property
     def context(self) -> str:
-        """The text that training and dev may not share: the first one."""
+        """The text that training and dev may not share."""
         return self.texts[0]
 
 
@@ -32,8 +30,7 @@ NOT_THERE = -1
 @dataclass(frozen=True)
 class Answer:
     """An answer, and the character of the context where it begins; with `NOT_THERE` it counts as right, but is not
-    trained on.
-    """
+    trained on."""
 
     text: str
     start: int
@@ -41,20 +38,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context that contains the answer.
+    """A question about a context that contains the answer."""
 
-    Attributes:
-        name: its id.
-        text: the question.
-        context: the paragraph.
-        answers: all that are right, the first being what is trained on; empty: the context has none. Those that are
-            `NOT_THERE` come last, so that a question whose first one is so is not trained on.
-    """
-
-    name: str
+    name: str  # its id
     text: str
-    context: str
-    answers: tuple[Answer, ...]
+    context: str  # the paragraph
+    answers: tuple[Answer, ...]  # all that are right, the first is trained on; empty: none; those `NOT_THERE` come last
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the place of the first answer is known, or there is none."""
+        return not self.answers or self.answers[0].start != NOT_THERE
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Exam:
 
     @property
     def context(self) -> str:
-        """The text that training and dev may not share: the article."""
+        """The text that training and dev may not share."""
         return self.article
 
 
@@ -78,15 +72,10 @@ class Exam:
 class Instruction:
     """What is asked, and what the model should say."""
 
-    place: str = field(repr=False, compare=False)  # flag, file and line, for error messages
+    name: str = field(repr=False, compare=False)  # flag, file and line, for error messages
     prompt: str = ""  # what is asked
     completion: str = ""  # what the model should say
     messages: tuple[Mapping[str, Any], ...] = ()  # of a conversation, instead of both, each with `role` and `content`
-
-    @property
-    def name(self) -> str:
-        """Its place."""
-        return self.place
 
     @property
     def texts(self) -> list[str]:
@@ -104,21 +93,13 @@ Record = Pair | Question | Exam | Instruction
 
 
 @dataclass
-class Records(Generic[R]):
-    """Records of some files, and what was odd in them.
+class Records:
+    """Records of some files, in order, and what was odd in them."""
 
-    Attributes:
-        entries: in the order of the files.
-        strict: whether an odd record is an error.
-        odd: by what was odd, in words (`questions with fewer than 2 options, skipped`), how many records, and where
-            the first one is.
-        names: of records or passages that must differ, with the place of each.
-    """
-
-    entries: list[R] = field(default_factory=list)
-    strict: bool = False
-    odd: dict[str, tuple[int, str]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    entries: list[Any] = field(default_factory=list)
+    strict: bool = False  # whether an odd record is an error
+    odd: dict[str, tuple[int, str]] = field(default_factory=dict)  # by what was odd: how many, where the first one is
+    names: dict[str, str] = field(default_factory=dict)  # of records or passages that must differ, with their places
 
     def note(self, what: str, place: str, valid: str) -> None:
         """Count an odd record, or raise a `UserError` if that is `strict`; `valid` says what the record should be."""
@@ -127,6 +108,6 @@ class Records(Generic[R]):
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = (count + 1, first)
 
-    def lines(self) -> Sequence[str]:
+    def lines(self) -> list[str]:
         """What was odd, a line each."""
         return [f"{count} {what}, first {place}" for what, (count, place) in self.odd.items()]

@@ -75,11 +75,11 @@ def _order(file: Path) -> list[tuple[list[Any], str]]:
 class TaskFile:
     """A file of a task that is being read."""
 
-    path: Path  # where it is
-    flag: str  # the flag that named it, for error messages
-    task: str  # one of `TASKS`
+    path: Path
+    flag: str  # that named it, for error messages
+    task: str
     labelled: bool  # whether the right answers must be there
-    records: Records[Any]  # what was read of all files so far; the reader adds its own
+    records: Records  # of all files so far; the reader adds its own
 
     @property
     def place(self) -> str:
@@ -120,10 +120,8 @@ def check_beginning(file: TaskFile) -> None:
     other = _recognised(text)
     if other and other != same_format:
         raise UserError(f"{file.place} looks like a file of {other}, not of {same_format}; {valid}")
-    if _is_json(text) and "TSV" in files:
-        raise UserError(f"{file.place} is JSON; {valid}")
-    if not _is_json(text) and "JSON" in files:
-        raise UserError(f"{file.place} is not JSON; {valid}")
+    if _is_json(text) != ("JSON" in files):
+        raise UserError(f"{file.place} is {'' if _is_json(text) else 'not '}JSON; {valid}")
 
 
 def _is_json(head: str) -> bool:
@@ -158,18 +156,13 @@ def parsed(text: str, place: str, task: str) -> Any:
     try:
         return reading.parse_json(text)
     except json.JSONDecodeError as error:
-        if _is_cut_off(text, error):
+        rest = text[error.pos : error.pos + 20].rstrip()
+        if error.msg.startswith("Unterminated string") or _CUT.fullmatch(rest):
             raise_cut_off(place)
         at = f"at line {error.lineno}, column {error.colno}"
         raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {TASKS[task].files}") from None
     except ValueError as error:
         raise UserError(f"{place}: not JSON that is read: {error}; valid: {TASKS[task].files}") from None
-
-
-def _is_cut_off(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether a JSON error means that the text ends early."""
-    rest = text[error.pos : error.pos + 20].rstrip()
-    return error.msg.startswith("Unterminated string") or _CUT.fullmatch(rest) is not None
 
 
 def raise_cut_off(place: str) -> NoReturn:

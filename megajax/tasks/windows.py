@@ -10,18 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, span_form
-from megajax.data.masking import WordPieces
-from megajax.data.pairs import check_length
 from megajax.data.samples import Sample
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.encoded import SPECIAL, EncodedTexts, joined
-from megajax.tasks.inputs import counted
+from megajax.tasks.inputs import SPECIAL, EncodedTexts, JoinedTexts, counted
 from megajax.tasks.records import Question
 
 
-class SpanWindows:
+class SpanWindows(JoinedTexts):
     """Samples `[CLS] question [SEP] window [SEP]`: for every question one for each window over its context, in order.
 
     Neighbouring windows share `config.doc_stride` tokens. The label is the first and the last token of the first
@@ -39,12 +36,10 @@ class SpanWindows:
         config: TaskConfig,
         training: bool,
     ) -> None:
-        check_length(sequence_length)
-        self.sequence_length, self.form = sequence_length, span_form()
-        self.records = [record for record in records if not training or _is_placed(record)]
-        self._vocabulary = WordPieces.of(tokenizer)
-        self._questions = EncodedTexts([record.text.lstrip() for record in self.records], tokenizer)
-        self._contexts = EncodedTexts([record.context for record in self.records], tokenizer, with_characters=True)
+        used = [record for record in records if not training or record.is_placed]
+        super().__init__(used, span_form(), sequence_length, tokenizer)
+        self._questions = EncodedTexts([record.text.lstrip() for record in used], tokenizer)
+        self._contexts = EncodedTexts([record.context for record in used], tokenizer, with_characters=True)
         whole = self._questions.lengths
         self._most = config.question_tokens or sequence_length
         self._num_asked = np.minimum(whole, self._most)  # tokens of every question
@@ -52,7 +47,7 @@ class SpanWindows:
         lost = self._label()
         self.counts = counted(
             {
-                "questions left out, whose answer has no place in the context": len(records) - len(self.records),
+                "questions left out, whose answer has no place in the context": len(records) - len(used),
                 f"questions cut at {self._most} tokens": int((whole > self._num_asked).sum()),
                 "questions whose answer no window holds as a whole": int(lost.sum()),
             }
@@ -64,7 +59,7 @@ class SpanWindows:
     def __getitem__(self, number: int) -> Sample:
         owner = self.owners[number]
         window = self._contexts[owner][self._begins[number] : self._ends[number]]
-        sample = joined(self._questions[owner][: self._most], window, self.sequence_length, self._vocabulary)
+        sample = self.joined(self._questions[owner][: self._most], window)
         return sample | {"start": np.array(self._starts[number]), "end": np.array(self._stops[number])}
 
     def characters(self, number: int) -> tuple[int, npt.NDArray[np.int32]]:
@@ -78,7 +73,7 @@ class SpanWindows:
         return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
 
     def _cut(self, config: TaskConfig) -> None:
-        """Set the question of every window, and the range of the context's tokens in it."""
+        """Set `owners`, the question of every window, and the range of the context's tokens in it."""
         tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._num_asked
         step = room - config.doc_stride
         long = tokens > room
@@ -100,33 +95,22 @@ class SpanWindows:
 
         Returns, for every question, whether it has an answer whose place is known, but no window holds all of it.
         """
-        answers = [self._answer(number) for number in range(len(self.records))]
-        first, last = np.array(answers, np.int64).reshape(-1, 2)[self.owners].T
+        is_placed = np.array([record.is_placed for record in self.records], bool)
+        has_answer = is_placed & np.array([bool(record.answers) for record in self.records], bool)
+        tokens = [self._answer(number) if has_answer[number] else (-1, -1) for number in range(len(self.records))]
+        first, last = np.array(tokens, np.int64).reshape(-1, 2)[self.owners].T
         is_inside = (first >= self._begins) & (last < self._ends)
         # Of several tokens that begin, or end, with the same character of the answer, the one that is in the window.
         place = self._num_asked[self.owners] + 2 - self._begins
         starts = np.minimum(first, self._ends - 1) + place
         stops = np.maximum(last, self._begins) + place
-        has_answer = np.array([bool(record.answers) for record in self.records], bool)
-        is_placed = np.array([_is_placed(record) for record in self.records], bool)
         otherwise = np.where(is_placed, 0, IGNORED)[self.owners]
         self._starts, self._stops = (np.where(is_inside, at, otherwise).astype(np.int32) for at in (starts, stops))
-        return has_answer & is_placed & (np.bincount(self.owners, is_inside, len(self.records)) == 0)
+        return has_answer & (np.bincount(self.owners, is_inside, len(self.records)) == 0)
 
     def _answer(self, number: int) -> tuple[int, int]:
         """The first and the last token of the context that the first answer lies in: the last one that begins at or
-        before its first character, the first one that ends at or after its last; -1: there is none."""
-        record = self.records[number]
-        if not record.answers or not _is_placed(record):
-            return -1, -1
-        (answer, *_), spans = record.answers, self._contexts.characters(number)
+        before its first character, the first one that ends at or after its last."""
+        answer, spans = self.records[number].answers[0], self._contexts.characters(number)
         first = np.searchsorted(spans[:, 0], answer.start, side="right") - 1
         return int(first), int(np.searchsorted(spans[:, 1], answer.start + len(answer.text), side="left"))
-
-
-def _is_placed(record: Question) -> bool:
-    """Whether the first answer has its place in the context, or there is none to be found."""
-    if not record.answers:
-        return True
-    answer = record.answers[0]
-    return bool(answer.text) and 0 <= answer.start <= len(record.context) - len(answer.text)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saved_tokenizers import LLAMA3, TEXTS, write_saved
 
-from megajax.batch import IGNORED
+from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
@@ -88,7 +88,7 @@ def test_every_turn_of_the_assistant_counts(saved, kind):
 def test_a_row_is_its_records_apart():
     records = [asked("What?", " That."), asked("Who?", " She, größer."), asked("The 4th text", " of words")]
     samples = rows(records)
-    assert len(samples) == 1 and samples.owners.tolist() == [0, 0, 0] and not samples.counts
+    assert len(samples) == 1 and not samples.counts
     sample, done = samples[0], 0
     for ids, says in encoded(records, GPT2):
         place = slice(done, done + len(ids) - 1)
@@ -117,12 +117,12 @@ def test_what_is_too_long_is_cut_or_left_out():
 
 def test_the_seed_orders_the_records_and_dev_has_its_own_order():
     records = [asked(f"{number}?", f" {number}") for number in range(40)]
-    first, again, other = (rows(records, seed=seed, length=16) for seed in (1, 1, 2))
-    assert [first[n]["tokens"].tolist() for n in range(len(first))] == [
-        again[n]["tokens"].tolist() for n in range(len(again))
-    ]
-    assert first.owners.tolist() != other.owners.tolist()
-    assert sorted(rows(records, length=16).owners.tolist()) == rows(records, length=16).owners.tolist()
+    made = [rows(records, seed=seed, length=16) for seed in (1, 1, 2, None)]
+    first, again, other, dev = ([samples[n]["tokens"].tolist() for n in range(len(samples))] for samples in made)
+    assert first == again and first != other
+    in_order = [token for ids, _ in encoded(records, GPT2) for token in ids[:-1]]
+    padding = text_form().padding(1, tokens=16)["tokens"][0, 0]
+    assert [token for row in dev for token in row if token != padding] == [t for t in in_order if t != padding]
 
 
 def write(folder: Path, *lines: Any) -> str:
@@ -136,7 +136,7 @@ def test_both_forms_are_read(tmp_path):
     lines += [{"prompt": "a", "completion": ""}, {"messages": TURNS[:1]}]
     found = read_records("instructions", [write(tmp_path, *lines)], TaskConfig(), "--data.train")
     assert found.entries == [asked("a", "b"), chat()]
-    assert [record.place.rpartition(":")[2] for record in found.entries] == ["1", "3"]
+    assert [record.name.rpartition(":")[2] for record in found.entries] == ["1", "3"]
     assert [record.context for record in found.entries] == ["a", "Which day?"]
     assert [line.partition(",")[0] for line in found.lines()] == [
         "1 records with an empty completion",

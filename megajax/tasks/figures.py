@@ -1,16 +1,50 @@
-"""SQuAD's figures, as the official scripts of versions 1.1 and 2.0 compute them."""
+"""The figures of answers: accuracy of classes and options; exact match and F1 as the official scripts of SQuAD 1.1 and
+2.0 compute them.
+
+N records, C classes or options.
+"""
 
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megajax.tasks.answers import FoundAnswer
-from megajax.tasks.records import Question
+from megajax.tasks.records import Exam, Pair, Question
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """The most probable class of every record, [N]; the first of equally probable ones; only among the options of a
+    question.
+    """
+    assert probabilities_NC.shape[0] == len(records), probabilities_NC.shape
+    num_classes = probabilities_NC.shape[1]
+    counts = [len(record.options) if isinstance(record, Exam) else num_classes for record in records]
+    there_NC = np.arange(num_classes)[None, :] < np.array(counts, np.intp).reshape(-1, 1)
+    return np.where(there_NC, probabilities_NC, -np.inf).argmax(axis=1)
+
+
+def class_figures(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> dict[str, float]:
+    """Accuracy over all records that have a label, and over those of every group, in percent.
+
+    Returns:
+        `accuracy`, NaN where no record has a label; `accuracy_GROUP` for every group in the records, in alphabetical
+        order; `records`, how many have a label.
+    """
+    found = zip(records, predicted_classes(records, probabilities_NC).tolist(), strict=True)
+    rights = [(record.group, record.label == label) for record, label in found if record.label is not None]
+    figures = {"accuracy": _percent([right for _, right in rights])}
+    for name in sorted({group for group, _ in rights if group}):
+        figures[f"accuracy_{name}"] = _percent([right for group, right in rights if group == name])
+    return figures | {"records": len(rights)}
 
 
 def normalized(text: str) -> str:
@@ -28,8 +62,7 @@ def question_scores(question: Question, text: str, *, unanswerable: bool) -> tup
     if unanswerable:
         golds = [gold for gold in golds if gold] or [""]
     answer = normalized(text)
-    exact = max((gold == answer for gold in golds), default=False)
-    return float(exact), max((_f1(gold, answer, unanswerable) for gold in golds), default=0.0)
+    return float(answer in golds), max((_f1(gold, answer, unanswerable) for gold in golds), default=0.0)
 
 
 def _f1(gold: str, answer: str, unanswerable: bool) -> float:
@@ -45,22 +78,19 @@ def _f1(gold: str, answer: str, unanswerable: bool) -> float:
 
 def squad_figures(
     questions: Sequence[Question], answers: Sequence[FoundAnswer], *, unanswerable: bool
-) -> dict[str, float | int]:
+) -> dict[str, float]:
     """The figures of the answers, in percent.
 
     Returns:
-        `exact_match`, `f1`, and `records`, how many there are; of SQuAD 1.1 all are of the questions that have an
-        answer, and NaN where none has, as in a test set; of SQuAD 2.0 also those of the questions that have an answer,
-        `HasAns_exact` and `HasAns_f1`, and that have none, `NoAns_exact` and `NoAns_f1`, where there are such; and the
-        best that another threshold gives, `best_exact` and `best_f1`, with that threshold, `best_exact_thresh` and
-        `best_f1_thresh`.
+        `exact_match`, `f1`, and `records`, how many there are. SQuAD 1.1 counts the questions that have an answer; NaN
+        where none has, as in a test set. Of 2.0 also `HasAns_exact` and `HasAns_f1` of those that have one, `NoAns_…`
+        of the others, where there are such; and the best that another threshold gives, `best_exact` and `best_f1`, with
+        that threshold, `best_exact_thresh` and `best_f1_thresh`.
     """
-    pairs = list(zip(questions, answers, strict=True))
-    if not unanswerable:
-        pairs = [(question, answer) for question, answer in pairs if question.answers]
+    pairs = [pair for pair in zip(questions, answers, strict=True) if unanswerable or pair[0].answers]
     scores = [question_scores(question, answer.text, unanswerable=unanswerable) for question, answer in pairs]
-    exact, f1 = _percent(scores)
-    figures: dict[str, float | int] = {"exact_match": exact, "f1": f1, "records": len(scores)}
+    exact, f1 = (_percent([score[which] for score in scores]) for which in (0, 1))
+    figures = {"exact_match": exact, "f1": f1, "records": len(scores)}
     if not unanswerable:
         return figures
     for name, has_answer in ("HasAns", True), ("NoAns", False):
@@ -68,22 +98,19 @@ def squad_figures(
             score for score, question in zip(scores, questions, strict=True) if bool(question.answers) == has_answer
         ]
         if part:
-            figures[f"{name}_exact"], figures[f"{name}_f1"] = _percent(part)
+            figures[f"{name}_exact"], figures[f"{name}_f1"] = map(_percent, zip(*part, strict=True))
     best = [question_scores(question, answer.best, unanswerable=True) for question, answer in pairs]
     for which, name in enumerate(("exact", "f1")):
-        found = best_threshold(questions, answers, [score[which] for score in best])
+        found = _best_threshold(questions, answers, [score[which] for score in best])
         figures[f"best_{name}"], figures[f"best_{name}_thresh"] = found
     return figures
 
 
-def _percent(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    if not scores:
-        return math.nan, math.nan
-    exact, f1 = (100 * sum(column) / len(scores) for column in zip(*scores, strict=True))
-    return exact, f1
+def _percent(scores: Sequence[float]) -> float:
+    return 100 * sum(scores) / len(scores) if scores else math.nan
 
 
-def best_threshold(
+def _best_threshold(
     questions: Sequence[Question], answers: Sequence[FoundAnswer], scores: Sequence[float]
 ) -> tuple[float, float]:
     """The best mean score in percent, and the threshold that gives it: "none" is the answer where `difference` is more.
