@@ -76,8 +76,8 @@ def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
     if found and found["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
         return found
     _refuse(work, _foreign(work.output))
-    problem = "was made from other input or with other options; valid: another PREFIX, or --overwrite"
-    raise UserError(f"--output {work.output}: {there[0]} exists and {problem}")
+    problem = f"{there[0]} exists and was made from other input or with other options"
+    raise UserError(f"--output {work.output}: {problem}; valid: another PREFIX, or --overwrite")
 
 
 def check_own(work: WorkFolder, overwrite: bool) -> None:
