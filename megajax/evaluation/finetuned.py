@@ -11,19 +11,16 @@ import numpy.typing as npt
 from megajax.config import Config, MeshConfig
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.perplexity import perplexities
-from megajax.evaluation.scoring import answer_samples
+from megajax.evaluation.scoring import answer_samples, perplexities
 from megajax.host.processes import on_first_process, say
 from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.tasks.answers import find_answers, mean_logits
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.figures import class_figures, predicted_classes, squad_figures
 from megajax.tasks.predictions import check_predictions, write_predictions
 from megajax.tasks.readers import read_records
-from megajax.tasks.records import Exam, Pair
 from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import TaskSamples, task_samples
 from megajax.tasks.windows import SpanWindows
@@ -39,15 +36,16 @@ def evaluate_task(
     `data` are the files; none: the first run's own dev files. With `predictions`, the file that all answers are written
     to, records need no labels.
     """
-    if TASKS[name].continues_text:
-        _check_alone(name, run_dirs, predictions)
+    continues_text = TASKS[name].continues_text
+    if continues_text and len(run_dirs) > 1:
+        raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
+    if continues_text and predictions:
+        raise UserError(f"--predictions: {name} has none; valid: without it, and megajax generate for texts")
     config = _run_config(name, run_dirs[0], overrides)
     paths = data or config.data.dev
     if not paths:
         raise UserError(f"--data missing: {run_dirs[0]} has no dev files; valid: files of {name}")
     found = read_records(name, paths, config.task, "--data", labelled=not predictions)
-    if not found.entries:
-        raise UserError(f"--data: no record in {', '.join(paths)}; valid: files of {name} with one or more")
     if predictions:
         on_first_process(lambda: check_predictions(predictions, found.entries))
     for line in found.lines():
@@ -56,35 +54,24 @@ def evaluate_task(
     tokenizers = [run_tokenizer(run_dir, own) for run_dir, own in zip(run_dirs, configs, strict=True)]
     if TASKS[name].head == "span":
         _check_same_windows(run_dirs, configs, tokenizers)
-    if TASKS[name].continues_text:
-        length = config.model.sequence_length
-        samples = task_samples(
-            name, found.entries, tokenizers[0], sequence_length=length, config=config.task, training=False
-        )
-        for what, count in samples.counts.items():
-            say(f"{count} {what}")
-        trained = TrainedModel.restore(run_dirs[0], config, step)
-        return {"task": name, "step": trained.step, **text_figures(trained.program, trained.params, samples)}
-    logits, steps = [], []
+    logits, steps, figures = [], [], {}
     for run_dir, own, tokenizer in zip(run_dirs, configs, tokenizers, strict=True):
         length = own.model.sequence_length
         samples = task_samples(name, found.entries, tokenizer, sequence_length=length, config=own.task, training=False)
+        for what, count in samples.counts.items() if continues_text else ():
+            say(f"{count} {what}")
         trained = TrainedModel.restore(run_dir, own, step)
-        logits.append(answer_samples(trained.program, trained.params, samples))
         steps.append(trained.step)
+        if continues_text:
+            figures = text_figures(trained.program, trained.params, samples)
+        else:
+            logits.append(answer_samples(trained.program, trained.params, samples))
         del trained  # the next one's weights may need its memory
-    figures, answers = task_answers(config, samples, logits)
-    if predictions:
-        on_first_process(lambda: write_predictions(predictions, name, samples.records, answers))
+    if logits:
+        figures, answers = task_answers(config, samples, logits)
+        if predictions:
+            on_first_process(lambda: write_predictions(predictions, name, samples.records, answers))
     return {"task": name, "step": steps[0] if len(steps) == 1 else steps, **figures}
-
-
-def _check_alone(name: str, run_dirs: Sequence[Path], predictions: str) -> None:
-    """Check that a task without answers is asked for neither an ensemble nor predictions."""
-    if len(run_dirs) > 1:
-        raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
-    if predictions:
-        raise UserError(f"--predictions: {name} has none; valid: without it, and megajax generate for texts")
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
@@ -121,10 +108,7 @@ def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshC
 def dev_figures(
     program: Program, params: Any, data: TaskData, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The figures of a run's dev records.
-
-    `between` is called before every batch.
-    """
+    """The figures of a run's dev records; `between` is called before every batch."""
     if TASKS[program.config.task.name].continues_text:
         return text_figures(program, params, data.validation, between)
     logits = answer_samples(program, params, data.validation, between=between)
@@ -148,22 +132,15 @@ def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits])
     `logits` of every model are [samples, C], or [samples, T, 2] of spans. Of several models the probabilities are
     averaged: of classes and options, or of where spans begin and end.
     """
-    name, how = config.task.name, config.task
-    if TASKS[name].head == "span":
-        return _spans(name, how, cast(SpanWindows, samples), logits)
-    records = cast(Sequence[Pair | Exam], samples.records)
+    task, records = TASKS[config.task.name], cast(Any, samples.records)
+    if task.head == "span":
+        windows = cast(SpanWindows, samples)
+        start_WT, end_WT = (mean_logits(windows, [each[..., end] for each in logits]) for end in (0, 1))
+        found = find_answers(windows, start_WT, end_WT, config.task, unanswerable=task.unanswerable)
+        figures = squad_figures(records, found, unanswerable=task.unanswerable)
+        return figures, [answer.text for answer in found]
     scores_NC = logits[0] if len(logits) == 1 else np.mean([_probabilities(each) for each in logits], axis=0)
     return class_figures(records, scores_NC), predicted_classes(records, scores_NC).tolist()
-
-
-def _spans(
-    name: str, how: TaskConfig, windows: SpanWindows, logits: Sequence[Logits]
-) -> tuple[dict[str, float], list[Any]]:
-    unanswerable = TASKS[name].unanswerable
-    start_WT, end_WT = (mean_logits(windows, [each[..., end] for each in logits]) for end in (0, 1))
-    found = find_answers(windows, start_WT, end_WT, how, unanswerable=unanswerable)
-    figures = squad_figures(windows.records, found, unanswerable=unanswerable)
-    return dict(figures), [answer.text for answer in found]
 
 
 def _probabilities(logits_NC: Logits) -> npt.NDArray[np.float64]:

@@ -7,7 +7,6 @@
 or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Every process of a run makes the same calls.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,11 +22,9 @@ from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.window import continue_in_windows
+from megajax.generation.window import continue_in_windows, one_row
 from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-
-_TOKENS_AT_ONCE = 16  # generated between two searches for stop texts
 
 
 @register_model("megajax")
@@ -101,30 +98,18 @@ class MegajaxLM(TemplateLM):
 
     def _continued(self, prompt: list[int], limit: int, sampling: Sampling) -> Iterator[list[int]]:
         """Up to `limit` new ids, some at a time: with a KV cache, or, on a pipe, without one."""
-        config = self._trained.program.config
-        length = config.model.sequence_length
+        trained, ends = self._trained, self._text.ends
+        config, length = trained.program.config, trained.program.config.model.sequence_length
         if limit < length:
             prompt = prompt[limit - length :]  # so that all fits in the context
             if config.mesh.pipe == 1 and config.optimizer.zero != 3:
                 for piece in self._decoder(sampling).stream([prompt], max_tokens=limit, batch=1):
                     yield piece.ids
                 return
-        done: list[int] = []
-        while len(done) < limit:
-            wanted = min(_TOKENS_AT_ONCE, limit - len(done))
-            new = continue_in_windows(
-                self._sampler,
-                self._trained.params,
-                prompt,
-                num_tokens=wanted,
-                sampling=sampling,
-                ends=self._text.ends,
-                before=done,
-            )
-            yield new
-            if len(new) < wanted:  # the end of the text
-                return
-            done += new
+        for new in continue_in_windows(
+            self._sampler, trained.params, prompt, num_tokens=limit, sampling=sampling, ends=ends
+        ):
+            yield [new]
 
     @lru_cache(maxsize=1)  # noqa: B019  # one model lives as long as its caller
     def _decoder(self, sampling: Sampling) -> Decoder:
@@ -132,6 +117,4 @@ class MegajaxLM(TemplateLM):
 
     @cached_property
     def _sampler(self) -> Program:
-        config, mesh = self._trained.program.config, self._trained.program.mesh
-        one_row = dataclasses.replace(config.train, global_batch=config.mesh.row_shards, microbatch=1)
-        return Program(dataclasses.replace(config, train=one_row), mesh)
+        return one_row(self._trained.program)

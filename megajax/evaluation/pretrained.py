@@ -1,27 +1,46 @@
-"""The tasks of `megajax eval` that need no fine-tuning: each restores a run's checkpoint on the mesh asked for and
-returns figures by name."""
+"""The tasks of `megajax eval` that need no fine-tuning, as in the Megatron paper (§5.3): each restores a run's
+checkpoint on the mesh asked for and returns figures by name."""
 
+import itertools
 import math
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megajax.config import Config
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.prepared import prepared_prefix
+from megajax.data.records import TextDocuments
 from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
-from megajax.evaluation.lambada import last_word_figures, read_lambada
 from megajax.evaluation.options import PAPER_OVERLAP
-from megajax.evaluation.perplexity import Perplexity, perplexities, perplexity, total_loss
-from megajax.evaluation.scoring import compile_scores, score_continuations
-from megajax.evaluation.wikitext import read_wikitext
+from megajax.evaluation.scoring import (
+    Continuation,
+    Perplexity,
+    compile_scores,
+    exponential,
+    perplexities,
+    perplexity,
+    score_continuations,
+    total_loss,
+)
 from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+
+# WikiText-103 is cut in words, with spaces around punctuation. Replacements that undo this, in this order:
+_WORDS = [("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")]
+_MARKS = [(f" {mark} ", f"{mark} ") for mark in ":;.!?,"]
+_PAIRS = [("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'")]  # no spaces just inside
+_REST = [("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°")]
+_REST += [(" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")]
 
 
 def evaluate_perplexity(
@@ -111,6 +130,70 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     figures = last_word_figures(score_continuations(trained.program, trained.params, passages))
     several = sum(len(ids) - first > 1 for ids, first in passages)
     return {"task": "lambada", "step": trained.step, **figures, "passages": len(passages), "several_subwords": several}
+
+
+def read_wikitext(path: str, tokenizer: Tokenizer) -> tuple[int, TokenDocuments]:
+    """The file `wiki.test.tokens`, or another text in its form.
+
+    Returns its words and punctuation marks, the paper's T_o, and the subwords of the text without its word tokenization
+    as one document.
+    """
+    refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
+    if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
+        raise refusal
+    text, *more = itertools.islice(TextDocuments(path, cut=False, flag="--data"), 2)
+    if more:
+        raise refusal
+    ids = np.array(tokenizer.with_begin(tokenizer.encode(detokenize(text))), np.int32)
+    return len(text.strip().split(" ")), TokenDocuments.from_sequences([[ids]], path)
+
+
+def detokenize(text: str) -> str:
+    """The text as it was written, without the spaces that the corpus puts around punctuation."""
+    for spaced, plain in (*_WORDS, *_MARKS):
+        text = text.replace(spaced, plain)
+    for opening, closing in _PAIRS:
+        inner = rf"\s*([^{re.escape(closing)}]*?)\s*"
+        text = re.sub(re.escape(opening) + inner + re.escape(closing), rf"{opening}\1{closing}", text)
+    for spaced, plain in _REST:
+        text = text.replace(spaced, plain)
+    return text
+
+
+def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+    """Ids of every passage, and the index at which its last word begins, for `score_continuations`.
+
+    The last word is what follows the last white space, and is encoded with a space before it.
+    """
+    if Path(path).suffix.lower() != ".jsonl":
+        raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
+    contexts, words = [], []
+    for place, text in TextDocuments(path, flag="--data").placed():
+        context, word = split_last_word(text)
+        if not context:
+            raise UserError(f"--data {place}: the passage is one word; valid: a last word and text before it")
+        contexts.append(context)
+        words.append(" " + word)
+    before = [tokenizer.with_begin(context) for context in tokenizer.encode_batch(contexts)]
+    pairs = zip(before, tokenizer.encode_continuations(words), strict=True)
+    return [(context + word, len(context)) for context, word in pairs]
+
+
+def split_last_word(text: str) -> tuple[str, str]:
+    """The text before the last word, without the white space between them, and the word."""
+    word = text.split()[-1]
+    return text.rstrip().removesuffix(word).rstrip(), word
+
+
+def last_word_figures(words: Sequence[Continuation]) -> dict[str, float]:
+    """The figures of at least one last word.
+
+    `accuracy` is the share of words whose every subword is the most probable one, `loss` the mean cross-entropy of a
+    word in nats, `perplexity` that per word.
+    """
+    loss = -math.fsum(word.log_probability for word in words) / len(words)
+    accuracy = sum(word.greedy for word in words) / len(words)
+    return {"accuracy": accuracy, "perplexity": exponential(loss), "loss": loss}
 
 
 def _figures(losses: Mapping[str, Perplexity]) -> dict[str, Any]:

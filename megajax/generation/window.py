@@ -1,7 +1,8 @@
 """The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
 that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator
 
 import jax
 import numpy as np
@@ -15,6 +16,12 @@ from megajax.program.scoring import next_logits
 _choose = jax.jit(choose, static_argnames="sampling")
 
 
+def one_row(program: Program) -> Program:
+    """The program of the smallest batch, for `continue_in_windows`."""
+    train = dataclasses.replace(program.config.train, global_batch=program.config.mesh.row_shards, microbatch=1)
+    return Program(dataclasses.replace(program.config, train=train), program.mesh)
+
+
 def continue_in_windows(
     program: Program,
     params,
@@ -23,17 +30,13 @@ def continue_in_windows(
     num_tokens: int,
     sampling: Sampling,
     ends: Collection[int] = (),
-    before: Sequence[int] = (),
-) -> list[int]:
+) -> Iterator[int]:
     """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before any of the ids `ends`.
 
-    All processes call this together and get the same ids.
-
-    The program's global batch is filled with copies of the prompt; the new ids follow `before`, by which an earlier
-    call has continued it.
+    All processes iterate together and get the same ids. The program's global batch is filled with copies of the prompt.
     """
     model = program.config.model
-    ids, bits = [*prompt, *before], prompt_bits([prompt], sampling.seed)
+    ids, bits = [*prompt], prompt_bits([prompt], sampling.seed)
     rows = program.local_rows
     for _ in range(num_tokens):
         window = ids[-model.sequence_length :]
@@ -46,4 +49,4 @@ def continue_in_windows(
         if chosen in ends:
             break
         ids.append(chosen)
-    return ids[len(prompt) + len(before) :]
+        yield chosen

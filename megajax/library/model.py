@@ -19,9 +19,8 @@ from megajax.data.loader import train_batches
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.perplexity import Perplexity, total_loss
 from megajax.evaluation.pretrained import perplexity_figures
-from megajax.evaluation.scoring import SampleScores
+from megajax.evaluation.scoring import Perplexity, SampleScores, total_loss
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions

@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from megajax.config import Config
 from megajax.data.loader import growing_batches
 from megajax.errors import RunError, UserError
-from megajax.evaluation.perplexity import total_loss
+from megajax.evaluation.scoring import total_loss
 from megajax.host.ending import Stopped, stop_signals
 from megajax.host.processes import Poll, is_first_process, say
 from megajax.program.program import Batch, Program

@@ -1,6 +1,5 @@
 """What a run prints at its end: validation, sample, written files."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 from megajax.batch import BatchSpec
 from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer
-from megajax.evaluation.perplexity import Perplexity
+from megajax.evaluation.scoring import Perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
-from megajax.generation.window import continue_in_windows
+from megajax.generation.window import continue_in_windows, one_row
 from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 
@@ -35,16 +34,15 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
     prompt = tokenizer.encode_prompt(config.prompt)
-    one_row = dataclasses.replace(program.config.train, global_batch=program.config.mesh.row_shards, microbatch=1)
-    ids = continue_in_windows(
-        Program(dataclasses.replace(program.config, train=one_row), program.mesh),
+    new = continue_in_windows(
+        one_row(program),
         params,
         prompt,
         num_tokens=config.tokens,
         sampling=Sampling(config.temperature, seed=program.config.seed),
         ends=tokenizer.ends,
     )
-    return config.prompt + continuation_text(tokenizer, prompt, ids)
+    return config.prompt + continuation_text(tokenizer, prompt, list(new))
 
 
 def validation_text(parts: Mapping[str, Perplexity]) -> str:

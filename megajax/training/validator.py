@@ -6,7 +6,7 @@ from typing import Any
 
 from megajax.data.samples import Samples
 from megajax.evaluation.finetuned import dev_figures
-from megajax.evaluation.perplexity import Perplexity, perplexities, total_loss
+from megajax.evaluation.scoring import Perplexity, perplexities, total_loss
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData

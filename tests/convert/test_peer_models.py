@@ -106,9 +106,8 @@ def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:
     generated = peer.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=64
     )
-    ours = continue_in_windows(
-        program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), ends=tokenizer.ends
-    )
+    new = continue_in_windows(program, state.params, prompt, num_tokens=64, sampling=Sampling(0.0), ends=tokenizer.ends)
+    ours = list(new)
     continuation = generated[0, len(prompt) :].tolist()
     assert len(ours) == 64 and len(set(ours)) > 4
     assert continuation == ours

@@ -13,7 +13,7 @@ from megajax.data.making import make_corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.lambada import read_lambada
+from megajax.evaluation.pretrained import read_lambada
 
 TEXT = TEXTS[3] + "  two  spaces, größer, 漢字\n\n\tEnd.\n"
 

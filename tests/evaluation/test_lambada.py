@@ -7,7 +7,7 @@ import pytest
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.lambada import last_word_figures, read_lambada, split_last_word
+from megajax.evaluation.pretrained import last_word_figures, read_lambada, split_last_word
 from megajax.evaluation.scoring import Continuation
 
 

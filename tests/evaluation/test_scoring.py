@@ -10,8 +10,7 @@ from tiny import tiny_config, tiny_program
 from megajax.batch import IGNORED
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokens import TokenDocuments
-from megajax.evaluation.perplexity import perplexity
-from megajax.evaluation.scoring import score_continuations, score_samples
+from megajax.evaluation.scoring import perplexity, score_continuations, score_samples
 from megajax.program.scoring import next_logits
 
 LENGTH, VOCABULARY = 16, 101
@@ -117,7 +116,7 @@ def test_greedy_continuations_are_those_that_the_model_writes():
     from megajax.generation.window import continue_in_windows
 
     program, params = model()
-    ids = continue_in_windows(program, params, [3, 1, 4], num_tokens=10, sampling=Sampling(0.0))
+    ids = [*continue_in_windows(program, params, [3, 1, 4], num_tokens=10, sampling=Sampling(0.0))]
     other = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
     right, wrong = score_continuations(program, params, [([3, 1, 4, *ids], 3), ([3, 1, 4, *other], 3)])
     assert right.greedy and not wrong.greedy

@@ -8,7 +8,7 @@ import pytest
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.evaluation.wikitext import detokenize, read_wikitext
+from megajax.evaluation.pretrained import detokenize, read_wikitext
 
 
 @pytest.mark.parametrize(
