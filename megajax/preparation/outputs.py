@@ -17,7 +17,7 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.preparation.shards import WorkFolder
 
-KEPT_FILES = ("lock", "writing")  # of a work folder that is used again for another preparation
+WRITING = "writing"  # a file in the work folder: existing outputs were checked and may be replaced from now on
 _LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
 
 
@@ -94,15 +94,10 @@ def check_own(work: WorkFolder, overwrite: bool) -> None:
         _refuse(work, _foreign(work.output))
 
 
-def allow_writing(work: WorkFolder) -> None:
-    """Note in the work folder that existing outputs were checked and may be replaced from now on."""
-    work.touch("writing")
-
-
 def begin_writing(work: WorkFolder) -> None:
     """Make way for the outputs: remove an older report, and allow replacing existing outputs."""
     _refuse(work, [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)])
-    allow_writing(work)
+    work.touch(WRITING)
     report_file(work.output).unlink(missing_ok=True)
 
 
@@ -114,8 +109,7 @@ def _refuse(work: WorkFolder, foreign: list[Path]) -> None:
 
 
 def _may_replace(work: WorkFolder) -> bool:
-    """Whether `allow_writing` was called."""
-    return temporary.is_marked(work.folder) and (work / "writing").exists()
+    return temporary.is_marked(work.folder) and (work / WRITING).exists()
 
 
 def _results(output: str) -> list[Path]:

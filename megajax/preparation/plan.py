@@ -16,7 +16,7 @@ from megajax.data.records import TextFiles
 from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.outputs import KEPT_FILES, allow_writing, check_apart, check_own, read_json
+from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
 from megajax.preparation.shards import WorkFolder
 
 # Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work.
@@ -32,7 +32,7 @@ class Task:
 
     inputs: Sequence[str]  # files, folders, URLs, or the word python-stdlib or python-docstrings
     output: str  # PREFIX of the dataset
-    options: PrepareOptions  # how
+    options: PrepareOptions
     test_sets: Sequence[str] = ()  # files or folders of test sets that must not be in the corpus
 
 
@@ -94,10 +94,10 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
             temporary.mark(work.folder)
         if overwrite:
             (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
-            allow_writing(work)
+            work.touch(WRITING)
         resumed = (work / "plan.json").exists()
         if not resumed:
-            temporary.empty(work.folder, keep=KEPT_FILES)
+            temporary.empty(work.folder, keep=("lock", WRITING))
             with work.writing(work / "plan.json") as file:
                 file.write(json.dumps(plan).encode())
         elif read_json(work / "plan.json") != plan:

@@ -123,12 +123,11 @@ def printable(text: str) -> str:
 
 
 def _line(example: dict[str, Any]) -> str:
-    copy = f" is {example['jaccard']:.2f} of {_short(example['copy_of'])}" if "copy_of" in example else ""
-    return f"{_short(example['place'])}{copy}: {example['text']}"
-
-
-def _short(place: str) -> str:
-    return place if len(place) <= _PLACE else "…" + place[-_PLACE:]
+    place, original = (
+        name if len(name) <= _PLACE else "…" + name[-_PLACE:] for name in (example["place"], example.get("copy_of", ""))
+    )
+    copy = f" is {example['jaccard']:.2f} of {original}" if original else ""
+    return f"{place}{copy}: {example['text']}"
 
 
 def _place(corpus: Shards, files: TextFiles, document: int) -> str:

@@ -9,6 +9,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,11 +44,12 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
 
 
+@dataclass(frozen=True)
 class WorkFolder:
     """The files of an unfinished preparation."""
 
-    def __init__(self, folder: Path, output: str) -> None:
-        self.folder, self.output = folder, output
+    folder: Path
+    output: str  # PREFIX
 
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
@@ -64,7 +66,10 @@ class WorkFolder:
     def load(self, stage: str, shard: int, *names: str) -> list[npt.NDArray[Any]]:
         """Some of a stage's results for a shard."""
         with opened(self._file(stage, shard, "npz")) as file, np.load(file) as arrays:
-            return [_array(arrays[name]) for name in names]
+            found = [arrays[name] for name in names]
+            if not all(isinstance(each, np.ndarray) for each in found):
+                raise ValueError("no array")
+            return found
 
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
         """Write the cleaned texts of a shard.
@@ -86,7 +91,7 @@ class WorkFolder:
 
     def text(self, shard: int, document: int) -> str:
         """The cleaned text of a document."""
-        starts = _starts(self._file("clean", shard, "npz"))
+        starts = _starts(self, shard)
         with opened(self._file("clean", shard, "text")) as file:
             begin, end = starts[document : document + 2].tolist()
             return _bytes(file, end - begin, begin).decode()
@@ -133,16 +138,8 @@ class WorkFolder:
 
 
 @functools.lru_cache(maxsize=64)
-def _starts(file: Path) -> npt.NDArray[np.int64]:
-    with opened(file) as content, np.load(content) as arrays:
-        return _array(arrays["starts"])
-
-
-def _array(found: Any) -> npt.NDArray[Any]:
-    """An array of an archive; `ValueError` if it is something else."""
-    if not isinstance(found, np.ndarray):
-        raise ValueError("no array")
-    return found
+def _starts(work: WorkFolder, shard: int) -> npt.NDArray[np.int64]:
+    return work.load("clean", shard, "starts")[0]
 
 
 def _bytes(file: IO[bytes], size: int, offset: int | None = None) -> bytes:

@@ -1,4 +1,6 @@
-"""Cleaning, signatures and test-set grams against their definitions."""
+"""Cleaning, signatures and test-set grams against their definitions; and how many workers a machine gives."""
+
+import os
 
 import ftfy
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.minhash import HASHES, band_hashes, bands_for, gram_set, jaccard
+from megajax.preparation.workers import num_cores
 
 
 @given(st.text(alphabet=st.one_of(st.characters(codec="ascii"), st.sampled_from("éÃ©ﬁ’“…\u2028&<>;amp"))))
@@ -111,3 +114,11 @@ def test_forms_of_letters_punctuation_and_case_do_not_hide_a_gram(test_set, num_
     tests = TestSets.collect([[test_set]])
     assert len(tests.grams) == num_grams
     assert {text: tests.found_in(text).tolist() for text in found} == found
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(6, 6), (None, 1)])
+def test_cores_where_the_system_tells_no_affinity(monkeypatch: pytest.MonkeyPatch, cores, expected) -> None:
+    """As on macOS: all cores, or one if nobody knows."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert num_cores() == expected

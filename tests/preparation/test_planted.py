@@ -2,15 +2,15 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from planted import Planted, plant
 
 from megajax.data.indexed import IndexedDataset
 from megajax.data.tokenizers import load_tokenizer
@@ -20,8 +20,66 @@ from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.progress import Show
 
 SUFFIXES = (".bin", ".idx", ".tokenizer/tokenizer.json")
-QUIET = Show(shown=False)
 OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass
+class Planted:
+    """A corpus with planted copies and test-set leaks, and an independent reckoning of what should happen to it."""
+
+    corpus: Path
+    test_set: Path
+    near: dict[int, float]  # documents, and their Jaccard similarity to an earlier one
+    leaked: set[int]
+    exact: set[int]
+    texts: list[str]
+
+
+def similarity(one: str, other: str) -> float:
+    """Jaccard similarity of 5-gram sets, from its definition."""
+    sets = [{text[start : start + 5] for start in range(len(text) - 4)} for text in (one.lower(), other.lower())]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def plant(folder: Path, documents: int = 600, near: int = 150, leaked: int = 50, exact: int = 20) -> Planted:
+    """Write `corpus.jsonl` and `test.jsonl`; no document is alike to another but those that are planted."""
+    rng = random.Random(7)
+
+    def words(count: int) -> list[str]:
+        return ["".join(rng.choices(LETTERS, k=rng.randint(3, 9))) for _ in range(count)]
+
+    tests = [words(40) for _ in range(leaked)]
+    count = documents - near - exact
+    originals = [words(rng.randint(350, 450)) for _ in range(count)]
+    places = rng.sample(range(count), leaked)
+    for test, place in zip(tests, places, strict=True):
+        start = rng.randint(0, 300)
+        originals[place][start:start] = [word.capitalize() for word in test[5 : 5 + rng.randint(8, 20)]]
+    clean = [number for number in range(count) if number not in set(places)]
+    texts = [" ".join(text) for text in originals]
+    expected, copies = {}, set()
+    for _ in range(near):
+        source = rng.choice(clean)
+        wanted = rng.uniform(0.6, 0.95)
+        changed = list(originals[source])
+        share = 0.6 * (1 - wanted) / (1 + wanted)  # of the words; a changed word also changes grams around it
+        for place in rng.sample(range(len(changed)), round(share * len(changed))):
+            changed[place] = words(1)[0]
+        expected[len(texts)] = similarity(texts[source], " ".join(changed))
+        texts.append(" ".join(changed))
+    for _ in range(exact):
+        copies.add(len(texts))
+        texts.append(texts[rng.choice(clean)])
+    corpus, test_set = folder / "corpus.jsonl", folder / "test.jsonl"
+    corpus.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
+    test_set.write_text("".join(json.dumps({"text": ", ".join(test) + "."}) + "\n" for test in tests))
+    return Planted(corpus, test_set, expected, set(places), copies, texts)
+
+
+def prepare(planted: Planted, prefix: object, options: PrepareOptions = OPTIONS, workers: int = 1) -> dict:
+    task = Task([str(planted.corpus)], str(prefix), options, [str(planted.test_set)])
+    return prepare_dataset(task, workers=workers, overwrite=False, show=Show(shown=False))
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +90,16 @@ def planted(tmp_path_factory) -> Planted:
 @pytest.fixture(scope="module")
 def prefix(planted, tmp_path_factory) -> str:
     prefix = str(tmp_path_factory.mktemp("prepared") / "corpus")
-    task = Task([str(planted.corpus)], prefix, OPTIONS, [str(planted.test_set)])
-    prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
+    prepare(planted, prefix)
     return prefix
 
 
-def files(prefix: str) -> list[bytes]:
-    return [Path(prefix + suffix).read_bytes() for suffix in SUFFIXES]
+def files(prefix: object) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES]
 
 
-def report(prefix: str) -> dict:
-    return json.loads(Path(prefix + ".report.json").read_text())
+def report(prefix: object) -> dict:
+    return json.loads(Path(f"{prefix}.report.json").read_text())
 
 
 def test_what_is_dropped(planted, prefix):
@@ -74,11 +131,10 @@ def test_what_is_dropped(planted, prefix):
 
 
 def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
-    task = Task([str(planted.corpus)], str(tmp_path / "again"), OPTIONS, [str(planted.test_set)])
-    prepare_dataset(task, workers=2, overwrite=False, show=QUIET)
-    assert files(task.output) == files(prefix)
+    prepare(planted, tmp_path / "again", workers=2)
+    assert files(tmp_path / "again") == files(prefix)
     different = {"output", "seconds", "throughput"}
-    once, again = report(prefix), report(task.output)
+    once, again = report(prefix), report(tmp_path / "again")
     assert {key for key in once if once[key] != again[key]} <= different
 
 
@@ -103,18 +159,15 @@ def test_killed_and_resumed(planted, prefix, tmp_path, stage):
         pytest.fail("workers outlived the process that started them")
     before = {file: file.stat().st_mtime_ns for file in work.iterdir() if file.suffix == ".npz"}
     assert before
-    task = Task([str(planted.corpus)], str(output), OPTIONS, [str(planted.test_set)])
-    found = prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
-    assert found["resumed"] and files(task.output) == files(prefix)
+    assert prepare(planted, output)["resumed"] and files(output) == files(prefix)
     assert {file.name for file in tmp_path.iterdir()} == {
         f"killed{s}" for s in (".bin", ".idx", ".tokenizer", ".report.json")
     }
 
 
 def test_done_is_done(planted, prefix):
-    task = Task([str(planted.corpus)], prefix, OPTIONS, [str(planted.test_set)])
     stamps = [Path(prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
-    assert prepare_dataset(task, workers=1, overwrite=False, show=QUIET) == report(prefix)
+    assert prepare(planted, prefix) == report(prefix)
     assert [Path(prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == stamps
 
 
@@ -124,15 +177,13 @@ def test_a_small_index_gives_the_same(planted, prefix, tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.preparation.duplicates._ENTRIES", 100)
     monkeypatch.setattr("megajax.preparation.duplicates._PART", 64)
     monkeypatch.setattr("megajax.preparation.duplicates._CACHED_GRAMS", 1)
-    task = Task([str(planted.corpus)], str(tmp_path / "small"), OPTIONS, [str(planted.test_set)])
-    prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
-    assert files(task.output) == files(prefix)
+    prepare(planted, tmp_path / "small")
+    assert files(tmp_path / "small") == files(prefix)
 
 
 def test_overlap_is_reported_without_dropping(planted, prefix, tmp_path):
     options = PrepareOptions(tokenizer=prefix + ".tokenizer", duplicates="keep", contaminated="report")
-    task = Task([str(planted.corpus)], str(tmp_path / "kept"), options, [str(planted.test_set)])
-    found = prepare_dataset(task, workers=1, overwrite=False, show=QUIET)
+    found = prepare(planted, tmp_path / "kept", options)
     assert found["documents"] == len(planted.texts)
     (test_set,) = found["test_sets"]
     assert test_set["overlap"] == test_set["overlap_kept"] == report(prefix)["test_sets"][0]["overlap"]
@@ -144,4 +195,4 @@ def test_overlap_is_reported_without_dropping(planted, prefix, tmp_path):
     corpus = [text.lower().split() for text in planted.texts]
     there = {tuple(text[start : start + 8]) for text in corpus for start in range(len(text) - 7)}
     assert test_set["grams"] == len(grams) and test_set["overlap"] == len(grams & there) / len(grams)
-    assert IndexedDataset(task.output).num_documents == len(np.unique(np.arange(len(planted.texts))))
+    assert IndexedDataset(tmp_path / "kept").num_documents == len(planted.texts)

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from saved_tokenizers import write_saved
 
 from megajax.commands.prepare import main
 from megajax.data import files
@@ -87,6 +88,10 @@ def test_tokenizers_are_trained_and_used(tmp_path, capsys):
     run(capsys, file, "--output", tmp_path / "b", "--vocab-size", "290")
     corpus = make_corpus(str(tmp_path / "b"), "", 300, tmp_path / "run" / "b")
     assert corpus.tokenizer is not None and corpus.tokenizer.size == 290
+    flags = file, "--output", tmp_path / "c", "--tokenizer", write_saved(tmp_path / "saved", "llama3")
+    found = run(capsys, *flags)  # begin tokens count, too
+    assert found["tokens"] == IndexedDataset(tmp_path / "c").num_tokens
+    assert run(capsys, *flags, "--overwrite", "--min-tokens", "0")["documents"] == len(TEXTS)
 
 
 def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
@@ -173,21 +178,6 @@ def test_another_preparation_at_the_same_place(tmp_path, capsys):
             run(capsys, file, "--output", tmp_path / "busy")
         with pytest.raises(UserError, match="another process is preparing it"):
             run(capsys, file, "--output", tmp_path / "busy", "--overwrite")
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".tokenizer", ".report.json", ".work"])
-def test_what_no_preparation_made_stays(tmp_path, capsys, suffix):
-    file = jsonl(tmp_path / "a.jsonl", *TEXTS)
-    there = Path(f"{tmp_path / 'a'}{suffix}")
-    if suffix in (".tokenizer", ".work"):
-        there.mkdir()
-        there = there / "notes.json"
-    there.write_text("{}")
-    before = sorted(tmp_path.rglob("*"))
-    for flags in (), ("--overwrite",):
-        with pytest.raises(UserError, match=rf"^--output \S+a: \S+{suffix} .*; valid: another PREFIX$"):
-            run(capsys, file, "--output", tmp_path / "a", *flags)
-    assert sorted(tmp_path.rglob("*")) == before and there.read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", ["a.bin.partial", "a.partial", "a.work.discarded", "a.tokenizer.partial"])

@@ -18,11 +18,28 @@ def entries(folder: Path) -> dict[str, object]:
     }
 
 
+def check_refused(folder: Path, capsys: pytest.CaptureFixture[str], message: str, *arguments: object) -> None:
+    """With and without `--overwrite`, and nothing changes."""
+    before = entries(folder)
+    for flags in (), ("--overwrite",):
+        with pytest.raises(UserError, match=message):
+            run(capsys, *arguments, *flags)
+    assert entries(folder) == before
+
+
 @pytest.fixture
 def made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """The prefix of a dataset made of `a.jsonl`."""
     run(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS[:5]), "--output", tmp_path / "c")
     return tmp_path / "c"
+
+
+@pytest.mark.parametrize("place", ["c.bin", "c.idx", "c.tokenizer/notes", "c.report.json", "c.work/notes"])
+def test_what_no_preparation_made_stays(tmp_path, capsys, place):
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("{}")
+    message = rf"^--output \S+c: \S+{Path(place).parts[0]} .*; valid: another PREFIX$"
+    check_refused(tmp_path, capsys, message, jsonl(tmp_path / "a.jsonl", *TEXTS), "--output", tmp_path / "c")
 
 
 INPUTS = [  # where the input lies, PREFIX being `c`
@@ -46,11 +63,8 @@ def test_the_input_is_never_an_output(tmp_path, capsys, place):
         if place != "c.tokenizer/a.txt":
             (file.parent / ".temporary-of-megajax").touch()
     jsonl(file, *TEXTS)
-    before = entries(tmp_path)
-    for flags in (), ("--overwrite",):
-        with pytest.raises(UserError, match=r"valid: (another PREFIX|a copy of it elsewhere)"):
-            run(capsys, file, "--output", tmp_path / "c", *flags)
-    assert entries(tmp_path) == before
+    message = r"valid: (another PREFIX|a copy of it elsewhere)"
+    check_refused(tmp_path, capsys, message, file, "--output", tmp_path / "c")
 
 
 @pytest.mark.parametrize("kind", ["input", "link", "hard link", "folder", "test set", "tokenizer"])
@@ -58,10 +72,8 @@ def test_by_whatever_name(tmp_path, capsys, made, kind):
     """With `--overwrite` an earlier result would be replaced, unless it is what is read now."""
     name = str(tmp_path / "other.txt")
     other = jsonl(tmp_path / "b.jsonl", *TEXTS[5:9])
-    if kind == "link":
-        os.symlink(f"{made}.bin", name)
-    elif kind == "hard link":
-        os.link(f"{made}.bin", name)
+    if "link" in kind:
+        (os.symlink if kind == "link" else os.link)(f"{made}.bin", name)
     arguments = {
         "input": (f"{made}.report.json",),
         "link": (name,),
@@ -70,10 +82,8 @@ def test_by_whatever_name(tmp_path, capsys, made, kind):
         "test set": (other, "--decontaminate", f"{made}.bin"),
         "tokenizer": (other, "--tokenizer", f"{made}.tokenizer"),
     }[kind]
-    before = entries(tmp_path)
-    with pytest.raises(UserError, match=r"--output \S+c: \S+ is (INPUT|--\w+) .*; valid: another PREFIX"):
-        run(capsys, *arguments, "--output", made, "--overwrite", "--min-tokens", "0")
-    assert entries(tmp_path) == before
+    message = r"--output \S+c: \S+ is (INPUT|--\w+) .*; valid: another PREFIX"
+    check_refused(tmp_path, capsys, message, *arguments, "--output", made, "--min-tokens", "0")
 
 
 @pytest.mark.parametrize("name", ["c", "..c", "sub/c", "../link/c"])
@@ -85,29 +95,23 @@ def test_the_output_may_not_lie_in_a_folder_that_is_read(tmp_path, capsys, flag,
     (tmp_path / "link").symlink_to(folder)
     jsonl(folder / "a.jsonl", *TEXTS)
     arguments = [folder] if flag == "INPUT" else [jsonl(tmp_path / "b.jsonl", *TEXTS), flag, folder]
-    before = entries(tmp_path)
-    with pytest.raises(UserError, match=r"is in the folder .* that is read; valid: a place outside"):
-        run(capsys, *arguments, f"--output={folder}/{name}")
-    assert entries(tmp_path) == before
+    message = r"is in the folder .* that is read; valid: a place outside"
+    check_refused(tmp_path, capsys, message, *arguments, f"--output={folder}/{name}")
 
 
 @pytest.mark.parametrize("kind", ["bin", "idx", "link", "tokenizer", "tokenizer as a link"])
 def test_overwrite_replaces_only_what_the_report_is_of(tmp_path, capsys, made, kind):
     """Beside the report of a preparation something else has taken the place of one of its files."""
-    if kind == "bin":
-        Path(f"{made}.bin").write_bytes(b"another dataset")
-    elif kind == "idx":
-        Path(f"{made}.idx").write_bytes(b"another index")
+    if kind in ("bin", "idx"):
+        Path(f"{made}.{kind}").write_bytes(b"another one")
     elif kind == "tokenizer":
         Path(f"{made}.tokenizer", "notes.txt").write_text("mine")
     else:
         suffix = ".bin" if kind == "link" else ".tokenizer"
         shutil.move(f"{made}{suffix}", tmp_path / "moved")
         os.symlink(tmp_path / "moved", f"{made}{suffix}")
-    before = entries(tmp_path)
-    with pytest.raises(UserError, match=r"c\.\w+ exists and was not made by a preparation; valid: another PREFIX$"):
-        run(capsys, tmp_path / "a.jsonl", "--output", made, "--overwrite", "--min-tokens", "5")
-    assert entries(tmp_path) == before
+    message = r"c\.\w+ exists and was not made by a preparation; valid: another PREFIX$"
+    check_refused(tmp_path, capsys, message, tmp_path / "a.jsonl", "--output", made, "--min-tokens", "5")
 
 
 @pytest.mark.parametrize("kind", ["link", "lock"])
@@ -120,8 +124,5 @@ def test_a_work_folder_of_somebody_else(tmp_path, capsys, kind):
     else:
         work.mkdir()
         (work / "lock").write_text("process 12")
-    before = entries(tmp_path)
-    for flags in (), ("--overwrite",):
-        with pytest.raises(UserError, match=r"c\.work (is a link|holds lock and no .*); valid: another PREFIX"):
-            run(capsys, file, "--output", tmp_path / "c", *flags)
-    assert entries(tmp_path) == before
+    message = r"c\.work (is a link|holds lock and no .*); valid: another PREFIX"
+    check_refused(tmp_path, capsys, message, file, "--output", tmp_path / "c")
