@@ -9,7 +9,7 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "advice}",
     "_ADVICE}",
     "_VALID}",
-    "nearest}",  # megajax/settings/flags.py: the nearest flags
+    "near}",  # megajax/settings/flags.py and presets.py: the nearest names
     "option.flag} {problem}",  # megajax/options.py: `Option.problem`
     "name} {reason}",  # megajax/settings/flags.py: what `_Value` says
     "where}: {error}",  # megajax/settings/presets.py: what is wrong with a base
