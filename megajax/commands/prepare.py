@@ -59,9 +59,8 @@ def main(argv: Sequence[str]) -> None:
 
     from megajax.preparation.plan import Task
     from megajax.preparation.prepare import prepare_dataset
-    from megajax.preparation.progress import Show
     from megajax.preparation.report import print_table, printable
-    from megajax.preparation.workers import num_cores
+    from megajax.preparation.running import Show, num_cores
 
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)

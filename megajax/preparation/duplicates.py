@@ -19,8 +19,8 @@ import numpy.typing as npt
 from megajax.preparation.cleaning import normalised
 from megajax.preparation.minhash import bands_for, gram_set, jaccard
 from megajax.preparation.options import PrepareOptions
+from megajax.preparation.running import Map
 from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
-from megajax.preparation.workers import Map
 
 _ENTRIES = 1 << 25  # documents sorted at a time
 _NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
@@ -34,8 +34,8 @@ _CACHED_GRAMS = 1 << 20  # of a worker's cache
 class Copies:
     """The documents that were dropped as copies, in order."""
 
-    originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of, int64
-    similarity: npt.NDArray[np.float64]  # of each to its original, float64, 0 to 1
+    originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of
+    similarity: npt.NDArray[np.float64]  # of each to its original, 0 to 1
     candidates: int = 0  # pairs that were compared
 
 
@@ -48,16 +48,16 @@ class Shards:
 
     def __init__(self, work: WorkFolder, num_shards: int) -> None:
         self.work, self.num_shards = work, num_shards
-        rules = self.loaded("tokens", "rule")
+        rules = list(self.loaded("tokens", "rule"))
         self.rule = np.concatenate([np.empty(0, np.uint8), *rules])
         self.starts = np.cumsum([0, *map(len, rules)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def loaded(self, stage: str, name: str) -> list[npt.NDArray[Any]]:
+    def loaded(self, stage: str, name: str) -> Iterator[npt.NDArray[Any]]:
         """One of a stage's results for every shard."""
-        return [self.work.load(stage, shard, name)[0] for shard in range(self.num_shards)]
+        return (self.work.load(stage, shard, name)[0] for shard in range(self.num_shards))
 
     def kept(self, shard: int) -> npt.NDArray[np.bool_]:
         """Which documents of a shard are kept, [D]."""

@@ -30,11 +30,10 @@ from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.progress import Show, measuring
 from megajax.preparation.report import printable, report, throughput
+from megajax.preparation.running import Map, Show, measuring, worker_map
 from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean_shard
-from megajax.preparation.workers import Map, worker_map
 
 _SHARD_RECORDS = 1 << 16
 
@@ -48,7 +47,6 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     With `overwrite` it begins anew, and replaces what another preparation made.
 
     Raises:
-        UserError: input, options or output cannot be used; the disk is full.
         RunError: a worker process ended.
     """
     check(task.options)

@@ -43,9 +43,9 @@ def report(
             example["copy_of"] = _place(corpus, files, int(copies[rule].originals[number]))
             example["jaccard"] = round(float(copies[rule].similarity[number]), 4)
         dropped[name] = {"count": int(counts[rule]), "examples": examples}
-    broken = np.concatenate(corpus.loaded("clean", "broken")).tolist()
+    broken = np.concatenate([*corpus.loaded("clean", "broken")]).tolist()
     problems = [str(problem) for problem in corpus.loaded("clean", "problem") if problem]
-    sizes = np.concatenate([np.diff(starts) for starts in corpus.loaded("clean", "starts")])
+    sizes = (np.diff(starts)[corpus.kept(shard)] for shard, starts in enumerate(corpus.loaded("clean", "starts")))
     of_sentences = {
         "sentences": len(dataset.sequence_lengths),
         "single_sentence_documents": int((np.diff(dataset.document_index) == 1).sum()),
@@ -59,7 +59,7 @@ def report(
         **(of_sentences if task.options.split_sentences else {}),
         "input_bytes": sum(files.sizes),
         "text_bytes_in": int(sum(corpus.loaded("clean", "text_bytes"))),
-        "text_bytes": int(sizes[corpus.rule == KEPT].sum()),
+        "text_bytes": sum(int(size.sum()) for size in sizes),
         "tokenizer_size": tokenizer.size,
         "dropped": dropped,
         "broken_lines": {
@@ -74,7 +74,7 @@ def report(
 
 def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
-    tasks = dict(zip(ANALYSIS, np.sum(corpus.loaded("tokens", "seconds"), axis=0), strict=True))
+    tasks = dict(zip(ANALYSIS, np.sum([*corpus.loaded("tokens", "seconds")], axis=0), strict=True))
     tasks = {"cleaning": sum(corpus.loaded("clean", "seconds"))} | tasks
     megabytes = found["text_bytes_in"] / 1e6
     rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in tasks.items()}
@@ -149,8 +149,7 @@ def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[
     Documents that are empty or too short do not count as text; duplicates do, but add no gram to their originals'.
     """
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
-    for shard in range(corpus.num_shards):
-        (hits,) = corpus.work.load("tokens", shard, "hits")
+    for shard, hits in enumerate(corpus.loaded("tokens", "hits")):
         everywhere[hits[:, 1]] = True
         kept[hits[corpus.kept(shard)[hits[:, 0]], 1]] = True
     for path, grams, too_short in zip(task.test_sets, test_sets.members, test_sets.too_short, strict=True):

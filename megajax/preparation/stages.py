@@ -18,7 +18,7 @@ from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.minhash import band_hashes
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.progress import measuring
+from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
 
 ANALYSIS = ("tokenizing", "test_sets", "minhash")  # what `analyse_shard` does, as its times are named

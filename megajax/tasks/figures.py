@@ -1,22 +1,30 @@
 """The figures of answers: accuracy of classes and options; exact match and F1 as the official scripts of SQuAD 1.1 and
-2.0 compute them.
+2.0 compute them. And files of predictions for the official scorers: SQuAD's JSON, GLUE's TSV, a similar one for RACE.
 
 N records, C classes or options.
 """
 
+import json
 import math
+import os
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megajax.data.files import write_atomically
+from megajax.errors import UserError
+from megajax.host.paths import check_place
 from megajax.tasks.answers import FoundAnswer
-from megajax.tasks.records import Exam, Pair, Question
+from megajax.tasks.records import Exam, Pair, Question, Record
+from megajax.tasks.registry import TASKS
 
+_HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -130,3 +138,30 @@ def _best_threshold(
         if total > best:
             best, threshold = total, answers[number].difference
     return 100 * best / len(questions), threshold
+
+
+def check_predictions(path: str, records: Sequence[Record]) -> None:
+    """Check that predictions for records can be written."""
+    check_place(path, "--predictions")
+    if os.path.lexists(path):
+        raise UserError(f"--predictions {path} is there already; valid: a name that nothing has")
+    names = set()
+    for record in records:
+        if record.name in names:
+            valid = "records with names of their own, such as those of one file"
+            raise UserError(f"--predictions: two records have the name {record.name[:60]}; valid: {valid}")
+        names.add(record.name)
+
+
+def write_predictions(path: str, task_name: str, records: Sequence[Record], found: Sequence[Any]) -> None:
+    """Write the number of every record's class or option, or the text of its answer, to a new file."""
+    assert len(found) == len(records), (len(found), len(records))
+    check_predictions(path, records)
+    task = TASKS[task_name]
+    names = [record.name for record in records]
+    if task.head == "span":
+        text = json.dumps(dict(zip(names, found, strict=True)), indent=4) + "\n"
+    else:
+        rows = [f"{name}\t{task.labels[int(label)]}" for name, label in zip(names, found, strict=True)]
+        text = "\n".join([_HEADERS[task.head], *rows]) + "\n"
+    write_atomically(Path(path), text)

@@ -1,12 +1,36 @@
-"""JSON lines of what is asked and answered: `prompt` and `completion`, or the `messages` of a conversation."""
+"""Instructions: JSON lines of what is asked and answered, `prompt` and `completion`, or the `messages` of a
+conversation; and samples of them, rows of several records, in which only what the model should say is a target.
 
+N records, T the sequence length.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from megajax.batch import IGNORED, text_form
+from megajax.data.bits import hashed, key_of
+from megajax.data.chat import ChatTemplate
+from megajax.data.samples import Sample
+from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
+from megajax.tasks.inputs import counted
 from megajax.tasks.records import Instruction, Records
 from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import TaskFile, checked, decoded, entry, parsed
+
+TODAY = datetime(2024, 7, 26)
+"""The date that chat templates see, fixed so that the same records always give the same tokens."""
+
+_PACKING = 23  # a random stream of its own
+_BATCH = 1024  # records that are encoded at a time
+
+Encoded = tuple[list[int], list[bool]]  # ids, and whether each is what the model should say
 
 
 def read_instructions(file: TaskFile) -> None:
@@ -46,3 +70,117 @@ def _add(value: Any, place: str, records: Records) -> None:
 def _message(value: Any, place: str) -> dict[str, Any]:
     message = checked(value, dict, place, "the message")
     return message | {key: entry(message, key, str, place) for key in ("role", "content")}
+
+
+def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
+    """Records packed in rows in the given order; a record that does not fit begins the next row."""
+    rows: list[list[int]] = []
+    left = 0
+    for number in order:
+        if not rows or lengths_N[number] > left:
+            rows.append([])
+            left = room
+        rows[-1].append(number)
+        left -= lengths_N[number]
+    assert left >= 0, "a record that is longer than a row"
+    return rows
+
+
+class InstructionRows:
+    """Samples of text (`text_form`), each a row of packed records that do not attend to each other.
+
+    A record is its prompt, from the tokenizer's begin, its completion, and the end of text; or its messages as the chat
+    template writes them. Targets are the completion and the end, or what the assistant writes. Of a record with more
+    than T + 1 tokens the end is cut off; one that then has no targets is left out.
+
+    `seed` is of the order in which records are packed; None: their own.
+    """
+
+    def __init__(
+        self, records: Sequence[Instruction], tokenizer: Tokenizer, *, sequence_length: int, seed: int | None
+    ) -> None:
+        self.sequence_length, self.form = sequence_length, text_form(with_positions=True)
+        self.records: list[Instruction] = []
+        self._texts: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []  # tokens and targets of a record
+        most, cut = sequence_length + 1, 0
+        for record, (tokens, of_model) in zip(records, encoded(records, tokenizer), strict=True):
+            cut += len(tokens) > most
+            ids, says = np.array(tokens[:most], np.int32), np.array(of_model[1:most], bool)
+            if says.any():
+                self.records.append(record)
+                self._texts.append((ids[:-1], np.where(says, ids[1:], np.int32(IGNORED))))
+        order = np.arange(len(self.records))
+        if seed is not None:
+            order = np.argsort(hashed(order.astype(np.uint64) + key_of(_PACKING, seed)), kind="stable")
+        self._rows = packed([len(tokens) for tokens, _ in self._texts], order.tolist(), sequence_length)
+        left_out = len(records) - len(self.records)
+        self.counts = counted(
+            {
+                f"records cut to {most} tokens": cut,
+                f"records without what the model should say in their first {most} tokens, left out": left_out,
+                "records whose texts have special tokens, which become tokens": _written_out(self.records, tokenizer),
+            }
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Sample:
+        sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
+        done = 0
+        for record in self._rows[number]:
+            tokens, targets = self._texts[record]
+            place = slice(done, done + len(tokens))
+            sample["tokens"][place], sample["targets"][place] = tokens, targets
+            sample["positions"][place] = np.arange(len(tokens))
+            done = place.stop
+        return sample
+
+
+def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Every record's tokens."""
+    template = None
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "the tokenizer", TODAY)
+    for start in range(0, len(records), _BATCH):
+        batch = records[start : start + _BATCH]
+        prompts = iter(_prompts([record for record in batch if not record.messages], tokenizer))
+        chats = iter(_chats([record for record in batch if record.messages], tokenizer, template))
+        for record in batch:
+            yield next(chats if record.messages else prompts)
+
+
+def _prompts(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    before = tokenizer.encode_batch([record.prompt for record in records])
+    after = tokenizer.encode_continuations([record.completion for record in records])
+    for asked, said in zip(before, after, strict=True):
+        asked = tokenizer.with_begin(asked) or [tokenizer.end_of_text]
+        said = said if said[-1:] == [tokenizer.end_of_text] else [*said, tokenizer.end_of_text]
+        yield asked + said, [False] * len(asked) + [True] * len(said)
+
+
+def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Encoded]:
+    if not records:
+        return
+    if template is None:
+        raise UserError(
+            f"{records[0].name}: messages, and the tokenizer has no chat template; valid: prompt and completion, or a "
+            "tokenizer with chat_template in its tokenizer_config.json"
+        )
+    ends = [tokenizer.token(number) for number in tokenizer.ends]
+    found = [template.conversation(record.messages, record.name, ends) for record in records]
+    encoding = tokenizer.encode_batch_with_offsets([each.text for each in found])
+    for conversation, (ids, offsets) in zip(found, encoding, strict=True):
+        says = np.zeros(len(conversation.text) + 1, bool)
+        for start, stop in conversation.spans:
+            says[start:stop] = True
+        yield ids, [bool(says[start : max(stop, start + 1)].any()) for start, stop in offsets]
+
+
+def _written_out(records: Sequence[Instruction], tokenizer: Tokenizer) -> int:
+    """How many records have special tokens in their texts."""
+    tokens = tokenizer.special_tokens
+    if not tokens:
+        return 0
+    pattern = re.compile("|".join(map(re.escape, tokens)))
+    return sum(any(map(pattern.search, record.texts)) for record in records)

@@ -11,7 +11,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.inputs import ExamInputs, JoinedTexts, PairInputs, counted
-from megajax.tasks.instruction_rows import InstructionRows
+from megajax.tasks.instructions import InstructionRows
 from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
 from megajax.tasks.windows import SpanWindows

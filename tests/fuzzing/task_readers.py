@@ -13,7 +13,7 @@ from saved_tokenizers import write_saved
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.instruction_rows import InstructionRows
+from megajax.tasks.instructions import InstructionRows
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 

@@ -17,7 +17,7 @@ from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
 from megajax.preparation.prepare import prepare_dataset
-from megajax.preparation.progress import Show
+from megajax.preparation.running import Show
 
 SUFFIXES = (".bin", ".idx", ".tokenizer/tokenizer.json")
 OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400)

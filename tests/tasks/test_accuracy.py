@@ -9,8 +9,7 @@ import pytest
 
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.figures import class_figures, predicted_classes
-from megajax.tasks.predictions import check_predictions, write_predictions
+from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, write_predictions
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Pair, Question
 from megajax.tasks.registry import TASKS

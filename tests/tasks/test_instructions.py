@@ -14,7 +14,7 @@ from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
-from megajax.tasks.instruction_rows import InstructionRows, encoded, packed
+from megajax.tasks.instructions import InstructionRows, encoded, packed
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Instruction
 
