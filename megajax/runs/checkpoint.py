@@ -4,7 +4,6 @@ The state goes leaf by leaf to the host's memory (`program/transfer.py`), from t
 (`writing.py`), and back (`stored.py`). A write that fails is news, not an end, until several have failed in a row.
 """
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,40 +11,37 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from megajax.errors import RunError, UserError
 from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
 from megajax.options import is_whole
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, canonical_bytes
-from megajax.runs import step_folders
+from megajax.runs import step_folders, stored
 from megajax.runs.failures import in_one_line
-from megajax.runs.lazy_array import new_state
 from megajax.runs.metrics import validation_losses
-from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import Retention
-from megajax.runs.stored import DamagedCheckpoint, Reader, weights_of
-from megajax.runs.writing import Write
+from megajax.runs.stored import DamagedCheckpoint
+from megajax.runs.writing import Write, new_state
 
 _OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. All processes make one and call its methods together."""
+    """The folder `checkpoints/` of a run. All processes make one and call its methods together.
 
-    def __init__(
-        self,
-        run_dir: Path,
-        layout: StateLayout,
-        keep: Retention | int | None = None,
-        max_failures: int = 1,
-    ):
+    Reading raises `DamagedCheckpoint` where a file or an array cannot be read or differs from what was written, and
+    `UserError` for a checkpoint of another model. `save`, `save_new` and `news` raise `RunError` after too many failed
+    writes in a row.
+    """
+
+    def __init__(self, run_dir: Path, layout: StateLayout, keep: Retention | int | None = None, max_failures: int = 1):
         """With `keep`, checkpoints can be written; a complete one removes those that `keep` lets go. `max_failures`
         failed writes in a row end the run."""
         self.folder = Path(run_dir).absolute() / "checkpoints"
         self.saved: int | None = None  # the newest step that was restored as a state, or saved completely
         self._layout, self._transfer = layout, Transfer(layout)
-        self._reader = Reader(self.folder)
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self._max_failures, self._failures = max_failures, 0
         self._write: Write | None = None
@@ -69,22 +65,14 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, validation_loss: float | None = None) -> None:
         """Begin to write the `state` after `step` steps. When this returns, the state is copied; the files are complete
-        later (`wait`). Failures of this write or the one before are `news`.
-
-        Raises:
-            RunError: too many writes in a row have failed.
-        """
+        later (`wait`). Failures of this write or the one before are `news`."""
         if validation_loss is not None:
             self._losses[step] = validation_loss
         self._begin(step, lambda: self._transfer.to_host(state))
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
         """Begin to write the state before the first step; `weight` makes each canonical main weight from its path and
-        shape, in another thread, when its turn comes.
-
-        Raises:
-            RunError: too many writes have failed.
-        """
+        shape, in another thread, when its turn comes."""
         self._begin(0, lambda: new_state(self._layout, weight))
 
     def _begin(self, step: int, canonical: Callable[[], TrainState]) -> None:
@@ -96,11 +84,7 @@ class Checkpoints:
             self._write = Write(self.folder, step, canonical(), then=self._retire)
 
     def wait(self) -> None:
-        """Wait until what was saved is complete.
-
-        Raises:
-            RunError: the last state could not be written.
-        """
+        """Wait until what was saved is complete; raises `RunError` if the last state could not be written."""
         self._settle()
         if self._problem:
             raise RunError(f"{self._problem}; last good checkpoint: {self.last_good}")
@@ -111,11 +95,7 @@ class Checkpoints:
             self._write.abandon()
 
     def news(self) -> list[str]:
-        """A line for each failed write since the last call.
-
-        Raises:
-            RunError: too many writes in a row have failed.
-        """
+        """A line for each failed write since the last call."""
         if jax.process_count() == 1 and self._write is not None and not self._write.is_under_way:
             self._settle()
         news, self._news = self._news, []
@@ -175,59 +155,49 @@ class Checkpoints:
             self._news.append(f"an old checkpoint cannot be removed: {in_one_line(error)}")
 
     def restore(self, step: int) -> TrainState:
-        """The state after `step` steps, on this mesh.
-
-        Raises:
-            DamagedCheckpoint: it cannot be read, or differs from what was written.
-        """
-        self._reader.check_files(step)
-        state = self._transfer.to_devices(self._reader.read(step, self._transfer.targets))
+        """The state after `step` steps, on this mesh."""
+        state = self._transfer.to_devices(self._read(step, self._transfer.targets, files=True))
         self.saved = step
         return state
 
     def restore_params(self, step: int) -> Any:
         """The weights after `step` steps on this mesh, as layers compute with them, LoRA's beside them. Only these are
-        read and compared with their checksums, not the files with their digests.
-
-        Raises:
-            DamagedCheckpoint: they cannot be read, or differ from what was written.
-        """
-        return self._transfer.params_to_devices(self._stored_weights(step))
+        read and compared with their checksums, not the files with their digests."""
+        return self._transfer.params_to_devices(self._read_weights(step, self._transfer.targets.params))
 
     def read_weights(self, step: int) -> Any:
         """The canonical main weights in host memory, LoRA merged into them; otherwise as `restore_params`."""
-        return self._transfer.merged(self._stored_weights(step))
-
-    def _stored_weights(self, step: int) -> Any:
-        return self._reader.read(step, weights_of(self._transfer.targets)).params
+        return self._transfer.merged(self._read_weights(step, self._transfer.targets.params))
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
         """The canonical main weights and adapters at `paths`, as they are stored; otherwise as `restore_params`."""
-        targets = weights_of(self._transfer.targets)
-        wanted: dict[Any, Any] = {}
-        for path, target in jax.tree_util.tree_leaves_with_path(targets.params):
-            if path in paths:
-                node = wanted
-                for key in path[:-1]:
-                    node = node.setdefault(key.key, {})
-                node[path[-1].key] = target
-        targets = dataclasses.replace(targets, params=wanted)
-        found = dict(jax.tree_util.tree_leaves_with_path(self._reader.read(step, targets).params))
-        return {path: np.asarray(found[path]) for path in paths}
+        leaves = jax.tree_util.tree_leaves_with_path(self._transfer.targets.params)
+        wanted = {tuple(key.key for key in path): target for path, target in leaves if path in paths}
+        found = self._read_weights(step, traverse_util.unflatten_dict(wanted))
+        return {path: np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+
+    def _read_weights(self, step: int, targets: Any) -> Any:
+        alone = TrainState(None, targets, None, None, None, None)  # type: ignore[arg-type]
+        return self._read(step, alone).params
+
+    def _read(self, step: int, targets: TrainState, *, files: bool = False) -> TrainState:
+        checkpoint = self.folder / str(step)
+        try:
+            if files:
+                stored.check_files(checkpoint)
+            return stored.read(checkpoint, targets)
+        except DamagedCheckpoint:
+            stored.check_fits(checkpoint, self._layout.model)
+            raise
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest readable state, its step, and what is wrong with newer ones; the state is None without any
-        checkpoint.
-
-        Raises:
-            RunError: there are checkpoints, and none can be read.
-        """
+        checkpoint. If there are checkpoints and none can be read, that is a `RunError`."""
         damaged: list[str] = []
         for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
             try:
                 return self.restore(step), step, damaged
             except DamagedCheckpoint as error:
-                check_fits(self.folder / str(step), self._layout.model)
                 damaged.append(str(error))
         if damaged:
             raise RunError(f"no checkpoint in {self.folder} can be read; the newest: {damaged[0]}")

@@ -1,9 +1,10 @@
 """The data of a run: its corpus, or several blended, and its validation sets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megajax.config import Config
 from megajax.data import gpt, pairs
@@ -52,35 +53,25 @@ class RunData:
 
 
 def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run in its folder, unless they are there. One process calls this, then all may
-    `open_run_data`.
-
-    One corpus lies in `folder` itself, each of several in a folder of its own; their common tokenizer is in
-    `folder/tokenizer` in both cases.
-    """
+    """Make the corpora of a run in its folder, unless they are there: a single one in `folder` itself, each of several
+    in a folder of its own; their common tokenizer is in `folder/tokenizer`. One process calls this, then all may
+    `open_run_data`."""
     data, vocab_size = config.data, config.model.vocab_size
-    family, kind = FAMILIES[config.model.family], _kind(config)
-    kind.check(config)
-    make = partial(make_corpus, sentences=kind.sentences, kind=family.tokenizer)
-
-    def split(corpus: Corpus) -> object:
-        return kind.split(config, corpus, 0)
-
-    def everything(corpus: Corpus) -> object:
-        return kind.all(config, corpus.tokens, corpus.tokenizer, 0)
-
+    if _reads_pairs(config):
+        pairs.check_length(config.model.sequence_length)
+    make = partial(make_corpus, sentences=_reads_pairs(config), kind=FAMILIES[config.model.family].tokenizer)
+    split = partial(_split, config)
     if data.path:
         make(data.path, config.tokenizer.path, vocab_size, folder, check=split)
-    others = {f"{_VALIDATION}{entry.name}": entry.path for entry in data.validation}
-    if not data.sources and not others:
+    sources, others = _parts(config)
+    if not sources and not others:
         return
-    sources = {f"source-{number}": source.path for number, source in enumerate(data.sources)}
     made = all(has_corpus(folder / name) for name in sources | others)
     tokenizer = None if made else _shared_tokenizer(config, folder, list(sources.values()), list(others.values()))
     for name, path in (sources | others).items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
-        check = split if name in sources else everything
+        check = split if name in sources else lambda corpus: _all(config, corpus.tokens, corpus.tokenizer)
         make(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
@@ -89,10 +80,8 @@ def make_run_data(config: Config, folder: Path) -> None:
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     """Open the data of `make_run_data`, on any process. `overlap` is that of `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
-    names = [f"source-{number}" for number in range(len(data.sources))] if data.sources else ["."]
-    corpora = [open_corpus(folder / name, vocab_size) for name in names]
-    kind = _kind(config)
-    splits = [kind.split(config, corpus, overlap) for corpus in corpora]
+    corpora = [open_corpus(folder / name, vocab_size) for name in _parts(config)[0] or ["."]]
+    splits = [_split(config, corpus, overlap) for corpus in corpora]
     train: EpochSamples | BlendedSamples = splits[0][0]
     validation: CorpusSamples = splits[0][1]
     if data.sources:
@@ -101,8 +90,14 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     validation_sets = {}
     for entry in data.validation:
         corpus = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size)
-        validation_sets[entry.name] = kind.all(config, corpus.tokens, corpus.tokenizer, 0)
+        validation_sets[entry.name] = _all(config, corpus.tokens, corpus.tokenizer)
     return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
+
+
+def _parts(config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """The paths of the sources, none for a single corpus, and of the validation sets, by the names of their folders."""
+    sources = {f"source-{number}": source.path for number, source in enumerate(config.data.sources)}
+    return sources, {f"{_VALIDATION}{entry.name}": entry.path for entry in config.data.validation}
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
@@ -112,86 +107,47 @@ def has_run_data(config: Config, folder: Path) -> bool:
 
 def has_whole_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` has nothing more to make there."""
-    sources = [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
-    others = [f"{_VALIDATION}{entry.name}" for entry in config.data.validation]
-    return all(has_corpus(folder / name) for name in [*sources, *others])
+    sources, others = _parts(config)
+    return all(has_corpus(folder / name) for name in [*(sources or ["."]), *others])
 
 
 def given_samples(
     config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
 ) -> CorpusSamples:
-    """Samples of `path`, any text or prepared dataset, to evaluate a run's model on.
-
-    Args:
-        config: the run's.
-        path: as `--data.path`.
-        tokenizer: the run's; None if the run has none, or the dataset needs none.
-        overlap: that of `EvaluationSamples`.
-        flag: names the path in error messages.
-    """
-    kind = _kind(config)
+    """Samples of `path`, any text or prepared dataset, to evaluate a run's model on. `tokenizer` is the run's, None if
+    none is needed; `overlap` that of `EvaluationSamples`; `flag` names the path in error messages."""
     vocab_size = config.model.vocab_size
-    tokens = evaluation_tokens(path, tokenizer, vocab_size, sentences=kind.sentences, flag=flag)
-    return kind.all(config, tokens, tokenizer, overlap)
+    tokens = evaluation_tokens(path, tokenizer, vocab_size, sentences=_reads_pairs(config), flag=flag)
+    return _all(config, tokens, tokenizer, overlap)
 
 
-def _kind(config: Config) -> "_TextSamples":
-    return _KINDS[FAMILIES[config.model.family].samples]
+def _reads_pairs(config: Config) -> bool:
+    """Whether samples are pairs of segments of masked sentences, not documents packed into sequences."""
+    return FAMILIES[config.model.family].samples == "pairs"
 
 
-class _TextSamples:
-    """Samples of a language model: documents packed into fixed-length sequences."""
-
-    sentences = False  # documents are split into sentences
-
-    def check(self, config: Config) -> None:
-        """Refuse a configuration that no corpus has samples for."""
-
-    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-        """Samples of the training and the validation split; `overlap` is that of `EvaluationSamples`."""
-        return gpt.train_and_validation(
-            corpus.tokens,
-            sequence_length=config.model.sequence_length,
-            validation_fraction=config.data.validation_fraction,
-            seed=config.seed,
-            overlap=overlap,
-            with_positions=config.data.reset_attention,
-        )
-
-    def all(self, config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
-        """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
-        length, resets = config.model.sequence_length, config.data.reset_attention
-        return gpt.EvaluationSamples(tokens, sequence_length=length, overlap=overlap, with_positions=resets)
+def _split(config: Config, corpus: Corpus, overlap: int = 0) -> tuple[EpochSamples, CorpusSamples]:
+    """Samples of the training and the validation split."""
+    make: Callable[..., tuple[EpochSamples, CorpusSamples]]
+    make = pairs.train_and_validation if _reads_pairs(config) else gpt.train_and_validation
+    options = _options(config, corpus.tokens, corpus.tokenizer, overlap)
+    return make(corpus.tokens, validation_fraction=config.data.validation_fraction, seed=config.seed, **options)
 
 
-class _PairSamples(_TextSamples):
-    """Samples of BERT: pairs of segments of masked sentences."""
-
-    sentences = True
-
-    def check(self, config: Config) -> None:
-        pairs.check_length(config.model.sequence_length)
-
-    def split(self, config: Config, corpus: Corpus, overlap: int) -> tuple[EpochSamples, CorpusSamples]:
-        return pairs.train_and_validation(
-            corpus.tokens,
-            sequence_length=config.model.sequence_length,
-            validation_fraction=config.data.validation_fraction,
-            seed=config.seed,
-            vocabulary=_pieces(corpus.tokens, corpus.tokenizer),
-        )
-
-    def all(self, config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int) -> CorpusSamples:
+def _all(config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int = 0) -> CorpusSamples:
+    """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
+    if _reads_pairs(config):
         pairs.check_sentences(tokens)
-        length, vocabulary = config.model.sequence_length, _pieces(tokens, tokenizer)
-        return pairs.EvaluationPairs(tokens, sequence_length=length, vocabulary=vocabulary)
+    make: Callable[..., CorpusSamples] = pairs.EvaluationPairs if _reads_pairs(config) else gpt.EvaluationSamples
+    return make(tokens, **_options(config, tokens, tokenizer, overlap))
 
 
-def _pieces(tokens: TokenDocuments, tokenizer: Tokenizer | None) -> WordPieces:
-    return WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
-
-
-_KINDS = {"text": _TextSamples(), "pairs": _PairSamples()}  # by `Entry.samples` of the registry
+def _options(config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"sequence_length": config.model.sequence_length}
+    if _reads_pairs(config):
+        vocabulary = WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {tokens.name}")
+        return options | {"vocabulary": vocabulary}
+    return options | {"overlap": overlap, "with_positions": config.data.reset_attention}
 
 
 def _flag(is_source: bool) -> str:

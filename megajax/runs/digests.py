@@ -36,20 +36,13 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
-        """The manifest of a folder that holds all files of a checkpoint, whose arrays have these checksums.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """The manifest of a folder that holds all files of a checkpoint, whose arrays have these checksums; `OSError` if
+        one cannot be read."""
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
         return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
 
     def write(self, folder: Path) -> None:
-        """Write it to the checkpoint's folder.
-
-        Raises:
-            OSError: that cannot be done.
-        """
+        """Write it to the checkpoint's folder; `OSError` if that cannot be done."""
         write_json(folder / MANIFEST, asdict(self) | {_OWN: self._checksum})
 
     @property
@@ -58,11 +51,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is damaged.
-    """
+    """The manifest of a checkpoint; `OSError` or `ValueError` if it cannot be read or is damaged."""
     content = read_json(folder / MANIFEST)
     try:
         if type(content["format"]) is int and content["format"] > FORMAT:
@@ -106,11 +95,7 @@ def _size_and_digest(file: Path) -> list[Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is on the disk when this returns.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a JSON file that is on the disk when this returns; `OSError` if it cannot be written."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
@@ -118,24 +103,20 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is not JSON.
-    """
+    """The content of a JSON file; `OSError` or `ValueError` if it cannot be read or is not JSON."""
     return reading.parse_json(reading.read_bytes(path, _LARGEST).decode())
 
 
 def local_checksums(tree: Any) -> dict[str, int]:
     """By the name of every array, what this process's devices add to its checksum; replicated shards count once."""
-    return {jax.tree_util.keystr(path): _local_sum(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
+    def local_sum(leaf: Any) -> int:
+        if not isinstance(leaf, Array):  # a `LazyArray`, written by now
+            return leaf.sum
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return sum(checksum(np.asarray(each.data), [dim.start or 0 for dim in each.index]) for each in shards) % 2**32
 
-def _local_sum(leaf: Any) -> int:
-    if not isinstance(leaf, Array):  # a `LazyArray`, written by now
-        return leaf.sum
-    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    return sum(checksum(np.asarray(each.data), [dim.start or 0 for dim in each.index]) for each in shards) % 2**32
+    return {jax.tree_util.keystr(path): local_sum(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def checksum(shard: np.ndarray, starts: list[int] | None = None) -> int:

@@ -20,13 +20,6 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.traits import Changes
 
 
-def claim(run_dir: Path, config: Config) -> None:
-    """`check_claim`, then mark the folder as a run directory."""
-    check_claim(run_dir, config)
-    if marked_format(run_dir) is None:
-        mark(run_dir)
-
-
 def check_claim(run_dir: Path, config: Config) -> None:
     """Check that the run directory may be used as `--resume` says."""
     if run_dir.exists() and not run_dir.is_dir():
@@ -72,13 +65,15 @@ def stored_decay(run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
-    """`claim` and lock a run directory for the block that begins the run; the lock outlives a block that succeeds. If
-    the block fails and leaves nothing, the run directory is restored."""
+    """`check_claim`, mark and lock a run directory for the block that begins the run; the lock outlives a block that
+    succeeds. If the block fails and leaves nothing, the run directory is restored."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     before = {MARK, *entries(run_dir)}
     new = not (run_dir / MARK).exists()
     try:
-        claim(run_dir, config)
+        check_claim(run_dir, config)
+        if marked_format(run_dir) is None:
+            mark(run_dir)
         lock.take()
         put_back(run_dir / "data")
         yield

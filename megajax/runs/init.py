@@ -13,7 +13,7 @@ from megajax.data.corpus import corpus_tokenizer
 from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
-from megajax.errors import RunError, UserError
+from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.phases import phase
 from megajax.host.processes import say
@@ -28,10 +28,8 @@ from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
 from megajax.runs.directory import stored_config
-from megajax.runs.mismatch import check_fits
 from megajax.runs.step_folders import complete
-from megajax.runs.stored import DamagedCheckpoint
-from megajax.runs.trained import check_run
+from megajax.runs.trained import check_run, reported_damage
 from megajax.traits import Changes
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
@@ -113,10 +111,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and a line that says where its weights are from.
 
     With `--init`, every weight that the newest checkpoint of the other run has by the same name comes from there, LoRA
-    merged. Differing heads and the optimizer start fresh; learned positions are truncated.
-
-    Raises:
-        RunError: the checkpoint of `--init` is damaged.
+    merged. Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that
+    checkpoint is damaged.
     """
     config, state = program.config, program.layout.init()
     if not config.init:
@@ -124,27 +120,28 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     check_init(config)
     run_dir = Path(config.init)
     other = stored_config(run_dir, {"precision": config.precision})
-    theirs, layout = other.model, _layout(config, other, program)
+    theirs = other.model
+    model = dataclasses.replace(theirs, dropout=config.model.dropout)
+    on_our_mesh = dataclasses.replace(config, model=model, lora=other.lora)
+    layout = StateLayout(on_our_mesh, program.mesh, CutModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
-    try:
+    with reported_damage("--init: ", ""):
         found = checkpoints.read_weights(step)
-    except DamagedCheckpoint as error:
-        check_fits(checkpoints.folder / str(step), theirs)
-        raise RunError(f"--init: damaged checkpoint: {error}") from None
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)
     del state
     there = dict(jax.tree_util.tree_leaves_with_path(found))
     fresh: list[str] = []
-
-    other_answers = _answers(config.model) != _answers(theirs)
+    other_classes = theirs.head == "classes" and config.model.num_classes != theirs.num_classes
+    other_answers = config.model.head != theirs.head or other_classes
 
     def choose(path: Any, ours: Array) -> Array:
         if path[0] == _ADAPTERS:
             return ours
-        if path not in there or (other_answers and _name(path).startswith(_OUTPUT)):
-            fresh.append(_name(path))
+        name = ".".join(str(key.key) for key in path[1:])
+        if path not in there or (other_answers and name.startswith(_OUTPUT)):
+            fresh.append(name)
             return ours
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
 
@@ -179,24 +176,8 @@ def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: P
         return state
 
 
-def _answers(model: ModelConfig) -> tuple[str, int]:
-    """The head of a model, and how many classes it distinguishes."""
-    return model.head, model.num_classes if model.head == "classes" else 0
-
-
-def _layout(config: Config, theirs: Config, program: Program) -> StateLayout:
-    """The layout of another run's model on the program's mesh."""
-    model = dataclasses.replace(theirs.model, dropout=config.model.dropout)
-    config = dataclasses.replace(config, model=model, lora=theirs.lora)
-    return StateLayout(config, program.mesh, CutModel(model, F_AND_G, program.backend))
-
-
 def _first(theirs: Array, ours: Array) -> Array:
     """The first rows of a table in host memory, placed as ours."""
     place = ours.sharding.with_memory_kind(ours.addressable_shards[0].device.default_memory().kind)
     cut = jax.jit(lambda table: jnp.copy(table[: ours.shape[0]]), out_shardings=place)(moved(theirs))
     return moved(cut, ours.sharding.memory_kind)
-
-
-def _name(path: Any) -> str:
-    return ".".join(str(key.key) for key in path[1:])

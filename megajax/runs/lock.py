@@ -20,7 +20,6 @@ from megajax.host import reading
 
 NAME = "run.lock"
 _MOST_BYTES = 4096  # of the file
-_UNKNOWN = "an unknown process"
 TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
 
 
@@ -42,11 +41,7 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> "Holder | None":
-        """The process named in a lock's file; None if it names none.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """The process named in a lock's file; None if it names none. `OSError` if it cannot be read."""
         try:
             with reading.open_file(file) as opened:
                 found = cls(**reading.parse_json(opened.read(_MOST_BYTES).decode()))
@@ -57,13 +52,10 @@ class Holder:
         return found if valid and all(isinstance(word, str) and word.isprintable() for word in words) else None
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is a process of this machine."""
-        return self.machine == _machine()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether a process of this machine still runs."""
+    def is_alive(self) -> bool | None:
+        """Whether it still runs; None of a process of another machine."""
+        if self.machine != _machine():
+            return None
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
@@ -95,35 +87,27 @@ class RunLock:
                     stamp, holder = self._file.stat().st_mtime_ns, Holder.read(self._file)
                 except FileNotFoundError:  # it was released just now
                     continue
+                who = holder or "an unknown process"
                 if (holder, stamp) != seen:
-                    if announced or (holder and holder.is_here and holder.is_alive and _is_fresh(stamp)):
-                        raise UserError(
-                            f"--run-dir {self._run_dir} is in use by {holder or _UNKNOWN}; valid: another folder"
-                        )
+                    is_fresh = abs(time.time_ns() - stamp) < 1e9 * 3 * TOUCHED_EVERY
+                    if announced or (holder and holder.is_alive and is_fresh):
+                        raise UserError(f"--run-dir {self._run_dir} is in use by {who}; valid: another folder")
                     seen, since = (holder, stamp), time.monotonic()
-                dead = holder is not None and holder.is_here and not holder.is_alive
+                dead = holder is not None and holder.is_alive is False
                 abandoned = dead or time.monotonic() - since > ABANDONED_AFTER
                 if abandoned and (taken := self._take_over()) is not None:
                     return self._hold(taken)
             except OSError as error:
-                raise UserError(
-                    f"--run-dir {self._run_dir}: {error.strerror}; valid: a writable place with room"
-                ) from None
+                problem = f"{error.strerror}; valid: a writable place with room"
+                raise UserError(f"--run-dir {self._run_dir}: {problem}") from None
             if not announced and not dead:
-                announced = True
-                print(
-                    f"{self._file} is of {holder or _UNKNOWN}: taken over if it is not touched for "
-                    f"{ABANDONED_AFTER:.0f} s",
-                    flush=True,
-                )
+                announced, after = True, f"taken over if it is not touched for {ABANDONED_AFTER:.0f} s"
+                print(f"{self._file} is of {who}: {after}", flush=True)
             time.sleep(0.5)
 
     def check(self) -> None:
-        """Check that the lock is still held, if it was taken.
-
-        Raises:
-            RunError: another process has taken it, or the run directory was removed.
-        """
+        """Check that the lock is still held, if it was taken: `RunError` if another process has taken it, or the run
+        directory was removed."""
         if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
 
@@ -192,7 +176,3 @@ def _started(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
-
-
-def _is_fresh(stamp: int) -> bool:
-    return abs(time.time_ns() - stamp) < 1e9 * 3 * TOUCHED_EVERY

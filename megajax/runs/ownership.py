@@ -10,12 +10,9 @@ from megajax.host import reading
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
 IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
-_ENTRIES = {
-    **dict.fromkeys(
-        ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json"), "a file"
-    ),
-    **dict.fromkeys(("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile"), "a folder"),
-}
+_FILES = ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json")
+_FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
+_ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 
 
 def mark(run_dir: Path) -> None:
@@ -36,10 +33,8 @@ def marked_format(run_dir: Path) -> int | None:
 def check_format(number: int, name: str) -> None:
     """Refuse a format of the future."""
     if number > FORMAT:
-        raise UserError(
-            f"{name} was written by a newer version of megajax, in format {number}; valid: format {FORMAT}, or that "
-            "version"
-        )
+        newer = f"was written by a newer version of megajax, in format {number}"
+        raise UserError(f"{name} {newer}; valid: format {FORMAT}, or that version")
 
 
 def entries(run_dir: Path) -> list[str]:
@@ -62,12 +57,8 @@ def check_entries(run_dir: Path) -> None:
 
 
 def check_outside_runs(path: Path, name: str) -> None:
-    """Check that a new file or folder would not lie among a run's entries, or in a folder that will be removed.
-
-    Args:
-        path: of the new file or folder.
-        name: of its flag or argument, for error messages.
-    """
+    """Check that a new file or folder would not lie among a run's entries, or in a folder that will be removed; `name`
+    is that of its flag or argument, for error messages."""
     place = path.parent.resolve() / path.name
     for run_dir in place.parents:
         if is_marked(run_dir):

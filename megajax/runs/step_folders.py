@@ -1,6 +1,7 @@
 """The folders in `checkpoints/`, one a step. A folder that is half written or being removed has another name.
 
-Every name here is made by this program or by Orbax; everything else in the folder is left alone.
+Every name here is made by this program or by Orbax; everything else in the folder is left alone. What cannot be removed
+or renamed raises `OSError`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ _LARGEST = 2**31 - 1
 def named(folder: Path) -> list[int]:
     """Steps, ascending, that name a folder, whatever it holds."""
     names = [entry.name for entry in _readable(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
-    return sorted(int(name) for name in names if int(name) <= _LARGEST)
+    return sorted(step for step in map(int, names) if step <= _LARGEST)
 
 
 def candidates(folder: Path) -> list[int]:
@@ -39,11 +40,7 @@ def temporary(folder: Path, step: int) -> Path:
 
 
 def clear(folder: Path, step: int | None = None) -> None:
-    """Remove what was left half written or half removed, of one step or of all.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove what was left half written or half removed, of one step or of all."""
     for entry in _entries(folder):
         found = _TEMPORARY.fullmatch(entry.name)
         if found and step in (None, int(found[1])):
@@ -51,11 +48,7 @@ def clear(folder: Path, step: int | None = None) -> None:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Remove a checkpoint. It loses its name first, so that no half-removed folder has it.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint. It loses its name first, so that no half-removed folder has it."""
     place = folder / f"{step}.orbax-checkpoint-tmp-discarded"
     remove(place)
     (folder / str(step)).rename(place)
@@ -63,21 +56,13 @@ def discard(folder: Path, step: int) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename the folder of a step to `damaged-STEP-N`.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename the folder of a step to `damaged-STEP-N`."""
     names = (folder / f"damaged-{step}-{number}" for number in range(1000))
     (folder / str(step)).rename(next(name for name in names if not name.exists()))
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, or a link to one, if it exists.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a folder with its content, or a link to one, if it exists."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -54,12 +54,9 @@ class TaskData:
 
 
 def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
-    """Choose the tokenizer of a run and note its records in `folder`. One process calls this, then all may
-    `open_task_data`.
-
-    The tokenizer is that of `--init`, else the given one, else it is trained on the training records. With `again` this
-    is done anew where an earlier start did it and trained nothing: files or weights may have changed since.
-    """
+    """Choose the tokenizer of a run and note its records in `folder`, with `again` also where an earlier start that
+    trained nothing has done it: files or weights may have changed since. One process calls this, then all may
+    `open_task_data`."""
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
@@ -104,8 +101,6 @@ def _check_samples(config: Config, train: Sequence[Record], dev: Sequence[Record
 
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     """Training records, dev records, and lines about what is odd in the files."""
-    if not config.data.train:
-        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
     found = read_records(config.task.name, config.data.train, config.task, "--data.train")
     if config.data.dev:
         dev = read_records(config.task.name, config.data.dev, config.task, "--data.dev")
@@ -127,7 +122,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 
 def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
-    """The tokenizer of `--init`, or the given one, or one that is trained on the records."""
+    """The tokenizer of `--init`, else the given one, else one that is trained on the training records."""
     tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:
         raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")

@@ -17,14 +17,12 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.paths import check_path
-from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import stored_config
-from megajax.runs.mismatch import check_fits
 from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.settings.launch import start
@@ -41,11 +39,7 @@ class TrainedModel:
 
     @classmethod
     def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
-        """The weights of a run's checkpoint on the configuration's mesh.
-
-        Raises:
-            RunError: the checkpoint is damaged.
-        """
+        """The weights of a run's checkpoint on the configuration's mesh; `RunError` if it is damaged."""
         program = Program.on(config)
         check_memory(program, training=False, rows=config.train.microbatch)
         return cls(program, *restore_params(program, run_dir, step))
@@ -53,14 +47,10 @@ class TrainedModel:
 
 def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: bool = False) -> tuple[Any, int]:
     """Weights of a run's checkpoint on the program's mesh, or with `optimizer` its `TrainState`, and the step that
-    `choose_step` finds.
-
-    Raises:
-        RunError: it is damaged.
-    """
+    `choose_step` finds. Raises `RunError` if it is damaged."""
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
-    with _reported_damage(checkpoints, number, program.layout.model):
+    with reported_damage():
         return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
@@ -74,27 +64,24 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
         beside = [path for pair in pairs.values() for path in pair.values()]
-        with _reported_damage(checkpoints, number, layout.model):
+        with reported_damage():
             found = checkpoints.read_some_weights(number, [*paths, *beside])
         for path, pair in pairs.items():
             assert adapters is not None
-            added = adapters.added(
-                {name: jnp.asarray(found[each]) for name, each in pair.items()}, adapters.inner_of(path)
-            )
-            found[path] = found[path] + np.asarray(added)
+            factors = {name: jnp.asarray(found[each]) for name, each in pair.items()}
+            found[path] = found[path] + np.asarray(adapters.added(factors, adapters.inner_of(path)))
         return [found[path] for path in paths]
 
     return read, number
 
 
 @contextlib.contextmanager
-def _reported_damage(checkpoints: Checkpoints, step: int, model: ModelConfig) -> Iterator[None]:
-    """In the block a damaged checkpoint is a `RunError`, and one of another model a `UserError`."""
+def reported_damage(before: str = "", after: str = "; another can be chosen by --step") -> Iterator[None]:
+    """In the block a damaged checkpoint is a `RunError`."""
     try:
         yield
     except DamagedCheckpoint as error:
-        check_fits(checkpoints.folder / str(step), model)
-        raise RunError(f"damaged checkpoint: {error}; another can be chosen by --step") from None
+        raise RunError(f"{before}damaged checkpoint: {error}{after}") from None
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
@@ -113,14 +100,9 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
 def evaluation_config(
     run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
 ) -> Config:
-    """The configuration of a run for an evaluation, with a batch that fills the pipeline once; starts JAX.
-
-    Args:
-        run_dir: the run.
-        overrides: values that replace the run's own; without a mesh among them, all devices are `data`.
-        any_model: it need not be a language model.
-        mesh: of another run, for which JAX has started already.
-    """
+    """The configuration of a run for an evaluation, with a batch that fills the pipeline once. Starts JAX, and without a
+    mesh among `overrides` all devices are `data`; or `mesh` is that of another run, for which JAX has started already.
+    With `any_model` it need not be a language model."""
     check_run(run_dir)
     config = stored_config(run_dir, overrides)
     if not (any_model or FAMILIES[config.model.family].continues_text):
@@ -131,10 +113,9 @@ def evaluation_config(
         )
     if mesh is None:
         start(config)
-    else:
-        config = dataclasses.replace(config, mesh=mesh)
-    if mesh is None and not any(key.startswith("mesh.") for key in overrides):
-        config = dataclasses.replace(config, mesh=MeshConfig(data=jax.device_count()))
+        given = any(key.startswith("mesh.") for key in overrides)
+        mesh = config.mesh if given else MeshConfig(data=jax.device_count())
+    config = dataclasses.replace(config, mesh=mesh)
     validate_mesh(config, jax.device_count())
     rows = config.mesh.row_shards * config.mesh.pipe * config.train.microbatch
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))

@@ -7,25 +7,28 @@ waits for a process that failed: the main threads find out together whether all 
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
 from megajax.host.paths import identity
 from megajax.host.processes import all_agree, is_first_process, of_first_process
+from megajax.program.state import StateLayout, TrainState
 from megajax.runs import step_folders
-from megajax.runs.digests import Manifest, local_checksums, read_json, write_json
+from megajax.runs.digests import Manifest, checksum, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
-from megajax.runs.lazy_array import LazyArray
-from megajax.runs.lazy_array import writer as deferred_writer
 
 _PATIENCE = 30.0  # seconds that an end without `wait` waits for other processes
 _POLL = 0.05  # seconds
@@ -120,15 +123,12 @@ class Write:
             self._check_place()
 
     def _write_arrays(self, state: Path) -> None:
-        deferred = isinstance(jax.tree.leaves(self._canonical)[0], LazyArray)
-        handler = deferred_writer() if deferred else ocp.StandardCheckpointHandler()
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                wanted = (ocp.args.PyTreeSave if deferred else ocp.args.StandardSave)(self._canonical)
-                for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
-                    written.result()
-        finally:
-            handler.close()
+        lazy = isinstance(jax.tree.leaves(self._canonical)[0], LazyArray)
+        handler = _lazy_writer() if lazy else ocp.StandardCheckpointHandler()
+        with contextlib.closing(handler), warnings.catch_warnings(action="ignore"):
+            wanted = (ocp.args.PyTreeSave if lazy else ocp.args.StandardSave)(self._canonical)
+            for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
+                written.result()
 
     def _check_place(self) -> None:
         """Check that the files lie in the folder that was made for them. If that was removed meanwhile, TensorStore has
@@ -173,12 +173,8 @@ class Write:
                 parts = read_json(word)
                 self._sums = {name: (total + parts[name]) % 2**32 for name, total in self._sums.items()}
             word.unlink(missing_ok=True)
-        handler = ocp.StandardCheckpointHandler()
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                handler.finalize(epath.Path(self._place / "state"))
-        finally:
-            handler.close()
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler, warnings.catch_warnings(action="ignore"):
+            handler.finalize(epath.Path(self._place / "state"))
         self._check_place()
         Manifest.of(self._place, self._sums).write(self._place)
         if os.path.lexists(self._folder / str(self.step)):
@@ -190,3 +186,69 @@ class Write:
             step_folders.clear(self._folder, self.step)
         except OSError as error:
             self.problem = f"{self.problem}; what was written cannot be removed: {in_one_line(error)}"
+
+
+@dataclass
+class LazyArray:
+    """An array that is made when its turn to be written comes, and dropped before the next one: the state as a whole is
+    never in memory. One process writes them."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+    sum: int | None = field(default=None, compare=False)  # its checksum, once it has been written
+
+    @property
+    def size(self) -> int:
+        """Orbax asks for it, as for `nbytes`."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
+    """The canonical state before the first step, of `LazyArray`; `weight` makes each canonical main weight from its
+    path and shape."""
+    shapes = layout.canonical_shapes
+    begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
+    begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
+
+    def filled(shape: jax.ShapeDtypeStruct, value: Any) -> LazyArray:
+        """A moment, which is the same number everywhere, or what is no weight's."""
+        number = np.asarray(value)
+        whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
+        return LazyArray(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
+
+    def made(path: Any, shape: jax.ShapeDtypeStruct) -> LazyArray:
+        dtype = np.dtype(shape.dtype)
+        return LazyArray(shape.shape, dtype, lambda: weight(path, shape.shape).astype(dtype, copy=False))
+
+    state = jax.tree.map(filled, dataclasses.replace(shapes, params=None), begun)
+    return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(made, shapes.params))
+
+
+class _LazyHandler(ocp.type_handlers.NumpyHandler):
+    """Writes them as Orbax writes numpy arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Write one after the other: the first is gone before the second is made."""
+        for number, (value, info) in enumerate(zip(values, infos, strict=True)):
+            array = value.make()
+            assert (array.shape, array.dtype) == (value.shape, value.dtype), (value.shape, array.shape)
+            value.sum = checksum(array)
+            for written in await super().serialize([array], [info], args and [args[number]]):
+                written.result()
+            del array
+        return []
+
+
+def _lazy_writer() -> ocp.PyTreeCheckpointHandler:
+    registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _LazyHandler()))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

@@ -553,7 +553,7 @@ CLASSES: dict[str, list[Fault]] = {
         ),
         Fault(
             "a checkpoint's digest is not compared",
-            "runs.stored.Reader.read",
+            "runs.stored.read",
             "manifest.arrays.get(name) != actual[name]",
             "name not in manifest.arrays",
             tests("tests/runs/test_checkpoint.py"),

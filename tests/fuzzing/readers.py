@@ -184,7 +184,7 @@ def _write_status(folder: Path) -> None:
 def _read_lock(folder: Path) -> bool:
     holder = Holder.read(folder / "run.lock")
     assert len(str(holder).splitlines()) == 1
-    return holder is not None and holder.is_here and holder.is_alive
+    return holder is not None and bool(holder.is_alive)
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}

@@ -12,7 +12,7 @@ from megajax.data.indexed import IndexedWriter
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.pretrained import evaluate_perplexity
-from megajax.runs.directory import claim
+from megajax.runs.directory import check_claim
 from megajax.runs.ownership import mark
 
 
@@ -34,22 +34,22 @@ def with_data(path: object, tokenizer: object = "") -> Config:
 def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
     """The model is not, and after a step they are not either."""
     train_tokenizer(["text"], 280).save(run / "data" / "tokenizer")
-    claim(run, with_data("text.txt"))
+    check_claim(run, with_data("text.txt"))
     with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
-        claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
+        check_claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
     (run / "checkpoints" / "5").mkdir()
     with pytest.raises(UserError, match="holds a run with seed 0, not 3"):
-        claim(run, with_data("text.txt"))
+        check_claim(run, with_data("text.txt"))
 
 
 def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
     """Without one none is trained on the corpus: its ids would mean nothing to the weights. Tokens are taken."""
     with pytest.raises(UserError, match=r"--tokenizer\.path missing: .*valid: its folder, or a tokenized dataset"):
-        claim(run, with_data("text.txt"))
-    claim(run, with_data("text.txt", tokenizer="given"))
+        check_claim(run, with_data("text.txt"))
+    check_claim(run, with_data("text.txt", tokenizer="given"))
     with IndexedWriter(tmp_path / "tokens", 101) as writer:
         writer.add_document([1, 2, 3])
-    claim(run, with_data(tmp_path / "tokens"))
+    check_claim(run, with_data(tmp_path / "tokens"))
 
 
 def test_there_is_no_validation_split_yet(run: Path) -> None:

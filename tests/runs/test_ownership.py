@@ -11,7 +11,7 @@ from megajax.config import to_toml
 from megajax.data.files import mark as mark_temporary
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
-from megajax.runs.directory import claim, claimed, stored_config
+from megajax.runs.directory import check_claim, claimed, stored_config
 from megajax.runs.lock import RunLock
 from megajax.runs.ownership import FORMAT, MARK, marked_format
 from megajax.runs.trained import check_run
@@ -55,9 +55,15 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text(json.dumps({"program": "megajax", "format": FORMAT + 1}))
     (tmp_path / "config.toml").write_text(to_toml(tiny_config()))
     with pytest.raises(UserError, match=rf"^--run-dir \S+ was written by a newer .* format {FORMAT + 1}; valid: "):
-        claim(tmp_path, tiny_config())
+        check_claim(tmp_path, tiny_config())
     with pytest.raises(UserError, match=r"^--checkpoint \S+ was written by a newer version"):
         check_run(tmp_path)
+
+
+def take(run: Path) -> None:
+    lock = RunLock(run)
+    with claimed(run, tiny_config(), lock):
+        lock.release()
 
 
 def test_new_and_empty_folders_are_taken(tmp_path: Path) -> None:
@@ -65,15 +71,15 @@ def test_new_and_empty_folders_are_taken(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for run in (tmp_path / "empty", tmp_path / "some" / "new"):
         for _ in range(2):
-            claim(run, tiny_config())
+            take(run)
             assert [entry.name for entry in run.iterdir()] == [MARK]
             assert json.loads((run / MARK).read_text()) == {"program": "megajax", "format": FORMAT}
     (tmp_path / "empty" / "train.log").write_text("mine")
-    claim(tmp_path / "empty", tiny_config())
+    take(tmp_path / "empty")
     half = tmp_path / "half" / f"{MARK}.partial"
     half.mkdir(parents=True)
     mark_temporary(half)
-    claim(tmp_path / "half", tiny_config())
+    take(tmp_path / "half")
     assert [entry.name for entry in (tmp_path / "half").iterdir()] == [MARK]
     assert marked_format(tmp_path / "half") == FORMAT
 
