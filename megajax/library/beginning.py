@@ -19,7 +19,7 @@ from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.settings import presets
 from megajax.settings.launch import start
 from megajax.settings.validation import validate
-from megajax.training.horizon import in_steps
+from megajax.training.begin import in_steps
 
 
 def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:

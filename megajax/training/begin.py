@@ -1,7 +1,11 @@
-"""From a configuration to the training loop: checks, the run directory and its lock, data, program."""
+"""From a configuration to the training loop: checks, the run directory and its lock, data, program, and when training
+ends."""
 
 import dataclasses
+import math
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -11,6 +15,7 @@ from megajax.errors import UserError
 from megajax.host.ending import keep_traces_in
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.optim.checks import check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
@@ -25,7 +30,6 @@ from megajax.settings.validation import validate
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
 from megajax.training.display import Display
-from megajax.training.horizon import in_steps, past_decay
 from megajax.training.loop import Trainer
 from megajax.training.tracking import check_installed
 
@@ -45,14 +49,19 @@ def train(config: Config) -> None:
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
     """`train` where JAX has started already. `skip_finished` skips a run of a task that has all its steps and its
     figures on dev."""
-    validate(config, jax.device_count())
-    program = Program.on(config)
-    check_memory(program, training=True, rows=config.train.microbatch)
-    lock = RunLock(Path(config.run_dir))
+    program, lock = checked_program(config), RunLock(Path(config.run_dir))
     try:
         _train(config, Path(config.run_dir), program, lock, skip_finished)
     finally:
         lock.release()
+
+
+def checked_program(config: Config) -> Program:
+    """The program of a configuration that these devices can train."""
+    validate(config, jax.device_count())
+    program = Program.on(config)
+    check_memory(program, training=True, rows=config.train.microbatch)
+    return program
 
 
 def check_given(config: Config) -> None:
@@ -134,3 +143,32 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
 
     on_first_process(look)
     return bool(of_first_process(found))
+
+
+def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
+    """The configuration with `train.steps`, decay and warm-up of the learning rate all in steps; epochs are those of
+    the training `samples`. A resumed run keeps the `optimizer.decay_steps` that it `began_with`, if none are
+    given."""
+    train, end = config.train, 0
+    if train.epochs:
+        end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
+        config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
+    config = config.with_decay(began_with or end)
+    optimizer = config.optimizer
+    if optimizer.warmup_fraction:
+        warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
+        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
+    check_cooldown(optimizer)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def past_decay(config: Config) -> str:
+    """A warning if training goes on after the learning rate has reached its floor; else empty."""
+    optimizer, steps = config.optimizer, config.train.steps
+    if not optimizer.ends_decay or steps <= optimizer.decay_steps:
+        return ""
+    nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
+    return (
+        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
+        f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
+    )

@@ -1,6 +1,7 @@
 """The lines that a run prints before it starts: model, mesh, pipeline, state, optimizer, data."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
@@ -15,7 +16,6 @@ from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import gpu_flags
-from megajax.training.speed import memory_figures
 
 
 def describe(program: Program, data: RunData | TaskData) -> str:
@@ -74,10 +74,8 @@ def pipeline_lines(program: Program) -> list[str]:
 
 
 def _state(program: Program) -> str:
-    parts = state_bytes(program)
-    each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
-    zero = program.config.optimizer.zero
-    return f"state: {sum(parts.values()) / 2**20:,.1f} MiB a device ({each}), --optimizer.zero {zero}"
+    parts, zero = state_bytes(program), program.config.optimizer.zero
+    return f"state: {sum(parts.values()) / 2**20:,.1f} MiB a device ({_mebibytes(parts)}), --optimizer.zero {zero}"
 
 
 def _step_memory(program: Program) -> str:
@@ -88,18 +86,11 @@ def _step_memory(program: Program) -> str:
         "hand-overs": plan.hand_overs,
         "temporaries about": plan.temporaries,
     }
-    each = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
-    return f"memory: {plan.total / 2**20:,.1f} MiB a device planned, state and batch included ({each})"
+    return f"memory: {plan.total / 2**20:,.1f} MiB a device planned, state and batch included ({_mebibytes(parts)})"
 
 
-def memory_in_use(devices: list[jax.Device]) -> str | None:
-    """The peak memory of the fullest device; None on CPUs, which do not report it."""
-    used = memory_figures(devices).get("peak_memory_bytes")
-    if used is None:
-        return None
-    limits = [stats["bytes_limit"] for device in devices if "bytes_limit" in (stats := device.memory_stats() or {})]
-    of = f" of {min(limits) / 2**20:,.1f}" if limits else ""
-    return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
+def _mebibytes(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
 
 
 def _ramp(config: Config) -> list[str]:

@@ -28,35 +28,13 @@ class _Clock(ProgressColumn):
 
 
 class Display:
-    """Shows phases, below the row of the steps if there is one. Prints to `console`, by default standard output, and
-    nothing unless `shown`."""
+    """Shows phases. Prints to `console`, by default standard output, and nothing unless `shown`."""
 
     def __init__(self, shown: bool = True, console: Console | None = None):
         self._shown = shown
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._live = shown and self._console.is_terminal and not self._console.is_dumb_terminal
         self._rows: Progress | None = None  # with that of the steps
-        self._steps = TaskID(0)
-
-    def open_steps(self, total: int, finished: int) -> None:
-        """Begin the row of the steps, on a terminal."""
-        if self._live:
-            self._rows = self._new_rows(transient=False)
-            text = f"step {finished}/{total}"
-            self._steps = self._rows.add_task("", total=total, completed=finished, head=text, clock=False)
-            self._rows.start()
-
-    def show_steps(self, step: int, total: int, text: str) -> bool:
-        """Show how many steps are finished, and a text about them; returns False without a row for it."""
-        if self._rows is not None:
-            self._rows.update(self._steps, completed=step, head=f"step {step}/{total}", description=text)
-        return self._rows is not None
-
-    def close_steps(self) -> None:
-        """End the row of the steps; it stays on the screen."""
-        if self._rows is not None:
-            self._rows.stop()
-            self._rows = None
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0, *, announced: bool = True) -> Iterator[Callable[[int], None]]:
@@ -118,23 +96,36 @@ def time_text(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-class TrainingProgress:
-    """A bar, or lines, about finished steps of `total`; without a bar every `log_every`-th step is printed, and the
-    last one."""
+class StepsDisplay(Display):
+    """Shows also, above the phases, a bar about finished steps of `total`; without a bar every `log_every`-th step is
+    printed, and the last one."""
 
-    def __init__(self, total: int, finished: int, log_every: int, display: Display):
-        self._total, self._log_every, self._display = total, log_every, display
+    def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
+        super().__init__(shown, console)
+        self._total, self._log_every = total, log_every
         self._seconds: deque[float] = deque(maxlen=_RECENT)  # per token: steps of a growing batch differ
-        display.open_steps(total, finished)
+        self._steps = TaskID(0)
+        if self._live:
+            self._rows = self._new_rows(transient=False)
+            text = f"step {finished}/{total}"
+            self._steps = self._rows.add_task("", total=total, completed=finished, head=text, clock=False)
+            self._rows.start()
+
+    def close_steps(self) -> None:
+        """End the row of the steps; it stays on the screen."""
+        if self._rows is not None:
+            self._rows.stop()
+            self._rows = None
 
     def show_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Show a finished step, counted from 1, and its figures as metrics.jsonl names them."""
         self._seconds.append(figures["seconds"] / figures["tokens"])
         typical = max(figures["tokens"] * statistics.median(self._seconds), 1e-9)
         text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
-        has_row = self._display.show_steps(step, self._total, text)
-        if not has_row and (step % self._log_every == 0 or step == self._total):
-            self._display.print(f"{self._count(step)}  {text}")
+        if self._rows is not None:
+            self._rows.update(self._steps, completed=step, head=f"step {step}/{self._total}", description=text)
+        elif step % self._log_every == 0 or step == self._total:
+            self.print(f"{self._count(step)}  {text}")
 
     def show_validation(
         self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
@@ -144,11 +135,11 @@ class TrainingProgress:
         of = f" of {name}" if name else ""
         figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self._display.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
+        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
 
     def show_checkpoint(self, step: int, where: str) -> None:
         """Show that the checkpoint of a step is complete."""
-        self._display.print(f"{self._count(step)}  checkpoint in {where}")
+        self.print(f"{self._count(step)}  checkpoint in {where}")
 
     def _count(self, step: int) -> str:
         return f"step {step:>{len(str(self._total))}}/{self._total}"

@@ -19,18 +19,15 @@ from megajax.errors import UserError
 from megajax.host.phases import watched
 from megajax.host.processes import is_first_process, numbers_of_first_process, on_first_process, say
 from megajax.plan.compiled import traced_step
-from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
 from megajax.runs.directory import check_claim, has_checkpoints, stored_decay
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.launch import start
-from megajax.settings.validation import validate
-from megajax.training.begin import check_given, make_data, open_data
+from megajax.training.begin import check_given, checked_program, in_steps, make_data, open_data, past_decay
 from megajax.training.describe import describe
 from megajax.training.display import Display
-from megajax.training.horizon import in_steps, past_decay
 from megajax.training.seeds import seed_runs
 
 
@@ -41,9 +38,7 @@ def dry_run(config: Config) -> None:
     start(config)
     if config.seeds > 1:
         config = seed_runs(config)[0]
-    validate(config, jax.device_count())
-    program = Program.on(config)
-    check_memory(program, training=True, rows=config.train.microbatch)
+    program = checked_program(config)
     lines: list[str] = []
     known: list[int] = []  # of the data, so that every process compiles the same step
 

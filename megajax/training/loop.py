@@ -28,12 +28,10 @@ from megajax.runs.lock import RunLock
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import give_back_freed_memory, runs_at_once
-from megajax.training.describe import memory_in_use
+from megajax.training.figures import SkippedSteps, Speed, memory_in_use
 from megajax.training.profiler import StepTrace
-from megajax.training.skips import SkippedSteps
-from megajax.training.speed import Speed
+from megajax.training.run_log import RunLog
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
-from megajax.training.tracking import open_log
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
@@ -67,7 +65,14 @@ class Trainer:
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, run_dir, self.first)
-        self.log = open_log(config, run_dir, self.first)
+        self.log = RunLog(
+            run_dir,
+            total_steps=config.train.steps,
+            finished_steps=self.first,
+            log_every=config.train.log_every,
+            write=is_first_process(),
+            track=config.track,
+        )
         self.speed = Speed(config)
         self.watchdog = Watchdog(run_dir, config.distributed.patience)
         self.poll = Poll()
@@ -77,7 +82,7 @@ class Trainer:
         self.step = self.first  # under way
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
-        self.validator = Validator(program, data, self.watchdog, self.log)
+        self.validator = Validator(program, data, self.watchdog, self.log.display)
         self.dev_figures: dict[str, float] = {}  # of a task, at the end
         self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
 
@@ -86,7 +91,10 @@ class Trainer:
             with stop_signals.deferred("the step under way is finished and a checkpoint written"):
                 self._steps()
         except (Stopped, RunError, UserError):
-            self._close()
+            self.trace.close()
+            self.checkpoints.close()
+            self.log.close()
+            self.watchdog.close()
             raise
         except BaseException:  # other processes may be gone: nothing that they take part in
             self.log.close()
@@ -96,12 +104,6 @@ class Trainer:
         with self.log:
             self.log.end_steps()
             self._summary()
-
-    def _close(self) -> None:
-        self.trace.close()
-        self.checkpoints.close()
-        self.log.close()
-        self.watchdog.close()
 
     def _steps(self) -> None:
         config = self.config
@@ -126,28 +128,26 @@ class Trainer:
             batch = program.put_batch(loaded, rows_of(size))
             if step_function is None:
                 step_function = self._compile(step, program, batch)
-            if self.trace.begins(step):
+            if step == self.trace.first:
                 self._catch_up()
                 self.trace.start()
             dispatched = time.perf_counter()
             self.watchdog.at(step, COMPUTING)
-            with self.trace.step(step):
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state, metrics = step_function(self.state, batch)
             asked_after = self.poll.ask(self._asks)
             self._catch_up()
             self.pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
-            if at_once or self.trace.ends(step):
+            if at_once or step == self.trace.last:
                 self._catch_up()
-            if self.trace.ends(step):
+            if step == self.trace.last:
                 self._report_trace(step, step_function)
             if self._due(step, config.train.eval_every) or self._saves(step):
                 self._catch_up()
                 self._validate_and_save(step)
-            for problem in self.checkpoints.news():
-                self.log.print(problem)
-            self._show_checkpoints()
+            self.log.show_checkpoints(self.checkpoints)
         self.checkpoints.wait()
-        self._show_checkpoints()
+        self.log.show_checkpoints(self.checkpoints)
         if isinstance(self.data, TaskData):
             self._score_dev(self.data)
 
@@ -157,22 +157,19 @@ class Trainer:
         began = time.perf_counter()
         ramps = len(self.config.train.batch_sizes.stages) > 1
         what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
-        with self.log.phase(f"compiling {what}"):
+        with self.log.display.phase(f"compiling {what}"):
             compiled = train_step(program).lower(self.state, batch).compile()
-        self.log.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
+        self.log.display.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
         give_back_freed_memory()
         if step == self.first + 1 and stop_signals.number and jax.process_count() == 1:
             raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
         self.ready = time.perf_counter()
         return compiled
 
-    def _show_checkpoints(self) -> None:
-        self.log.show_checkpoints(self.checkpoints.writing, self.checkpoints.saved, self.checkpoints.folder)
-
     def _report_trace(self, step: int, step_function: Compiled) -> None:
-        with self.log.phase("reading the trace", announced=False):
+        with self.log.display.phase("reading the trace", announced=False):
             lines = self.trace.finish(step_function.as_text() or "")
-        self.log.print("\n".join(lines))
+        self.log.display.print("\n".join(lines))
         self.log.record_text(step, "profile", "\n".join(lines))
         self.ready = time.perf_counter()
 
@@ -208,7 +205,7 @@ class Trainer:
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         if pending.step == self.first + 1 and (line := memory_in_use(jax.local_devices())):
-            self.log.print(line)
+            self.log.display.print(line)
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         figures = {"loss": metrics["loss"]} | metrics | {"skipped_steps": self.skipped.total}
@@ -219,7 +216,7 @@ class Trainer:
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
-            self.log.print(f"{reason}: skipped")
+            self.log.display.print(f"{reason}: skipped")
         return True
 
     def _stop(self, reason: str) -> NoReturn:
@@ -247,7 +244,7 @@ class Trainer:
     def _stop_by_signal(self, step: int) -> NoReturn:
         self.checkpoints.wait()
         for problem in self.checkpoints.news():
-            self.log.print(problem)
+            self.log.display.print(problem)
         last = self.checkpoints.last_good
         raise Stopped(
             self.stop_signal,
@@ -279,7 +276,7 @@ class Trainer:
         waited = self.data_seconds / self.seconds if self.seconds else None
         for line in end_lines(self.config, self.run_dir, self.first, validation, self.dev_figures, waited):
             say(line)
-        with self.log.phase("sampling", announced=False):
+        with self.log.display.phase("sampling", announced=False):
             text = sample(self.program, self.state.params, self.data.tokenizer)
         if text:
             say(f"a sample:\n{text}")

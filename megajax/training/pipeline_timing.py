@@ -18,14 +18,13 @@ from megajax.host.processes import is_first_process, of_first_process
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
-from megajax.program.memory import check_memory, factor_bytes, residual_bytes
+from megajax.program.memory import factor_bytes, residual_bytes
 from megajax.program.program import Batch, Program
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients, one_part
 from megajax.settings.launch import start
-from megajax.settings.validation import validate
+from megajax.training.begin import checked_program
 from megajax.training.display import Display
 
 Tree = Any
@@ -49,9 +48,7 @@ class Profile:
 def profile_pipeline(config: Config) -> Profile:
     """Measure on random tokens and print a table on process 0; nothing is trained or written."""
     start(config)
-    validate(config, jax.device_count())
-    program = Program.on(config)
-    check_memory(program, training=True, rows=config.train.microbatch)
+    program = checked_program(config)
     display = Display(is_first_process())
     with watched(functools.partial(display.phase, announced=False)):
         found = measure(program)
@@ -147,18 +144,20 @@ def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
 def _report(program: Program, found: Profile) -> list[str]:
     config, schedule, times = program.config, program.schedule, found.times
     pipe, chunks = config.mesh.pipe, config.pipeline.chunks
-    titles = [" forward ms", " backward ms", " input gradient ms", " weight gradient ms"][: len(_passes(found))]
+    passes = {" forward ms": times.forward, " backward ms": times.backward}
+    if found.apart is not None:
+        passes[" input gradient ms"] = found.apart.backward
+        passes[" weight gradient ms"] = np.asarray(found.apart.weight_gradient)
     lines = [
         f"{config.pipeline.schedule}, {pipe} stages, {chunks} chunks each, {schedule.num_microbatches} microbatches of "
         f"{config.train.microbatch}, remat {config.train.remat}, vocabulary "
         + ("split" if config.splits_vocabulary else "replicated"),
-        f"{'stage':<6} {'chunk':<6} {'layers':<7} {' '.join(titles)}",
+        f"{'stage':<6} {'chunk':<6} {'layers':<7} {' '.join(passes)}",
     ]
     layers = (program.layout.placement.layer_index >= 0).sum(-1)
     for stage in range(pipe):
         for chunk in range(chunks):
-            passes = [array[chunk, stage] for array in _passes(found)]
-            row = "".join(f" {1e3 * seconds:>{len(title)}.3f}" for seconds, title in zip(passes, titles, strict=True))
+            row = "".join(f" {1e3 * seconds[chunk, stage]:>{len(title)}.3f}" for title, seconds in passes.items())
             lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7}{row}")
     if config.splits_vocabulary:
         lines.append(
@@ -184,42 +183,29 @@ def _report(program: Program, found: Profile) -> list[str]:
     return lines
 
 
-def _passes(found: Profile) -> list[np.ndarray]:
-    """For every chunk and stage: forward and backward, and the two halves of a deferred backward."""
-    apart = [] if found.apart is None else [found.apart.backward, np.asarray(found.apart.weight_gradient)]
-    return [found.times.forward, found.times.backward, *apart]
-
-
 def _deferral(program: Program, found: Profile) -> list[str]:
     """What deferred weight gradients would change, for several limits."""
     if found.apart is None:
         return ["deferred weight gradients (--pipeline.weight-gradients deferred) do nothing in a pipe of one"]
-    pipeline = program.config.pipeline
+    pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
     deferred = with_weight_gradients(program, "deferred")
     residuals, factors = residual_bytes(deferred) / 2**20, factor_bytes(deferred) / 2**20
-    together = wall_time(_table(program, None), found.times)
-    helpful = 2 * (program.config.mesh.pipe - 1)
+    helpful = 2 * (pipe - 1)
     limits = {0, helpful, min(helpful, pipeline.max_deferred) if pipeline.max_deferred >= 0 else helpful}
     limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
     lines = [
         f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are computed, beside "
         f"{residuals:,.1f} MiB until its backward; from the table and the passes' times, with hand-overs:",
         f"{'max-deferred':<13} {'step ms':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
-        f"{'together':<13} {1e3 * together:>8.1f} {1:>12.3f} {0:>12.2f} "
-        f"{_table(program, None).num_slots * residuals:>14.2f}",
     ]
-    for most in sorted(limits):
-        table = _table(program, most)
-        seconds = wall_time(table, found.apart)
+    together = 0.0
+    for most in (None, *sorted(limits)):
+        deferring = None if most is None else Deferring(most=most)
+        table = make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)
+        seconds = wall_time(table, found.times if most is None else found.apart)
+        together = together or seconds
         lines.append(
-            f"{most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} {table.num_factor_slots * factors:>12.2f} "
-            f"{table.num_slots * residuals:>14.2f}"
+            f"{'together' if most is None else most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} "
+            f"{table.num_factor_slots * factors:>12.2f} {table.num_slots * residuals:>14.2f}"
         )
     return lines
-
-
-def _table(program: Program, most: int | None) -> Schedule:
-    """The step's table with weight gradients together, or with `most` deferred chunks a stage."""
-    pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
-    deferring = None if most is None else Deferring(most=most)
-    return make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)

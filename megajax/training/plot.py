@@ -1,5 +1,6 @@
 """The plot of a run's loss, and the tracker that draws it."""
 
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -34,8 +35,7 @@ class Curves:
         step = record["step"]
         for points, name in ((self.training, "loss"), (self.validation, "validation_loss")):
             if name in record:
-                value = record[name]
-                points.append((step, math.nan if value is None else float(value)))
+                points.append((step, math.nan if record[name] is None else float(record[name])))
         if record.get("tokens"):
             self.tokens.append((step, (self.tokens[-1][1] if self.tokens else 0) + int(record["tokens"])))
         if (skipped := record.get("skipped_steps") or 0) > self._skipped_steps:
@@ -72,11 +72,8 @@ class LossPlot(Tracker):
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:
-    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically; `OSError` if the
+    file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -135,9 +132,8 @@ def _mark(axes: Any, curves: Curves) -> None:
     """Skipped steps at the bottom, and lines where the run was resumed."""
     bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
     if curves.skipped:
-        label = f"{len(curves.skipped)} skipped"
-        heights = [0.02] * len(curves.skipped)
-        axes.plot(curves.skipped, heights, "x", color="black", markersize=5, transform=bottom, label=label)
+        style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
+        axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
     for number, step in enumerate(curves.resumed):
         label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # of all lines one
         axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
@@ -157,11 +153,8 @@ def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
 
 def _through(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Any:
     """The line through points with ascending x and y, extended straight at both ends."""
-    slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
 
-    def line(at: Any) -> Any:
-        at = np.asarray(at, np.float64)
-        below, above = np.minimum(at - x[0], 0) * slopes[0], np.maximum(at - x[-1], 0) * slopes[1]
-        return np.interp(at, x, y) + below + above
+    def extended(line: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.concatenate([[line[0] - 1e7 * (line[1] - line[0])], line, [line[-1] + 1e7 * (line[-1] - line[-2])]])
 
-    return line
+    return functools.partial(np.interp, xp=extended(x), fp=extended(y))

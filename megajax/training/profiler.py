@@ -1,7 +1,6 @@
 """`--profile STEPS`: a trace of some steps, in RUN/profile, and where their time went."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -15,16 +14,16 @@ from megajax.training.trace_report import report
 
 
 class StepTrace:
-    """Traces the steps of `--profile` on process 0, into the folder `profile` of the run directory. `finished` steps
-    were taken by earlier starts."""
+    """Traces the steps of `--profile`, from `first` to `last` (0: none), on process 0, into the folder `profile` of the
+    run directory. `finished` steps were taken by earlier starts."""
 
     def __init__(self, config: Config, run_dir: Path, finished: int):
         self._run_dir, self._folder = run_dir, identity(run_dir)
         self._stack = contextlib.ExitStack()
         self._place: Path | None = None  # while it is traced
         steps = config.train.steps
-        self._first, self._last = profiled_steps(config.profile, finished, steps) if config.profile else (0, 0)
-        if config.profile and finished < steps and not finished < self._first <= self._last <= steps:
+        self.first, self.last = profiled_steps(config.profile, finished, steps) if config.profile else (0, 0)
+        if config.profile and finished < steps and not finished < self.first <= self.last <= steps:
             raise UserError(
                 f"--profile {config.profile}: this start takes the steps {finished + 1} to {steps}; valid: some of them"
             )
@@ -33,14 +32,6 @@ class StepTrace:
     def _is_there(self) -> bool:
         """Whether the run directory was neither removed nor replaced."""
         return self._folder is not None and identity(self._run_dir) == self._folder
-
-    def begins(self, step: int) -> bool:
-        """Whether a step is the first traced one."""
-        return step == self._first
-
-    def ends(self, step: int) -> bool:
-        """Whether a step is the last traced one."""
-        return step == self._last
 
     def start(self) -> None:
         """Begin the trace, before the first of its steps and with nothing under way."""
@@ -51,12 +42,6 @@ class StepTrace:
         with contextlib.suppress(OSError, RuntimeError):  # `finish` says that there is no trace
             self._place = self._stack.enter_context(scratch(self._run_dir / "profile"))
             jax.profiler.start_trace(self._place, profiler_options=options)
-
-    @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """The block that dispatches a step, marked in the trace."""
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            yield
 
     def close(self) -> None:
         """Give up an unfinished trace."""
@@ -85,8 +70,8 @@ class StepTrace:
         finally:
             self._place = None
             self._stack.close()
-        count = self._last - self._first + 1
-        title = f"profile of step {self._first}" if count == 1 else f"profile of steps {self._first} to {self._last}"
+        count = self.last - self.first + 1
+        title = f"profile of step {self.first}" if count == 1 else f"profile of steps {self.first} to {self.last}"
         try:
             rows = report(target, program_text, count)
         except Exception as error:  # of a format that is JAX's own

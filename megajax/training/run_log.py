@@ -1,19 +1,21 @@
 """The log of a run: its figures for trackers, and its progress on the screen."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Self, SupportsFloat
+from types import MappingProxyType
+from typing import Self
 
 from rich.console import Console
 
 from megajax.config import Config, to_toml, to_values
 from megajax.errors import UserError
+from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
-from megajax.training.display import Display, TrainingProgress
+from megajax.training.display import StepsDisplay
 from megajax.training.plot import Curves, LossPlot
 from megajax.training.trackers import Events, MetricsFile, Tracker
+from megajax.training.tracking import LibraryTracker
 
 
 class RunLog:
@@ -30,7 +32,7 @@ class RunLog:
         log_every: steps between two printed lines where there is no bar.
         write: True on one process; on the others nothing is written or printed.
         console: where to print; standard output if None.
-        others: makes more trackers, once the files can be written.
+        track: the library of `--track`, which records a run that is not over.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class RunLog:
         log_every: int = 10,
         write: bool = True,
         console: Console | None = None,
-        others: Callable[[], Iterable[Tracker]] = tuple,
+        track: str = "none",
     ):
         self._run_dir = run_dir
         self._of_dev: set[int] = set()  # steps that have a task's figures of dev
@@ -56,9 +58,9 @@ class RunLog:
                 self._trackers = self._files(finished_steps)
             except OSError as error:
                 raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with room") from None
-            self._trackers += others()
-        self._display = Display(write, console)
-        self._progress = TrainingProgress(total_steps, finished_steps, log_every, self._display)
+            if track != "none" and finished_steps < total_steps:
+                self._trackers.append(LibraryTracker(track, run_dir))
+        self.display = StepsDisplay(total_steps, finished_steps, log_every, write, console)
 
     def _files(self, finished_steps: int) -> list[Tracker]:
         records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
@@ -83,22 +85,22 @@ class RunLog:
         if self._resumed_from:
             figures, self._resumed_from = {**figures, "resumed_from": self._resumed_from}, 0
         self._record(step, figures)
-        self._progress.show_step(step, figures)
+        self.display.show_step(step, figures)
 
     def record_validation(
         self,
         step: int,
-        loss: SupportsFloat,
+        loss: float,
         named: Mapping[str, float] = MappingProxyType({}),
         details: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Record losses after `step` steps, in nats per token: of the validation split, with `details` by their names
         in metrics.jsonl, and of named sets. loss.png is drawn anew."""
         others = {f"validation_loss/{name}": value for name, value in named.items()}
-        self._record(step, {"validation_loss": float(loss), **details, **others})
-        self._progress.show_validation(step, float(loss), details=details)
+        self._record(step, {"validation_loss": loss, **details, **others})
+        self.display.show_validation(step, loss, details=details)
         for name, value in named.items():
-            self._progress.show_validation(step, value, name)
+            self.display.show_validation(step, value, name)
 
     def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
         """Record a task's figures on its dev records after `step` steps, as `dev/NAME`, unless that was done before."""
@@ -110,30 +112,23 @@ class RunLog:
         """Record a text after `step` steps, such as "sample"."""
         self._tell(lambda tracker: tracker.text(step, name, text))
 
-    def print(self, text: str) -> None:
-        """Print a line; nothing is recorded."""
-        self._display.print(text)
-
-    @property
-    def phase(self) -> Callable[..., contextlib.AbstractContextManager[Callable[[int], None]]]:
-        """`Display.phase`."""
-        return self._display.phase
-
-    def show_checkpoints(self, writing: int | None, complete: int | None, folder: Path) -> None:
-        """Show which step's checkpoint is being written, if any, and the newest complete one in `folder`."""
-        if writing != self._step_written:
+    def show_checkpoints(self, checkpoints: Checkpoints) -> None:
+        """Show the news of checkpoints, whose is being written, if any, and the newest complete one."""
+        for problem in checkpoints.news():
+            self.display.print(problem)
+        if (writing := checkpoints.writing) != self._step_written:
             self._writing.close()
             self._step_written = writing
             if writing is not None:
-                self._writing.enter_context(self._display.phase(f"checkpoint of step {writing}", announced=False))
-        if complete is not None and complete > self._written:
+                self._writing.enter_context(self.display.phase(f"checkpoint of step {writing}", announced=False))
+        if (complete := checkpoints.saved or 0) > self._written:
             self._written = complete
-            self._progress.show_checkpoint(complete, str(folder / str(complete)))
+            self.display.show_checkpoint(complete, str(checkpoints.folder / str(complete)))
 
     def end_steps(self) -> None:
         """Stop the progress bar."""
         self._writing.close()
-        self._display.close_steps()
+        self.display.close_steps()
 
     def close(self, *, finished: bool = False) -> None:
         """Close all trackers, draw loss.png and stop the progress bar; `finished` if the run has taken all its
@@ -145,13 +140,11 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(finished=error is None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(finished=kind is None)
 
     def _record(self, step: int, figures: Mapping[str, float]) -> None:
-        self._tell(lambda tracker: tracker.figures(int(step), figures))
+        self._tell(lambda tracker: tracker.figures(step, figures))
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
         """Call every tracker. The run goes on without one that raises `OSError`; metrics.jsonl, which it needs, raises
@@ -162,12 +155,12 @@ class RunLog:
             except OSError as error:
                 self._report(tracker, error)
             for line in tracker.news():
-                self.print(line)
+                self.display.print(line)
 
     def _report(self, tracker: Tracker, error: OSError) -> None:
         problem = error.strerror.lower() if error.strerror else str(error)
         then = "it is tried again" if tracker.tries_again else "no more is written there"
-        self.print(f"{tracker.name} cannot be written: {problem}; {then}")
+        self.display.print(f"{tracker.name} cannot be written: {problem}; {then}")
         if not tracker.tries_again:
             self._trackers.remove(tracker)
             with contextlib.suppress(OSError, ValueError):

@@ -65,16 +65,8 @@ def end_lines(
     dev: Mapping[str, float],
     waited: float | None,
 ) -> Iterator[str]:
-    """The lines that a run prints after its steps: how far it is, its `validation`, and a task's figures on `dev`.
-
-    Args:
-        config: the run's.
-        run_dir: its directory.
-        first: steps before this start.
-        validation: the last one.
-        dev: empty without a task.
-        waited: share of the steps' time spent on waiting for data; None if this start took no step.
-    """
+    """The lines that a run prints after its steps: how far it is, its last `validation`, a task's figures on `dev`, and
+    the share of the steps' time that it `waited` for data, None without any. `first` steps were taken before."""
     steps = config.train.steps
     if first >= steps:
         yield (
@@ -83,16 +75,10 @@ def end_lines(
         )
     yield f"{validation_text(validation)} after {max(first, steps)} steps"
     if dev:
-        yield f"dev of {config.task.name}: {figures_text(dev)}"
+        figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
+        yield f"dev of {config.task.name}: {', '.join(figures)}"
     if waited is not None:
         yield f"waited for data: {waited:.2%} of the steps' time"
-
-
-def figures_text(figures: Mapping[str, float]) -> str:
-    """A task's figures in a line."""
-    return ", ".join(
-        f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in figures.items()
-    )
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:

@@ -70,10 +70,8 @@ def operations(program_text: str) -> dict[str, Operation]:
     return found
 
 
-def place_of(operation: Operation | None) -> tuple[str, str]:
+def place_of(operation: Operation) -> tuple[str, str]:
     """The part of the step and the pass that an operation belongs to."""
-    if operation is None:
-        return REST, ""
     for collective in _COLLECTIVES:
         if operation.kind.startswith(collective):
             name = "hand-overs between stages" if collective == "collective-permute" else collective

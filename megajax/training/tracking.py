@@ -15,13 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.ending import leave_threads_behind
-from megajax.host.processes import is_first_process
-from megajax.training.run_log import RunLog
 from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
@@ -40,26 +37,8 @@ def check_installed(name: str) -> None:
         raise UserError(f"--track {name}: {LIBRARIES[name]} is not installed; valid: pip install 'megajax[{name}]'")
 
 
-def open_log(config: Config, run_dir: Path, finished: int) -> RunLog:
-    """The log of a run that goes on after so many steps, with the library that `--track` names."""
-    is_over = finished >= config.train.steps
-    return RunLog(
-        run_dir,
-        total_steps=config.train.steps,
-        finished_steps=finished,
-        log_every=config.train.log_every,
-        write=is_first_process(),
-        others=lambda: [] if is_over or config.track == "none" else [LibraryTracker(config.track, run_dir)],
-    )
-
-
 class LibraryTracker(Tracker):
-    """A run as one of these libraries records it; a run that goes on is the same one there.
-
-    Args:
-        library: "wandb" or "mlflow".
-        run_dir: of the run; what the library writes goes to a folder of it.
-    """
+    """A run as one of the `LIBRARIES` records it; a run that goes on is the same one there."""
 
     def __init__(self, library: str, run_dir: Path):
         self.name = LIBRARIES[library]

@@ -10,7 +10,7 @@ from megajax.evaluation.scoring import Perplexity, perplexities, total_loss
 from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
-from megajax.training.run_log import RunLog
+from megajax.training.display import Display
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
 
@@ -21,8 +21,8 @@ def _nothing() -> None:
 class Validator:
     """Evaluates weights for one start of a run."""
 
-    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, log: RunLog):
-        self._program, self._data, self._watchdog, self._log = program, data, watchdog, log
+    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, display: Display):
+        self._program, self._data, self._watchdog, self._display = program, data, watchdog, display
         self._doing = COMPILING
         self.last: dict[str, Perplexity] | None = None  # losses of the newest validation of the split, by name
 
@@ -58,7 +58,7 @@ class Validator:
         samples = samples or self._data.validation
         whole = -(-len(samples) // self._program.config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()
-        with self._log.phase(name, total, announced=False) as advance:
+        with self._display.phase(name, total, announced=False) as advance:
 
             def before_batch() -> None:
                 self._watchdog.at(step, self._doing)
@@ -77,5 +77,5 @@ class Validator:
             self._watchdog.at(step, next(doing))
             between()
 
-        with self._log.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
+        with self._display.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
             return dev_figures(self._program, params, data, before_batch)

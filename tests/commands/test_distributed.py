@@ -129,7 +129,7 @@ sys.path.insert(0, ".")
 import jax
 from megajax.commands import train
 from megajax.host.ending import run
-from megajax.training.loop import Run
+from megajax.training.loop import Trainer
 
 def compiling(plain):
     def method(self, step, program, batch):
@@ -139,7 +139,7 @@ def compiling(plain):
     return method
 
 if __name__ == "__main__":
-    Run._compile = compiling(Run._compile)
+    Trainer._compile = compiling(Trainer._compile)
     run(lambda: train.main(sys.argv[1:]))
 """
 

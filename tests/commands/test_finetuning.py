@@ -34,7 +34,7 @@ from processes import (
 from scorers import by_independent_scorer
 
 from megajax.settings.flags import parse
-from megajax.training.horizon import in_steps
+from megajax.training.begin import in_steps
 
 
 @pytest.mark.parametrize("task", TASKS)

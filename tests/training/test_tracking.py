@@ -1,10 +1,14 @@
-"""`--track`: what goes to another library, and that nothing that happens there ends the run or holds it up."""
+"""`--track`: what goes to another library, and that nothing that happens there ends the run or holds it up. Full tests
+read back what Weights & Biases, offline, and MLflow, in SQLite, have recorded."""
 
 import dataclasses
+import io
 import json
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,13 +88,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("wandb", None)
 
 
-def log_run(run_dir: Path, steps: range, finished: bool = True) -> None:
-    log = RunLog(
-        run_dir, total_steps=9, finished_steps=steps.start - 1, others=lambda: [LibraryTracker("wandb", run_dir)]
-    )
-    log.record_config(dataclasses.replace(tiny_config(), data=DATA))
+def log_run(run_dir: Path, steps: range, finished: bool = True, library: str = "wandb") -> None:
+    log = RunLog(run_dir, total_steps=9, finished_steps=steps.start - 1, track=library)
+    log.record_config(dataclasses.replace(tiny_config(), data=DATA, seed=7))
     for step in steps:
-        log.record_step(step, {"loss": float("nan") if step == 2 else 2.0, **STEP})
+        log.record_step(step, {"loss": float("nan") if step == 2 else 10.0 - step, **STEP})
     log.record_text(steps[-1], "sample", "a <b>")
     log.close(finished=finished)
 
@@ -115,7 +117,7 @@ def test_a_run_and_one_that_goes_on(tmp_path: Path, fake, capsys: pytest.Capture
     }
     figures = [call[1] for call in found if call[0] == "log" and "tokens" in call[1]]
     assert [each["step"] for each in figures] == [1, 2, 3, 4, 5]
-    assert figures[0]["loss"] == 2.0 and "loss" not in figures[1], "NaN is no figure"
+    assert figures[0]["loss"] == 9.0 and "loss" not in figures[1], "NaN is no figure"
     assert ["log", {"step": 3, "sample": "<pre>a &lt;b&gt;</pre>"}] in found
     assert [call[1] for call in found if call[0] == "finish"] == [1, 0]
     assert "Weights & Biases: https://there/run" in capsys.readouterr().out
@@ -188,3 +190,103 @@ def test_names_that_somebody_changed(tmp_path: Path) -> None:
     (tmp_path / "tracking.json").write_text('{"wandb": "../x"}')
     with pytest.raises(UserError, match=r"tracking\.json"):
         LibraryTracker("wandb", tmp_path)
+
+
+def log_two_starts(library: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that went on after three steps; the name that the library knows it by."""
+    pytest.importorskip(library)
+    monkeypatch.setattr(tracking, "_LAST_OF_STOPPED", 60.0)  # the first start of MLflow's database takes some seconds
+    log_run(run_dir, range(1, 4), finished=False, library=library)
+    log_run(run_dir, range(4, 6), library=library)
+    return json.loads((run_dir / "tracking.json").read_text())[library]
+
+
+def offline_records(file: Path) -> Iterator[bytes]:
+    """The records of an offline run: after 7 bytes those of a LevelDB log, in blocks of 32 KiB, each with its
+    checksum (4 bytes), length (2) and kind: whole, or the first, a middle or the last part of one."""
+    content, place, parts = file.read_bytes(), 7, b""
+    while place + 7 < len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+@pytest.mark.full
+def test_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    name = log_two_starts("wandb", tmp_path, monkeypatch)
+    assert "cannot be written" not in capsys.readouterr().out
+    from wandb.proto import wandb_internal_pb2
+
+    losses, ends, texts = [], [], []
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        for data in offline_records(file):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.HasField("run"):
+                assert record.run.run_id == name
+            for item in record.history.item if record.HasField("history") else ():
+                key = item.key or "/".join(item.nested_key)
+                losses += [json.loads(item.value_json)] if key == "loss" else []
+                texts += [key] if key.startswith("sample") else []
+            if record.HasField("exit"):
+                ends.append(record.exit.exit_code)
+    assert losses == [9.0, 7.0, 6.0, 5.0] and sorted(ends) == [0, 1] and texts
+
+
+@pytest.mark.full
+def test_weights_and_biases_asks_nothing_and_takes_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not on a terminal either, where nobody has logged in; and a run that the caller has open stays the caller's."""
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = wandb.init(dir=tmp_path / "own", id="own", settings=wandb.Settings(console="off"))
+    name = log_two_starts("wandb", tmp_path / "run", monkeypatch)
+    own.log({"loss": 1.0})
+    own.finish()
+    assert len(list(tmp_path.glob(f"run/wandb/offline-run-*/run-{name}.wandb"))) == 2
+    wandb.teardown()
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for key in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    asked = Terminal()
+    capsys.readouterr()
+    with monkeypatch.context() as terminal:
+        terminal.setattr("sys.stdin", Terminal("3\n"))
+        terminal.setattr("sys.stderr", asked)
+        log_two_starts("wandb", tmp_path / "run", monkeypatch)
+    assert "No API key configured" in capsys.readouterr().out and not asked.getvalue()
+    wandb.teardown()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # MLflow uses what SQLAlchemy deprecates
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    name = log_two_starts("mlflow", tmp_path, monkeypatch)
+    said = capfd.readouterr()
+    assert "cannot be written" not in said.out and "INFO" not in said.err
+    with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
+        (run,) = database.execute("select run_uuid, status, name from runs").fetchall()
+        assert run[1:] == ("FINISHED", tmp_path.name)
+        assert ("megajax.run", name) in database.execute("select key, value from tags").fetchall()
+        assert ("seed", "7") in database.execute("select key, value from params").fetchall()
+        found = database.execute("select step, value from metrics where key = 'loss' order by step").fetchall()
+        assert found == [(step, 10.0 - step) for step in (1, 3, 4, 5)]
+    texts = sorted(path.name for path in (tmp_path / "mlflow" / "artifacts").rglob("*.txt"))
+    assert texts == ["step-3.txt", "step-5.txt"]

@@ -1,0 +1,75 @@
+"""Figures of a step beside its loss: the model's FLOP/s, their share of the device's peak, memory in use; and steps
+that every device skipped, because loss or gradients could not be used."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from megajax.config import Config
+from megajax.models.family import step_flops
+from megajax.plan.machines import peak_of_device
+
+
+class Speed:
+    """The arithmetic of a sequence, and the devices that compute it."""
+
+    def __init__(self, config: Config):
+        self.flops = step_flops(config.model, 1)  # of a sequence, forward and backward
+        self.devices = config.mesh.num_devices
+        self.peak = peak_of_device(jax.devices()[0].device_kind, config.precision)  # FLOP/s, None if it is unknown
+
+    def figures(self, sequences: int, seconds: float) -> dict[str, float]:
+        """Figures of a step over so many sequences, by their names in metrics.jsonl."""
+        rate = self.flops * sequences / self.devices / max(seconds, 1e-9)
+        share = {} if self.peak is None else {"mfu": rate / self.peak}
+        return {"tflops_per_device": rate / 1e12, **share, **memory_figures(jax.local_devices())}
+
+
+def memory_figures(devices: Iterable[Any]) -> dict[str, int]:
+    """Bytes in use now and at their peak, each on the fullest device, by their names in metrics.jsonl; empty on CPUs,
+    which do not report them."""
+    stats = [found for device in devices if (found := device.memory_stats())]
+    names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+    found = {name: [each[key] for each in stats if key in each] for name, key in names.items()}
+    return {name: max(sizes) for name, sizes in found.items() if sizes}
+
+
+def memory_in_use(devices: list[jax.Device]) -> str | None:
+    """The peak memory of the fullest device; None on CPUs, which do not report it."""
+    used = memory_figures(devices).get("peak_memory_bytes")
+    if used is None:
+        return None
+    limits = [stats["bytes_limit"] for device in devices if "bytes_limit" in (stats := device.memory_stats() or {})]
+    of = f" of {min(limits) / 2**20:,.1f}" if limits else ""
+    return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
+
+
+class SkippedSteps:
+    """Counts the skipped steps of a run, which had `before` when this start began."""
+
+    def __init__(self, config: Config, before: int):
+        self._config, self.total, self._in_row = config, before, 0
+
+    @property
+    def too_many(self) -> bool:
+        """Whether more than `optimizer.max_skipped` steps in a row were skipped."""
+        return self._in_row > self._config.optimizer.max_skipped
+
+    def count(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Note a step; returns why it was skipped, empty if it was not."""
+        if not metrics["skipped"]:
+            self._in_row = 0
+            return ""
+        self.total, self._in_row = self.total + 1, self._in_row + 1
+        reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
+        optimizer = self._config.optimizer
+        if self.too_many:
+            in_row = f"{self._in_row} steps in a row could not be used"
+            return f"{reason}: {in_row} (--optimizer.max-skipped {optimizer.max_skipped})"
+        if self._config.precision == "fp16":
+            reason += f" with loss scale {metrics['loss_scale']:g}"
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            reason += f", far above the recent ones (--optimizer.skip-above {optimizer.skip_above:g})"
+        return reason
