@@ -1,7 +1,6 @@
 """Agreement between the processes of a run. All of them call every function together."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,18 +15,21 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def on_first_process(action: Callable[[], Any]) -> None:
-    """Call `action` on process 0 while the others wait; its `UserError` ends them all."""
+def on_first_process(action: Callable[[], list[int] | None]) -> list[int]:
+    """Call `action` on process 0 while the others wait; its `UserError` ends them all. All get the numbers, each less
+    than 2^31, that it returns."""
     error: UserError | None = None
+    numbers: list[int] | None = None
     if is_first_process():
         try:
-            action()
+            numbers = action()
         except UserError as found:
             error = found
     if of_first_process(error is not None) and error is None:
         raise UserError("process 0 stopped: its standard error says why")
     if error:
         raise error
+    return numbers_of_first_process(numbers or [])
 
 
 def say(text: str) -> None:

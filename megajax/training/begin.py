@@ -14,7 +14,7 @@ from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host.ending import keep_traces_in
 from megajax.host.phases import phase, watched
-from megajax.host.processes import is_first_process, of_first_process, on_first_process, say
+from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.optim.checks import check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -35,12 +35,8 @@ from megajax.training.tracking import check_installed
 
 
 def train(config: Config) -> None:
-    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory.
-
-    Raises:
-        RunError: too many steps in a row had to be skipped, or no checkpoint can be read.
-        Stopped: a signal asked for it, and a checkpoint was written.
-    """
+    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory. Raises `RunError`
+    if too many steps in a row had to be skipped or no checkpoint can be read, `Stopped` if a signal asked for it."""
     check_given(config)
     start(config)
     train_here(config)
@@ -80,27 +76,22 @@ def check_given(config: Config) -> None:
 
 
 def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
-    decay_steps = 0
-
-    def begin() -> None:
-        nonlocal decay_steps
+    def begin() -> list[int]:
         with claimed(run_dir, config, lock):
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            decay_steps = stored_decay(run_dir)
+            return [stored_decay(run_dir)]
 
     display = Display(is_first_process())
     with watched(display.phase):
-        on_first_process(begin)
+        (began_with,) = on_first_process(begin)
     keep_traces_in(run_dir)
     with display.phase("reading the data", announced=False):
         data = open_data(config, run_dir / "data")
-    program = Program(in_steps(config, data.train, of_first_process(decay_steps)), program.mesh)
+    program = Program(in_steps(config, data.train, began_with), program.mesh)
     if skip_finished and _is_finished(run_dir, program.config.train.steps):
         say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
         return
     say(describe(program, data))
-    if warning := past_decay(program.config):
-        say(warning)
     with watched(display.phase):
         run = Trainer(program.config, run_dir, program, data, lock)
     if run.first < program.config.train.steps:
@@ -134,15 +125,11 @@ def open_data(config: Config, folder: Path) -> RunData | TaskData:
 def _is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run of a task has a checkpoint of its last step and recorded figures on dev."""
 
-    found = False
-
-    def look() -> None:
-        nonlocal found
+    def look() -> list[int]:
         recorded = any(record["step"] == steps and is_of_dev(record) for record in read_metrics(run_dir))
-        found = recorded and steps in complete(run_dir / "checkpoints")
+        return [recorded and steps in complete(run_dir / "checkpoints")]
 
-    on_first_process(look)
-    return bool(of_first_process(found))
+    return any(on_first_process(look))
 
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
@@ -160,15 +147,3 @@ def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
         optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
     check_cooldown(optimizer)
     return dataclasses.replace(config, optimizer=optimizer)
-
-
-def past_decay(config: Config) -> str:
-    """A warning if training goes on after the learning rate has reached its floor; else empty."""
-    optimizer, steps = config.optimizer, config.train.steps
-    if not optimizer.ends_decay or steps <= optimizer.decay_steps:
-        return ""
-    nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
-    return (
-        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
-        f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
-    )

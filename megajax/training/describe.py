@@ -35,7 +35,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
     ]
     if jax.devices()[0].platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
-    return "\n".join(lines)
+    return "\n".join(filter(None, [*lines, past_decay(config)]))
 
 
 def _mesh(config: Config) -> str:
@@ -128,3 +128,15 @@ def _adapters(program: Program) -> list[str]:
         f"LoRA: {trained:,} parameters are trained, {trained / frozen:.2%} of the model's, which are frozen; rank "
         f"{lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.products(model))}"
     ]
+
+
+def past_decay(config: Config) -> str:
+    """A warning if training goes on after the learning rate has reached its floor; else empty."""
+    optimizer, steps = config.optimizer, config.train.steps
+    if not optimizer.ends_decay or steps <= optimizer.decay_steps:
+        return ""
+    nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
+    return (
+        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
+        f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
+    )

@@ -17,7 +17,7 @@ from megajax.data.corpus import has_only_tokenizer
 from megajax.data.inputs import read_folders
 from megajax.errors import UserError
 from megajax.host.phases import watched
-from megajax.host.processes import is_first_process, numbers_of_first_process, on_first_process, say
+from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.plan.compiled import traced_step
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
@@ -25,7 +25,7 @@ from megajax.runs.directory import check_claim, has_checkpoints, stored_decay
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.launch import start
-from megajax.training.begin import check_given, checked_program, in_steps, make_data, open_data, past_decay
+from megajax.training.begin import check_given, checked_program, in_steps, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.seeds import seed_runs
@@ -40,17 +40,15 @@ def dry_run(config: Config) -> None:
         config = seed_runs(config)[0]
     program = checked_program(config)
     lines: list[str] = []
-    known: list[int] = []  # of the data, so that every process compiles the same step
 
-    def read() -> None:
+    def read() -> list[int]:
         with tempfile.TemporaryDirectory(prefix="megajax-dry-run-") as folder:
             found = _read_data(config, program, Path(folder), lines)
-        known[:] = found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps
+        return [found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps]
 
     display = Display(is_first_process())
     with watched(display.phase):
-        on_first_process(read)
-    steps, decay_steps, warmup_steps = numbers_of_first_process(known)
+        steps, decay_steps, warmup_steps = on_first_process(read)  # so that every process compiles the same step
     train = dataclasses.replace(config.train, steps=steps)
     optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps, warmup_steps=warmup_steps)
     config = dataclasses.replace(config, train=train, optimizer=optimizer)
@@ -82,8 +80,6 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     data.train[0]
     config = in_steps(config, data.train, stored_decay(run_dir))
     lines.append(describe(Program(config, program.mesh), data))
-    if warning := past_decay(config):
-        lines.append(warning)
     return config
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,14 @@ _OWN = re.compile(r"seed-\d+|seeds\.json(\.partial.*)?")
 def train_seeds(config: Config) -> None:
     """Train with `config.seeds` seeds from `config.seed` on, each in the folder `seed-N` of the run directory. Finished
     seeds are skipped, a stopped one is resumed. Then `seeds.json` gets the median by the task's figure on dev; of an
-    even number, the lower of the two in the middle.
-
-    Raises:
-        RunError: a training cannot go on.
-        Stopped: a signal asked for it, and a checkpoint was written.
-    """
+    even number, the lower of the two in the middle. Raises what `train` does."""
     check_given(config)
     start(config)
     runs, folder = seed_runs(config), Path(config.run_dir)
     for number, own in enumerate(runs, start=1):
         say(f"seed {own.seed} ({number} of {config.seeds}): {own.run_dir}")
         train_here(own, skip_finished=True)
-    on_first_process(lambda: _report(config, folder, [own.seed for own in runs]))
+    on_first_process(lambda: _report(config, folder, runs))
 
 
 def seed_runs(config: Config) -> list[Config]:
@@ -48,13 +42,9 @@ def seed_runs(config: Config) -> list[Config]:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
     on_first_process(lambda: _check_folder(folder))
     return [
-        dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(_run_dir(folder, seed)))
+        dataclasses.replace(config, seed=seed, seeds=1, run_dir=str(folder / f"seed-{seed}"))
         for seed in range(config.seed, last + 1)
     ]
-
-
-def _run_dir(folder: Path, seed: int) -> Path:
-    return folder / f"seed-{seed}"
 
 
 def _check_folder(folder: Path) -> None:
@@ -88,23 +78,22 @@ def _dev(run_dir: Path) -> dict[str, Any]:
     return {name.removeprefix(DEV): value for name, value in records[-1].items()}
 
 
-def _report(config: Config, folder: Path, numbers: Iterable[int]) -> None:
-    done = {seed: _dev(_run_dir(folder, seed)) for seed in numbers}
+def _report(config: Config, folder: Path, runs: list[Config]) -> None:
+    done = {own.seed: _dev(Path(own.run_dir)) for own in runs}
     figure = TASKS[config.task.name].figure
-    ranked = sorted(done, key=lambda seed: done[seed][figure])
-    median = ranked[(len(ranked) - 1) // 2]
-    run_dir = _run_dir(folder, median)
-    checkpoint = run_dir / "checkpoints" / str(done[median]["step"])
-    seeds = [{"seed": seed, "run": str(_run_dir(folder, seed)), **figures} for seed, figures in done.items()]
+    ranked = sorted(runs, key=lambda own: done[own.seed][figure])
+    middle = ranked[(len(ranked) - 1) // 2]
+    median = middle.seed
+    checkpoint = Path(middle.run_dir) / "checkpoints" / str(done[median]["step"])
     report = {
         "kind": _KIND,
         "task": config.task.name,
         "figure": figure,
         "median": done[median][figure],
         "median_seed": median,
-        "median_run": str(run_dir),
+        "median_run": middle.run_dir,
         "median_checkpoint": str(checkpoint),
-        "seeds": seeds,
+        "seeds": [{"seed": own.seed, "run": own.run_dir, **done[own.seed]} for own in runs],
     }
     write_atomically(folder / _REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
     for seed, figures in done.items():

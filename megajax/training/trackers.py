@@ -49,11 +49,7 @@ class Tracker:
 
 class MetricsFile(Tracker):
     """The figures of a run, a JSON line for each record. If it cannot be written the run ends, because a resumed run
-    reads it. `records` are those of earlier starts.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    reads it. `records` are those of earlier starts."""
 
     def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):
         self._path = run_dir / "metrics.jsonl"
@@ -62,11 +58,7 @@ class MetricsFile(Tracker):
         self._file = self._path.open("ab", buffering=0)
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write a line.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Write a line; `RunError` if that cannot be done."""
         line = _line({"step": step, **figures}).encode()
         try:
             while line:
@@ -89,14 +81,9 @@ def _line(record: Mapping[str, Any]) -> str:
 
 class Events(Tracker):
     """The event file of one start of a run, written synchronously: the thread of tensorboardX's own writer waits for
-    ever if it cannot write."""
+    ever if it cannot write. Figures after `finished_steps` that earlier starts have written are superseded."""
 
     def __init__(self, folder: Path, finished_steps: int):
-        """Figures after `finished_steps` that earlier starts have written are superseded.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
         self.name, self._finished_steps = str(folder), finished_steps
         folder.mkdir(exist_ok=True)
         suffix = f".from-{finished_steps}"  # else two writers in one second share a file name

@@ -45,14 +45,9 @@ def read_status(file: Path) -> Status | None:
 
 
 class Watchdog:
-    """Watches a run of several processes; a single one needs none. A process that is silent for 30 s while this one
-    waits counts as lost.
-
-    Args:
-        run_dir: shared by all processes.
-        patience: seconds without progress after which the process ends, at least ten times the longest step so far; ten
-            times as many before the first step and during a compilation. 0: never.
-    """
+    """Watches a run of several processes, which share `run_dir`; a single one needs none. A process that is silent for
+    30 s while this one waits counts as lost. This one ends after `patience` seconds without progress (0: never), but
+    not before ten times the longest step; ten times as late before the first step and during a compilation."""
 
     def __init__(self, run_dir: Path, patience: float) -> None:
         self._folder, self._patience = run_dir / FOLDER, patience
@@ -85,7 +80,9 @@ class Watchdog:
             if now - written >= _WRITTEN_EVERY:
                 self._write()
                 written = now
-            if now - self._since > self._allowed() or (now - self._since > _FROZEN_AFTER and self._silent()):
+            waited = now - self._since
+            silent = any(now - self._stamps[number][1] > _FROZEN_AFTER for number in self._heard)
+            if waited > self._allowed() or (waited > _FROZEN_AFTER and silent):
                 asked, suspected = now, self._since
                 self._hear_all()
                 if not self._ended.is_set() and self._since == suspected:
@@ -132,11 +129,6 @@ class Watchdog:
             others = f"; nor do {len(silent) - 1} more" if len(silent) > 1 else ""
             return f"lost {who}, which was {where}, and says nothing any more for {quiet:.0f} s{others}"
         return f"{who} hangs {where}, for {status.seconds + quiet:.0f} s"
-
-    def _silent(self) -> list[int]:
-        """Processes that have reported before, but not for long."""
-        now = time.monotonic()
-        return [number for number in sorted(self._heard) if now - self._stamps[number][1] > _FROZEN_AFTER]
 
     def _listen(self, now: float, *, first: bool = False) -> None:
         for number in range(self._count):

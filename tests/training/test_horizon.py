@@ -7,7 +7,8 @@ import pytest
 
 from megajax.config import Config
 from megajax.settings.presets import load_preset, resolve
-from megajax.training.begin import in_steps, past_decay
+from megajax.training.begin import in_steps
+from megajax.training.describe import past_decay
 
 DEMO = {key: value for key, value in load_preset("demo").items() if key != "optimizer.decay_steps"}
 EPOCH = SimpleNamespace(epoch_size=80)
