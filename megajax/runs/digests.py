@@ -36,8 +36,7 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
-        """The manifest of a folder that holds all files of a checkpoint, whose arrays have these checksums; `OSError`
-        if one cannot be read."""
+        """The manifest of a folder with all files of a checkpoint, whose arrays have these checksums."""
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
         return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
 

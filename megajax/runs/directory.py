@@ -22,32 +22,28 @@ from megajax.traits import Changes
 
 def check_claim(run_dir: Path, config: Config) -> None:
     """Check that the run directory may be used as `--resume` says."""
+    place = f"--run-dir {run_dir}"
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"--run-dir {run_dir} is a file; valid: a folder, or a path that does not exist")
+        raise UserError(f"{place} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
-    there = entries(run_dir)
-    number = marked_format(run_dir)
+    there, number = entries(run_dir), marked_format(run_dir)
     never = "--resume never, but " if config.resume == "never" else ""
     if there and number is None:
         raise UserError(
-            f"{never}--run-dir {run_dir} is not empty and holds no run, but {there[0]}; "
-            "valid: an empty or new folder, or that of an earlier run"
+            f"{never}{place} is not empty and holds no run, but {there[0]}; valid: an empty or new folder, or that of "
+            "an earlier run"
         )
     if there and never:
-        raise UserError(f"{never}--run-dir {run_dir} is not empty; valid: an empty or new folder, or --resume auto")
+        raise UserError(f"{never}{place} is not empty; valid: an empty or new folder, or --resume auto")
     if number is not None:
-        check_format(number, f"--run-dir {run_dir}")
+        check_format(number, place)
         check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
-        raise UserError(
-            f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
-        )
+        raise UserError(f"--resume must, but {place} has no checkpoint; valid: the folder of an earlier run")
     if steps:
         if not (run_dir / "config.toml").is_file():
-            raise UserError(
-                f"--run-dir {run_dir} has checkpoints but no config.toml; valid: a whole run directory, or a new one"
-            )
+            raise UserError(f"{place} has checkpoints but no config.toml; valid: a whole run directory, or a new one")
         _check_same_run(run_dir, config, trained=max(steps) > 0)
 
 
@@ -92,7 +88,7 @@ _KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
-    earlier = resolve(load_preset(run_dir / "config.toml"))
+    earlier, place = resolve(load_preset(run_dir / "config.toml")), f"--run-dir {run_dir}"
     of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
     for key in (*compared(Config, *_KEPT), *of_adapters, *samples):
@@ -100,37 +96,25 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
             with_init = f" with --init {run_dir}" if key in of_adapters else ""
-            raise UserError(
-                f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: the same, or another --run-dir"
-                f"{with_init}"
-            )
+            valid = f"the same, or another --run-dir{with_init}"
+            raise UserError(f"{place} holds a run with {key} {before}, not {now}; valid: {valid}")
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
     if trained and weights[0] != weights[1]:
         before, now = (f"data.sources of the weights {each}" if each else "one data.path" for each in weights)
-        raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
+        raise UserError(f"{place} holds a run with {before}, not {now}; valid: the same order of samples")
     if MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
-        raise UserError(
-            f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
-        )
-    if not (
-        trained
-        or config.tokenizer.path
-        or is_tokenizer_folder(run_dir / "data" / "tokenizer")
-        or all(prepared_prefix(path) for path in _paths(config))
-    ):
+        raise UserError(f"--precision {config.precision}: {place} holds a run in {earlier.precision}; valid: that")
+    has_tokenizer = trained or config.tokenizer.path or is_tokenizer_folder(run_dir / "data" / "tokenizer")
+    paths = [source.path for source in config.data.sources] or [config.data.path]
+    if not has_tokenizer and not all(map(prepared_prefix, paths)):
         raise UserError(
             f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer, and text needs "
             "theirs; valid: its folder, or a tokenized dataset as --data.path"
         )
 
 
-def _paths(config: Config) -> list[str]:
-    return [source.path for source in config.data.sources] or [config.data.path]
-
-
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run with `overrides`; its mesh and other keys that only concern one start have their
-    defaults."""
+    """The configuration of a run with `overrides`; what concerns only one start, as its mesh, has its defaults."""
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }

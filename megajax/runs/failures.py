@@ -24,8 +24,7 @@ def forget_abandoned() -> None:
 
 
 def expect_abandoned() -> None:
-    """Silence reads and writes that Orbax abandons: TensorStore reports their ends to an event loop that is gone, and
-    an abandoned read raises."""
+    """Silence what Orbax abandons: an abandoned read raises, and TensorStore reports to an event loop that is gone."""
     before = sys.unraisablehook
     if getattr(before, "expects_abandoned", False):
         return

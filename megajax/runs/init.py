@@ -86,8 +86,7 @@ def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
-    """Put the tokenizer of `--init` in a new run's folder of data, to tokenize its corpora: the weights know no other
-    ids."""
+    """Put the tokenizer of `--init` in a new run's folder of data: the weights know no other ids."""
     tokenizer = init_tokenizer(config)
     if tokenizer is not None:
         keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")

@@ -106,8 +106,7 @@ class RunLock:
             time.sleep(0.5)
 
     def check(self) -> None:
-        """Check that the lock is still held, if it was taken: `RunError` if another process has taken it, or the run
-        directory was removed."""
+        """Check that the lock, if it was taken, is still held: `RunError` if it or the run directory is gone."""
         if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
 

@@ -50,10 +50,8 @@ def check_entries(run_dir: Path) -> None:
         entry = run_dir / name
         there = "a link" if entry.is_symlink() else reading.kind(entry)
         if there not in ("", wanted):
-            raise UserError(
-                f"--run-dir {run_dir}: {entry} is {there}; valid: {wanted}, or another --run-dir (the run directory "
-                "itself may be a link)"
-            )
+            valid = f"{wanted}, or another --run-dir (the run directory itself may be a link)"
+            raise UserError(f"--run-dir {run_dir}: {entry} is {there}; valid: {valid}")
 
 
 def check_outside_runs(path: Path, name: str) -> None:

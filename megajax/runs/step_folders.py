@@ -1,7 +1,7 @@
-"""The folders in `checkpoints/`, one a step. A folder that is half written or being removed has another name.
+"""The folders in `checkpoints/`, one a step; one that is half written or being removed has another name.
 
-Every name here is made by this program or by Orbax; everything else in the folder is left alone. What cannot be removed
-or renamed raises `OSError`.
+Every name here is made by this program or by Orbax; everything else is left alone. What cannot be removed or renamed
+raises `OSError`.
 """
 
 import contextlib

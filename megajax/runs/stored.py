@@ -68,8 +68,8 @@ def _manifest(checkpoint: Path) -> Manifest:
 
 
 def _try(checkpoint: Path, read: Callable[[], T]) -> T:
-    """Call `read` on every process. If it fails anywhere, raise `DamagedCheckpoint` everywhere: no process may go on to
-    the next collective alone."""
+    """Call `read` on every process; if it fails anywhere, `DamagedCheckpoint` everywhere: none may go on alone to the
+    next collective."""
     found: list[T] = []
     problem = "another process cannot read it"
     try:

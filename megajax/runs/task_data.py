@@ -1,5 +1,4 @@
-"""The records of the task that a run is fine-tuned on. Its files are read at every start, and their records must stay
-the same."""
+"""The records of the task that a run is fine-tuned on: read from its files at every start, and always the same."""
 
 import itertools
 import json

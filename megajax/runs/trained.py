@@ -126,10 +126,8 @@ def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
     folder = run_dir / "data" / "tokenizer"
     if not reading.kind(folder):
         raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
-    tokenizer = corpus_tokenizer(run_dir / "data")
-    if tokenizer.size > config.model.vocab_size:
-        raise UserError(
-            f"--checkpoint {run_dir}: the tokenizer in {folder} has {tokenizer.size} ids; "
-            f"valid: at most the model's {config.model.vocab_size}"
-        )
+    tokenizer, most = corpus_tokenizer(run_dir / "data"), config.model.vocab_size
+    if tokenizer.size > most:
+        has = f"the tokenizer in {folder} has {tokenizer.size} ids"
+        raise UserError(f"--checkpoint {run_dir}: {has}; valid: at most the model's {most}")
     return tokenizer

@@ -60,8 +60,7 @@ class Write:
         return self._thread.is_alive()
 
     def wait(self) -> bool:
-        """Wait for the end, all processes together; returns whether the checkpoint is complete. If not, nothing is
-        left."""
+        """Wait for the end, all processes together; whether the checkpoint is complete. If not, nothing is left."""
         self._part_tried.wait()
         self._others = all_agree(self._part_written)
         self._thread.join()
@@ -209,8 +208,7 @@ class LazyArray:
 
 
 def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
-    """The canonical state before the first step, of `LazyArray`; `weight` makes each canonical main weight from its
-    path and shape."""
+    """The canonical state before the first step; `weight` makes a canonical main weight from its path and shape."""
     shapes = layout.canonical_shapes
     begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
     begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))

@@ -1,5 +1,4 @@
-"""From a configuration to the training loop: checks, the run directory and its lock, data, program, and when training
-ends."""
+"""From a configuration to the training loop: checks, the run directory and its lock, data, program, last step."""
 
 import dataclasses
 import math
@@ -134,8 +133,7 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
     """The configuration with `train.steps`, decay and warm-up of the learning rate all in steps; epochs are those of
-    the training `samples`. A resumed run keeps the `optimizer.decay_steps` that it `began_with`, if none are
-    given."""
+    the training `samples`. Where none is given, a resumed run keeps the `optimizer.decay_steps` it `began_with`."""
     train, end = config.train, 0
     if train.epochs:
         end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))

@@ -20,30 +20,24 @@ from megajax.settings.launch import gpu_flags
 
 def describe(program: Program, data: RunData | TaskData) -> str:
     """A run in a few lines of text."""
-    config = program.config
+    config, state = program.config, state_bytes(program)
+    platform, sequence = jax.devices()[0].platform, ", sequence split over tensor" if config.sequence_parallel else ""
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
-        _mesh(config),
+        f"mesh: {config.mesh} on {jax.device_count()} {platform} devices, {jax.process_count()} processes{sequence}",
         *pipeline_lines(program),
-        _state(program),
+        f"state: {sum(state.values()) / 2**20:,.1f} MiB a device ({_mebibytes(state)}), --optimizer.zero "
+        f"{config.optimizer.zero}",
         _step_memory(program),
         _optimizer(program),
         *_ramp(config),
         *data.lines(config),
     ]
-    if jax.devices()[0].platform == "gpu":
+    if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, past_decay(config)]))
-
-
-def _mesh(config: Config) -> str:
-    sequence = ", sequence split over tensor" if config.sequence_parallel else ""
-    return (
-        f"mesh: {config.mesh} on {jax.device_count()} "
-        f"{jax.devices()[0].platform} devices, {jax.process_count()} processes{sequence}"
-    )
 
 
 def pipeline_lines(program: Program) -> list[str]:
@@ -51,9 +45,8 @@ def pipeline_lines(program: Program) -> list[str]:
     pipeline, pipe, table = program.config.pipeline, program.config.mesh.pipe, program.schedule
     deferring = pipeline.deferring()
     if pipe == 1:
-        return (
-            [] if deferring is None else ["pipeline: of one stage, --pipeline.weight-gradients deferred does nothing"]
-        )
+        nothing = "pipeline: of one stage, --pipeline.weight-gradients deferred does nothing"
+        return [] if deferring is None else [nothing]
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
     bubble = f"{bubble_overhead(table):.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
@@ -71,11 +64,6 @@ def pipeline_lines(program: Program) -> list[str]:
         f"buffer {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines
-
-
-def _state(program: Program) -> str:
-    parts, zero = state_bytes(program), program.config.optimizer.zero
-    return f"state: {sum(parts.values()) / 2**20:,.1f} MiB a device ({_mebibytes(parts)}), --optimizer.zero {zero}"
 
 
 def _step_memory(program: Program) -> str:

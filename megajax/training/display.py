@@ -38,8 +38,8 @@ class Display:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0, *, announced: bool = True) -> Iterator[Callable[[int], None]]:
-        """A block that does one thing, such as "compiling the step", in `total` parts if that is known. It yields a
-        function to call with the number of finished parts. Without bars, a line says when it begins if it is
+        """A block that does one thing, such as "compiling the step", in `total` parts if that is known; it gets a
+        function to call with the number of finished ones. Without bars, a line says when it begins if it is
         `announced`."""
         began = time.monotonic()
         if self._live:
@@ -130,8 +130,7 @@ class StepsDisplay(Display):
     def show_validation(
         self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
     ) -> None:
-        """Show a validation loss after `step` steps, in nats per token; `name` is that of a named set, `details`
-        replace its perplexity."""
+        """Show a validation loss, in nats per token, of the split or a named set; `details` replace its perplexity."""
         of = f" of {name}" if name else ""
         figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"

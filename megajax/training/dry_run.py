@@ -1,7 +1,6 @@
 """`megajax train PRESET --dry-run`: everything before the first step, and nothing that stays.
 
-Text is read and tokenized into a temporary folder (`TMPDIR`); the data of a run that is resumed is opened where it
-lies.
+Text is tokenized into a temporary folder (`TMPDIR`); the data of a run that is resumed is opened where it lies.
 """
 
 import dataclasses
@@ -32,8 +31,7 @@ from megajax.training.seeds import seed_runs
 
 
 def dry_run(config: Config) -> None:
-    """Check a run, read its data, print its plan of memory and compile its step; with several seeds, the first
-    one's."""
+    """Check a run, of several seeds the first, read its data, print its plan of memory and compile its step."""
     check_given(config)
     start(config)
     if config.seeds > 1:

@@ -28,8 +28,7 @@ class Speed:
 
 
 def memory_figures(devices: Iterable[Any]) -> dict[str, int]:
-    """Bytes in use now and at their peak, each on the fullest device, by their names in metrics.jsonl; empty on CPUs,
-    which do not report them."""
+    """Bytes in use now and at their peak on the fullest device, by their names in metrics.jsonl; none on CPUs."""
     stats = [found for device in devices if (found := device.memory_stats())]
     names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
     found = {name: [each[key] for each in stats if key in each] for name, key in names.items()}

@@ -1,5 +1,4 @@
-"""The training loop: the host prepares and reports while the devices compute, and always knows the last good
-checkpoint."""
+"""The training loop: the host prepares and reports while the devices compute, and knows the last good checkpoint."""
 
 import contextlib
 import functools

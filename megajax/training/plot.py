@@ -72,8 +72,7 @@ class LossPlot(Tracker):
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:
-    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically; `OSError` if the
-    file cannot be written."""
+    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

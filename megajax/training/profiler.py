@@ -1,7 +1,14 @@
-"""`--profile STEPS`: a trace of some steps, in RUN/profile, and where their time went."""
+"""`--profile STEPS`: a trace of some steps, in RUN/profile, and where their time went by part of the model and pass.
+The program's text says which scope (`jax.named_scope`) each operation of the trace comes from."""
 
 import contextlib
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,7 +17,23 @@ from megajax.data.files import free_name, scratch
 from megajax.errors import UserError
 from megajax.host.paths import identity
 from megajax.host.processes import is_first_process
-from megajax.training.trace_report import report
+
+PARTS = {  # scopes of the program and what they are called; of several in a name the last one counts
+    "embedding": "embedding",
+    "layer": "rest of the layers",
+    "norm": "norms",
+    "attention": "attention, products",
+    "attend": "attention, scores",
+    "mlp": "MLP",
+    "head": "head and loss",
+    "gradient_sums": "sums of gradients",
+    "gradient_norm": "gradient norm and clipping",
+    "optimizer": "optimizer",
+    "weight_gradients": "weight gradients that waited",
+}
+REST = "rest of the step"
+PASSES = ("forward", "recomputed", "backward", "")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
 class StepTrace:
@@ -52,8 +75,8 @@ class StepTrace:
             self._stack.close()
 
     def finish(self, program_text: str) -> list[str]:
-        """End the trace after its last step and put it in its place; returns lines about it. `program_text` is the
-        compiled step as HLO text."""
+        """End the trace after its last step; returns lines about it. `program_text` is the compiled step as HLO
+        text."""
         if not is_first_process():
             return []
         if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew
@@ -73,7 +96,138 @@ class StepTrace:
         count = self.last - self.first + 1
         title = f"profile of step {self.first}" if count == 1 else f"profile of steps {self.first} to {self.last}"
         try:
-            rows = report(target, program_text, count)
+            rows = table(times(target, operations(program_text)), count)
         except Exception as error:  # of a format that is JAX's own
             rows = [f"where its time went is not known: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
         return [f"{title}: {target}", *rows]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An instruction of a compiled program."""
+
+    kind: str  # its opcode
+    source: str  # where in the program it comes from, scopes and transformations separated by slashes
+
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", re.ASCII)
+_OPERAND = re.compile(r"%([\w.-]+)", re.ASCII)
+_SOURCE, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"(?:calls|to_apply)=%?([\w.-]+)", re.ASCII)
+
+
+def operations(program_text: str) -> dict[str, Operation]:
+    """The instructions of a compiled program by name. One without a source, made by the compiler, gets the most
+    frequent source inside it, else that of its first operand with one."""
+    found: dict[str, Operation] = {}
+    calls: dict[str, str] = {}
+    operands: dict[str, list[str]] = {}
+    inside: dict[str, Counter[str]] = defaultdict(Counter)
+    computation = ""
+    for line in program_text.splitlines():
+        if match := _COMPUTATION.match(line):
+            computation = match[1]
+        elif match := _INSTRUCTION.match(line):
+            source = found_source[1] if (found_source := _SOURCE.search(line)) else ""
+            found[match[1]] = Operation(match[2], source)
+            if source:
+                inside[computation][source] += 1
+                continue
+            if called := _CALLED.search(line):
+                calls[match[1]] = called[1]
+            operands[match[1]] = _OPERAND.findall(line[match.end() :].partition(")")[0])
+    for name in operands:  # in the order of the program: operands stand before
+        most = inside[calls[name]].most_common(1) if name in calls else []
+        sources = [source for source, _ in most] + [found[each].source for each in operands[name] if each in found]
+        found[name] = Operation(found[name].kind, next(filter(None, sources), ""))
+    return found
+
+
+def place_of(operation: Operation) -> tuple[str, str]:
+    """The part of the step and the pass that an operation belongs to."""
+    for collective in _COLLECTIVES:
+        if operation.kind.startswith(collective):
+            name = "hand-overs between stages" if collective == "collective-permute" else collective
+            return f"communication: {name}", ""
+    names = re.findall(r"\w+", operation.source)
+    part = next((name for name in reversed(names) if name in PARTS), None)
+    if part is None:
+        return REST, ""
+    if part in ("gradient_sums", "gradient_norm", "optimizer"):
+        return PARTS[part], ""
+    if "rematted_computation" in names:
+        return PARTS[part], "recomputed"
+    return PARTS[part], "backward" if "transpose" in names or "weight_gradients" in names else "forward"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of traced operations."""
+
+    by_place: dict[tuple[str, str], float]  # by part and pass, of all devices together
+    devices: int  # how many they are
+    span: float  # from the first operation to the end of the last
+
+
+def times(session: Path, known: dict[str, Operation]) -> Times:
+    """The seconds of a program's operations in a trace, each without operations that ran inside it."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    devices, begins, ends = 0, [], []
+    for file in sorted(session.glob("*.xplane.pb")):
+        data = jax.profiler.ProfileData.from_file(str(file))
+        planes = list(data.planes)
+        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+        devices += len(gpus) or jax.local_device_count()
+        for plane in gpus or [plane for plane in planes if plane.name == "/host:CPU"]:
+            for line in plane.lines:
+                events = _events(line.events, known)
+                begins += [begin for begin, _, _ in events[:1]]
+                ends += [end for _, end, _ in events]
+                for name, seconds in _own_seconds(events):
+                    found[place_of(known[name])] += seconds
+    return Times(dict(found), max(1, devices), (max(ends) - min(begins)) / 1e9 if ends else 0.0)
+
+
+def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
+    """Begin and end in nanoseconds and name of all operations of a thread or stream, in order."""
+    found = []
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12's, of JAX's own types
+        for event in events:
+            names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
+            if (name := names[0].lstrip("%")) in known:
+                found.append((event.start_ns, event.start_ns + event.duration_ns, name))
+    return sorted(found, key=lambda each: (each[0], -each[1]))
+
+
+def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
+    """The operations, each with its seconds without those of operations inside it."""
+    own = [(end - begin) / 1e9 for begin, end, _ in events]
+    around: list[int] = []
+    for number, (begin, end, _) in enumerate(events):
+        while around and events[around[-1]][1] <= begin:
+            around.pop()
+        if around:
+            own[around[-1]] -= (end - begin) / 1e9
+        around.append(number)
+    return [(name, seconds) for (_, _, name), seconds in zip(events, own, strict=True)]
+
+
+def table(found: Times, steps: int) -> list[str]:
+    """Milliseconds of a step on a device by part and pass, longest first."""
+    if not found.by_place:
+        return ["the trace names no operation of the step; open it in XProf or Perfetto"]
+    scale = 1e3 / (steps * found.devices)
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (part, pass_), seconds in found.by_place.items():
+        rows[part][pass_] += seconds * scale
+    of_part = {part: sum(row.values()) for part, row in rows.items()}
+    total = sum(of_part.values())
+    lines = [f"{'ms a step and device':<34}" + "".join(f"{each or 'other':>12}" for each in (*PASSES, "share"))]
+    for part, row in sorted(rows.items(), key=lambda item: -of_part[item[0]]):
+        cells = (f"{row[each]:,.2f}" if each in row else "" for each in PASSES)
+        lines.append(f"{part:<34}" + "".join(f"{cell:>12}" for cell in (*cells, f"{of_part[part] / total:.1%}")))
+    sums = (f"{sum(row[each] for row in rows.values()):,.2f}" for each in PASSES)
+    lines.append(f"{'all':<34}" + "".join(f"{cell:>12}" for cell in (*sums, "100.0%")))
+    whole = 1e3 * found.span / steps
+    lines.append(f"operations take {total:,.2f} ms of a step's {whole:,.2f} ms on a device")
+    return lines

@@ -23,16 +23,8 @@ class RunLog:
     context manager.
 
     Steps are counts of finished steps, so the first one is 1. Steps after `finished_steps` that an earlier start has
-    logged are dropped.
-
-    Args:
-        run_dir: where metrics.jsonl, tensorboard/ and loss.png are.
-        total_steps: of the run.
-        finished_steps: of earlier starts.
-        log_every: steps between two printed lines where there is no bar.
-        write: True on one process; on the others nothing is written or printed.
-        console: where to print; standard output if None.
-        track: the library of `--track`, which records a run that is not over.
+    logged are dropped. Nothing is written or printed without `write`, which is for one process. `log_every` is for
+    where there is no bar. `track` is the library of `--track`, which records a run that is not over.
     """
 
     def __init__(
@@ -131,8 +123,7 @@ class RunLog:
         self.display.close_steps()
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all trackers, draw loss.png and stop the progress bar; `finished` if the run has taken all its
-        steps."""
+        """Close all trackers and the progress bar, draw loss.png; `finished` if the run has taken all its steps."""
         self.end_steps()
         self._tell(lambda tracker: tracker.close(finished=finished))
         self._trackers = []

@@ -28,8 +28,8 @@ _WRITTEN = {
 
 
 def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
-    """The continuation that the configuration asks for; empty without one, without a tokenizer, or for a model that
-    does not continue texts."""
+    """The continuation that the configuration asks for; empty without a tokenizer, or of a model that continues no
+    texts."""
     config = program.config.sample
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""

@@ -148,8 +148,8 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """A run of MLflow. MLFLOW_TRACKING_URI says where, else it is RUN/mlflow/mlflow.db, and MLFLOW_EXPERIMENT_NAME in
-    which experiment."""
+    """A run of MLflow at MLFLOW_TRACKING_URI, else in RUN/mlflow/mlflow.db, in the experiment
+    MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, run_dir: Path, name: str):
         from mlflow import MlflowClient

@@ -29,12 +29,8 @@ class Validator:
     def validate(
         self, step: int, params: Any, between: Callable[[], None] = _nothing
     ) -> tuple[dict[str, Perplexity], dict[str, float]]:
-        """Evaluate the weights after a step on all sets. `between` is called before every batch; if it raises, the
-        validation ends and `last` stays as it is.
-
-        Returns:
-            Every loss by name over the validation split, and the loss of each named set.
-        """
+        """Evaluate the weights after a step: every loss by name over the validation split, and the loss of each named
+        set. `between` is called before every batch; if it raises, the validation ends and `last` stays as it is."""
         batches = self._program.config.train.eval_batches
         split = self.evaluate(step, params, batches, between=between)
         named = {
@@ -53,8 +49,8 @@ class Validator:
         between: Callable[[], None] = _nothing,
         name: str = "validation",
     ) -> dict[str, Perplexity]:
-        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the validation split;
-        shown as `name`."""
+        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the validation
+        split."""
         samples = samples or self._data.validation
         whole = -(-len(samples) // self._program.config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()

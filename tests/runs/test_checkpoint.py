@@ -1,32 +1,32 @@
 """Checkpoints: the same state on any mesh, and damage that is noticed."""
 
 import dataclasses
-import functools
-import gc
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError, UserError
 from megajax.optim.loss_scale import LossScale
 from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer
-from megajax.runs import checkpoint, stored
+from megajax.runs import stored
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import read_manifest
 from megajax.runs.step_folders import Retention
 from megajax.runs.stored import DamagedCheckpoint
 
-# Orbax abandons its other reads when one fails, and Python complains when it finds them.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("find_abandoned_reads"),
+]
 
 PLACES = [((1, 4, 2), 1, "fp32"), ((1, 1, 1), 0, "fp16")]
 MORE_PLACES = [((8, 1, 1), 3, "fp32"), ((4, 1, 2), 1, "bf16")]
@@ -60,22 +60,6 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
         assert array.tobytes() == expected[name].tobytes(), name
 
 
-@pytest.fixture(autouse=True)
-def find_abandoned_reads(quick_collections: None) -> Iterator[None]:
-    """Let Python find them here, not in another test."""
-    yield
-    gc.collect()
-
-
-transfer_of = functools.cache(Transfer)
-
-
-@pytest.fixture(autouse=True)
-def conversions_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every start of a run."""
-    monkeypatch.setattr(checkpoint, "Transfer", transfer_of)
-
-
 @pytest.fixture(scope="module")
 def small() -> StateLayout:
     """The model on one device."""
@@ -90,7 +74,6 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for step in (10, 20):
         checkpoints.save(step, random_state(small, step, seed=step))
     checkpoints.wait()
-    checkpoints.close()
     return run
 
 
@@ -104,12 +87,9 @@ def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> No
     checkpoints = Checkpoints(tmp_path / "first", first, keep=1)
     checkpoints.save(7, state)
     checkpoints.wait()
-    checkpoints.close()
     for place in places:
         other = layout(*place)
-        reader = Checkpoints(tmp_path / "first", other)
-        found = reader.restore(7)
-        reader.close()
+        found = Checkpoints(tmp_path / "first", other).restore(7)
         assert int(found.step) == 7
         assert_equal(canonical_arrays(other, found), expected)
         if found.main is not None:
@@ -118,9 +98,8 @@ def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> No
             writer = Checkpoints(tmp_path / "second", other, keep=1)
             writer.save(7, found)
             writer.close()
-    back = Checkpoints(tmp_path / "second", first)
-    assert_equal(canonical_arrays(first, back.restore(7)), expected)
-    back.close()
+    back = Checkpoints(tmp_path / "second", first).restore(7)
+    assert_equal(canonical_arrays(first, back), expected)
 
 
 def test_a_loss_scale_is_for_fp16_only() -> None:
@@ -146,66 +125,51 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 def newest(where: StateLayout, run: Path) -> tuple[TrainState, list[str]]:
     """What `restore_newest` finds in a run that has a good checkpoint."""
-    checkpoints = Checkpoints(run, where)
-    state, step, damaged = checkpoints.restore_newest()
-    checkpoints.close()
+    state, step, damaged = Checkpoints(run, where).restore_newest()
     assert state is not None and int(state.step) == step
     return state, damaged
 
 
-def removed(data: bytes) -> bytes | None:
-    return None
-
-
-def emptied(data: bytes) -> bytes | None:
-    return b""
-
-
-def zeroed(data: bytes) -> bytes | None:
-    return bytes(len(data))
-
-
-def cut_in_half(data: bytes) -> bytes | None:
-    return data[: len(data) // 2]
-
-
-def with_a_flipped_bit(data: bytes) -> bytes | None:
+def with_a_flipped_bit(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
 
 
-def grown(data: bytes) -> bytes | None:
-    return data + b"\0"
-
-
-DAMAGES = [removed, emptied, zeroed, cut_in_half, with_a_flipped_bit, grown]
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "removed": lambda data: None,
+    "emptied": lambda data: b"",
+    "zeroed": lambda data: bytes(len(data)),
+    "cut in half": lambda data: data[: len(data) // 2],
+    "a flipped bit": with_a_flipped_bit,
+    "grown": lambda data: data + b"\0",
+}
 DIGESTS = Path("checkpoint.json")
+
+
+def do_damage(file: Path, damage: str) -> None:
+    data = DAMAGES[damage](file.read_bytes())
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
 
 
 @pytest.mark.parametrize(
     ("damage", "chosen"),
-    [(with_a_flipped_bit, ["largest", str(DIGESTS)]), (removed, ["state/_METADATA", str(DIGESTS)])]
+    [("a flipped bit", ["largest", str(DIGESTS)]), ("removed", ["state/_METADATA", str(DIGESTS)])]
     + [pytest.param(damage, None, marks=pytest.mark.full) for damage in DAMAGES],
 )
-def test_damage_of_any_file_is_noticed_or_harmless(
-    damage: Callable[[bytes], bytes | None],
-    chosen: list[str] | None,
-    small: StateLayout,
-    written: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_damage_of_any_file_is_noticed(
+    damage: str, chosen: list[str] | None, small: StateLayout, written: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Whatever happens to whichever file of the newest checkpoint, it is found before anything is read, and named, and
     the checkpoint before is used."""
-    expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
-    files = files_of(written / "checkpoints" / "20")
-    largest = max(files, key=lambda file: file.stat().st_size)
-    names = [file.relative_to(written / "checkpoints" / "20") for file in files]
+    expected = canonical_arrays(small, random_state(small, 10, seed=10))
+    checkpoint = written / "checkpoints" / "20"
+    names = [file.relative_to(checkpoint) for file in files_of(checkpoint)]
     assert len(names) > 8 and DIGESTS in names
     if chosen is not None:
-        names = [
-            largest.relative_to(written / "checkpoints" / "20") if name == "largest" else Path(name) for name in chosen
-        ]
+        largest = max(names, key=lambda name: (checkpoint / name).stat().st_size)
+        names = [largest if name == "largest" else Path(name) for name in chosen]
     read: list[str] = []
     plain = stored._read_arrays
     monkeypatch.setattr(
@@ -213,16 +177,11 @@ def test_damage_of_any_file_is_noticed_or_harmless(
     )
     for number, name in enumerate(names):
         run = shutil.copytree(written, tmp_path / str(number))
-        file = run / "checkpoints" / "20" / name
-        data = damage(file.read_bytes())
-        file.unlink()
-        if data is not None:
-            file.write_bytes(data)
+        do_damage(run / "checkpoints" / "20" / name, damage)
         read.clear()
         state, damaged = newest(small, run)
-        step = int(state.step)
-        assert_equal(canonical_arrays(small, state), expected[step])
-        assert step == 10 and read == ["10"], (name, read)
+        assert_equal(canonical_arrays(small, state), expected)
+        assert int(state.step) == 10 and read == ["10"], (name, read)
         named = "" if name == DIGESTS else name  # a damaged digest speaks against its file
         assert len(damaged) == 1 and damaged[0].startswith(f"{run / 'checkpoints' / '20'}: {named}"), damaged
 
@@ -240,32 +199,27 @@ def test_a_newer_format_is_refused(small: StateLayout, written: Path, tmp_path: 
     for restore in (checkpoints.restore_newest, lambda: checkpoints.restore_params(20)):
         with pytest.raises(UserError, match=r"^\S+checkpoints/20 was written by a newer .* format 2; valid"):
             restore()
-    checkpoints.close()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_without_digests_of_files_it_is_the_arrays_that_speak(
-    damage: Callable[[bytes], bytes | None], small: StateLayout, written: Path, tmp_path: Path
+    damage: str, small: StateLayout, written: Path, tmp_path: Path
 ) -> None:
     """What is restored is a state that was written. The file with most of the numbers cannot be missed."""
     expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
-    names = [
-        file.relative_to(written) for file in files_of(written / "checkpoints" / "20") if file.name != str(DIGESTS)
-    ]
+    files = files_of(written / "checkpoints" / "20")
+    names = [file.relative_to(written) for file in files if file.name != str(DIGESTS)]
     essential = max(names, key=lambda name: (written / name).stat().st_size)
     for number, name in enumerate(names):
         run = shutil.copytree(written, tmp_path / str(number))
         forget_files(run / "checkpoints" / "20")
-        data = damage((run / name).read_bytes())
-        (run / name).unlink()
-        if data is not None:
-            (run / name).write_bytes(data)
+        do_damage(run / name, damage)
         state, damaged = newest(small, run)
         step = int(state.step)
         assert_equal(canonical_arrays(small, state), expected[step])
         assert len(damaged) == (step == 10), (name, damaged)
-        assert step == 10 or name != essential or damage is grown
+        assert step == 10 or name != essential or damage == "grown"
 
 
 def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tmp_path: Path) -> None:
@@ -288,7 +242,6 @@ def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tm
         checkpoints.save(number, state)
         checkpoints.wait()
     assert checkpoints.steps() == [10, 15, 20, 30]
-    checkpoints.close()
     after = {entry.name for entry in folder.iterdir()}
     assert after == (before - {"7.orbax-checkpoint-tmp"}) | {"damaged-15-0", "damaged-30-0"}
     assert (folder / "damaged-30-0" / "garbage").read_text() == "mine"
@@ -300,10 +253,8 @@ def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: P
     forget_files(run / "checkpoints" / "20")
     shutil.rmtree(run / "checkpoints" / "20" / "state")
     shutil.copytree(run / "checkpoints" / "10" / "state", run / "checkpoints" / "20" / "state")
-    checkpoints = Checkpoints(run, small)
     with pytest.raises(DamagedCheckpoint, match="20"):
-        checkpoints.restore(20)
-    checkpoints.close()
+        Checkpoints(run, small).restore(20)
     assert int(newest(small, run)[0].step) == 10
 
 
@@ -312,13 +263,9 @@ def test_all_damaged_is_an_error_and_none_is_a_start(small: StateLayout, written
     run = shutil.copytree(written, tmp_path / "run")
     for step in ("10", "20"):
         max(files_of(run / "checkpoints" / step), key=lambda file: file.stat().st_size).write_bytes(b"")
-    checkpoints = Checkpoints(run, small)
     with pytest.raises(RunError, match="no checkpoint"):
-        checkpoints.restore_newest()
-    checkpoints.close()
-    empty = Checkpoints(tmp_path / "empty", small, keep=1)
-    assert empty.restore_newest() == (None, 0, [])
-    empty.close()
+        Checkpoints(run, small).restore_newest()
+    assert Checkpoints(tmp_path / "empty", small, keep=1).restore_newest() == (None, 0, [])
 
 
 def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
@@ -334,10 +281,8 @@ def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
     checkpoints.save(5, random_state(small, 5, seed=1))
     checkpoints.wait()
     assert checkpoints.steps() == [4, 5]
-    assert_equal(
-        canonical_arrays(small, checkpoints.restore(5)), canonical_arrays(small, random_state(small, 5, seed=1))
-    )
-    checkpoints.close()
+    again = canonical_arrays(small, random_state(small, 5, seed=1))
+    assert_equal(canonical_arrays(small, checkpoints.restore(5)), again)
 
 
 def test_the_best_and_every_third_are_kept_besides(small: StateLayout, tmp_path: Path) -> None:
@@ -352,6 +297,5 @@ def test_the_best_and_every_third_are_kept_besides(small: StateLayout, tmp_path:
             with (tmp_path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
         checkpoints.wait()
-        checkpoints.close()
     assert checkpoints.steps() == [0, 2, 3, 5]
     assert sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir()) == ["0", "2", "3", "5"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import resource
 import shutil
 import threading
@@ -18,21 +17,11 @@ from tiny import tiny_config, tiny_program
 
 from megajax.errors import RunError
 from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import problem_of, read_manifest
 
-transfer_of = functools.cache(Transfer)
-
-
 pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
-@pytest.fixture(autouse=True)
-def conversions_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every start of a run."""
-    monkeypatch.setattr(checkpoint, "Transfer", transfer_of)
 
 
 @pytest.fixture(scope="module")

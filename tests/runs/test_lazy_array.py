@@ -36,18 +36,13 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
     parts, whole = (Checkpoints(tmp_path / name, layout, keep=1) for name in ("parts", "whole"))
     parts.save_new(weight)
     whole.save(0, layout.from_canonical(layout.begin(weights)))
-    for checkpoints in parts, whole:
-        checkpoints.wait()
-        checkpoints.close()
+    parts.wait()
+    whole.wait()
     assert len(there) == len(named)
     sums = [read_manifest(tmp_path / name / "checkpoints/0").arrays for name in ("parts", "whole")]
     assert sums[0] == sums[1] and len(sums[0]) > 3 * len(named)
 
-    states = []
-    for name in "parts", "whole":
-        reader = Checkpoints(tmp_path / name, layout)
-        states.append(jax.device_get(reader.restore(0)))
-        reader.close()
+    states = [jax.device_get(Checkpoints(tmp_path / name, layout).restore(0)) for name in ("parts", "whole")]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
     read, step = weights_in_parts(layout, tmp_path / "parts", "latest")
@@ -61,17 +56,12 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, layout, keep=1)
     checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
     checkpoints.wait()
-    checkpoints.close()
     manifest = read_manifest(tmp_path / "checkpoints/0")
     manifest.arrays[".params['shared']['table']"] += 1
     manifest.write(tmp_path / "checkpoints/0")
     read, _ = weights_in_parts(layout, tmp_path, "latest")
-    table, positions = (
-        next(
-            path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params) if name in str(path)
-        )
-        for name in ("table", "positions")
-    )
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params)]
+    table, positions = (next(path for path in paths if name in str(path)) for name in ("table", "positions"))
     assert read([positions])[0].all()
     with pytest.raises(RunError, match=r"damaged checkpoint: .*1 arrays differ"):
         read([table])

@@ -1,7 +1,5 @@
 """What only computes with the weights reads nothing else of a checkpoint."""
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,17 +12,7 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.trained import restore_params
 
-# Orbax abandons its other reads when one fails, and Python complains when it finds them.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 STEP = 5
-
-
-@pytest.fixture(autouse=True)
-def find_abandoned_reads(quick_collections: None) -> Iterator[None]:
-    """Let Python find them here, not in another test."""
-    yield
-    gc.collect()
 
 
 def remove_arrays(checkpoint: Path, prefix: str) -> None:
@@ -36,6 +24,8 @@ def remove_arrays(checkpoint: Path, prefix: str) -> None:
         store.write(name, None).result()
 
 
+@pytest.mark.usefixtures("find_abandoned_reads")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     """On another mesh, from a checkpoint that has lost the moments: training notices, evaluation does not need them."""
     first = tiny_program(tiny_config((1, 2, 1), precision="bf16", num_layers=2)).layout
@@ -64,4 +54,3 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
         remove_arrays(checkpoint, name)
         with pytest.raises(DamagedCheckpoint):
             reader.restore_params(STEP)
-        reader.close()

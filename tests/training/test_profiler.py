@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megajax.config import profiled_steps
-from megajax.training.trace_report import Times, _events, _own_seconds, operations, place_of, table
+from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
