@@ -1,9 +1,11 @@
-"""A checkpoint that cannot be written is told in one line, leaves nothing behind and does not end training."""
+"""A checkpoint that cannot be written is told in one line, leaves nothing behind and does not end training; nor does a
+read that fails."""
 
 import contextlib
 import errno
 import resource
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from megajax.program.state import StateLayout, TrainState
 from megajax.runs import checkpoint
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import problem_of, read_manifest
+from megajax.runs.failures import forget_abandoned
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -202,3 +205,45 @@ def test_a_folder_that_is_removed_while_it_is_written(
         checkpoints.wait()
     assert [path.name for path in tmp_path.glob("run/*")] == (["mine.txt"] if instead == "somebody else's" else [])
     assert run_dir.exists() == (instead == "somebody else's")
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The exceptions that nobody could be told of."""
+    found: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: found.append(str(unraisable.exc_value)))
+    yield found
+    monkeypatch.undo()
+
+
+class Pause:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+async def read(problem: str) -> None:
+    """Fails in the way of Orbax's reads: whatever ends it becomes another exception."""
+    try:
+        await Pause()
+    except BaseException as error:
+        raise Exception(problem) from error
+
+
+@pytest.mark.parametrize(("given_up", "told"), [(True, []), (False, ["while reading array index"])])
+def test_a_read_that_ends_later(given_up: bool, told: list[str], heard: list[str]) -> None:
+    under_way = read("while reading array index")
+    under_way.send(None)
+    if given_up:
+        forget_abandoned()
+    del under_way
+    assert heard == told
+
+
+def test_what_fails_elsewhere_is_heard_of(heard: list[str]) -> None:
+    class Faulty:
+        def __del__(self) -> None:
+            raise ValueError("of somebody else")
+
+    forget_abandoned()
+    Faulty()
+    assert heard == ["of somebody else"]

@@ -120,6 +120,7 @@ def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
     with RunLog(tmp_path, total_steps=2) as log:
         log.record_step(1, {"loss": np.nan, "grad_norm": np.inf, "learning_rate": 0.0, **MORE})
         log.record_validation(1, np.inf)
@@ -135,10 +136,6 @@ def test_a_run_directory_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Pa
         RunLog(tmp_path / "file" / "run", total_steps=1)
 
 
-def test_no_metrics_are_no_lines(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-
-
 @pytest.mark.parametrize("name", ["a $run_{1", "走る"])
 def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
@@ -146,9 +143,15 @@ def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Pat
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
+def terminal() -> tuple[io.StringIO, Console]:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
+    return screen, Console(
+        file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={}
+    )
+
+
+def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
+    screen, console = terminal()
     shower = StepsDisplay(100, 0, 1, console=console)
     figures = {"tokens": 1000, "learning_rate": 1e-3, "grad_norm": 2.0, "tflops_per_device": 30.0, "mfu": 0.5}
     shower.show_step(1, figures | {"loss": 5.5, "seconds": 30.0})  # the step that compiled
@@ -167,10 +170,8 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
 
 def test_a_phase_is_shown_by_its_name_whatever_that_is() -> None:
     """Of a file, which may hold what is markup to Rich."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
-    shower = Display(console=console)
-    with shower.phase("tokenizing data[v1]/corpus[/v1].txt"):
+    screen, console = terminal()
+    with Display(console=console).phase("tokenizing data[v1]/corpus[/v1].txt"):
         pass
     assert "tokenizing data[v1]/corpus[/v1].txt" in screen.getvalue()
 

@@ -1,0 +1,103 @@
+"""What an earlier run allows: to go on at step 0, where more may change than later; to begin with its weights; its
+tokenizer."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tiny import LLAMA, QWEN3, tiny_config
+
+from megajax.config import Config, to_toml
+from megajax.data.config import DataConfig, TokenizerConfig
+from megajax.data.indexed import IndexedWriter
+from megajax.data.tokenizers import train_tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.pretrained import evaluate_perplexity
+from megajax.runs.directory import check_claim
+from megajax.runs.init import check_init
+from megajax.runs.ownership import mark
+from megajax.runs.trained import evaluation_config, run_tokenizer
+from megajax.settings.flags import parse
+
+
+def make_run(folder: Path, **model: object) -> Path:
+    """What an import leaves behind, as far as it is looked at here."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(tiny_config(**model)))
+    mark(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints" / "0").mkdir()
+    return run
+
+
+def with_data(path: object, tokenizer: object = "") -> Config:
+    data, folder = DataConfig(path=str(path)), TokenizerConfig(path=str(tokenizer))
+    return dataclasses.replace(tiny_config(global_batch=24), seed=3, data=data, tokenizer=folder)
+
+
+def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
+    """The model is not, and after a step they are not either."""
+    train_tokenizer(["text"], 280).save(run / "data" / "tokenizer")
+    check_claim(run, with_data("text.txt"))
+    with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
+        check_claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
+    (run / "checkpoints" / "5").mkdir()
+    with pytest.raises(UserError, match="holds a run with seed 0, not 3"):
+        check_claim(run, with_data("text.txt"))
+
+
+def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
+    """Without one none is trained on the corpus: its ids would mean nothing to the weights. Tokens are taken."""
+    with pytest.raises(UserError, match=r"--tokenizer\.path missing: .*valid: its folder, or a tokenized dataset"):
+        check_claim(run, with_data("text.txt"))
+    check_claim(run, with_data("text.txt", tokenizer="given"))
+    with IndexedWriter(tmp_path / "tokens", 101) as writer:
+        writer.add_document([1, 2, 3])
+    check_claim(run, with_data(tmp_path / "tokens"))
+
+
+def test_there_is_no_validation_split_yet(run: Path) -> None:
+    with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
+        evaluate_perplexity(run, step="latest", data="", overrides={})
+
+
+@pytest.mark.parametrize("words", [LLAMA, QWEN3 | {"tied_embedding": False, "rope_theta": 12345.6789012}])
+def test_all_that_differs_is_named_as_a_flag(words: dict, tmp_path: Path) -> None:
+    """Also what no weight depends on, without which the same weights compute something else: the flags that a refusal
+    names make this the other's model."""
+    words = {"vocab_multiple": 1024, "scan_layers": "auto"} | words  # as in the preset
+    started = ["demo", "--init", str(make_run(tmp_path / "run", **words))]
+    with pytest.raises(UserError) as refused:
+        check_init(parse(started, "", ""))
+    flags = str(refused.value).split("; valid: ")[1].removesuffix(", or another run").split()
+    theirs = tiny_config(**words).model
+    length = ["--model.sequence-length", str(theirs.sequence_length)]
+    assert parse([*started, *flags, *length], "", "").model == theirs
+
+
+def test_other_angles_are_no_refusal(tmp_path: Path) -> None:
+    """They are told when the run begins (`first_state`)."""
+    run = make_run(tmp_path / "run", **LLAMA)
+    flags = ["--init", str(run), "--model.rope-theta", "500000", "--model.rope-factor", "2"]
+    with pytest.raises(UserError, match="holds no checkpoint"):  # the model is not what is refused
+        check_init(parse([str(run / "config.toml"), *flags], "", ""))
+
+
+def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
+    """It has at most the model's ids; those of the padding are not among them."""
+    with pytest.raises(UserError, match=r"^--checkpoint .* has no tokenizer for text; valid: a run with .*tokenizer$"):
+        run_tokenizer(tmp_path, tiny_config())
+    train_tokenizer(["ab ab"], 300).save(tmp_path / "data" / "tokenizer")
+    assert run_tokenizer(tmp_path, tiny_config(vocab_size=258)).size == 258
+    with pytest.raises(UserError, match=r"^--checkpoint .*: the tokenizer in .*tokenizer has 258 ids; .* 257$"):
+        run_tokenizer(tmp_path, tiny_config(vocab_size=257))
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--checkpoint .*no-run: no config\.toml there; valid: "):
+        evaluation_config(tmp_path / "no-run", {})
