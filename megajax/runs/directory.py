@@ -40,7 +40,9 @@ def check_claim(run_dir: Path, config: Config) -> None:
         check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
-        raise UserError(f"--resume must, but {place} has no checkpoint; valid: the folder of an earlier run")
+        raise UserError(
+            f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run"
+        )
     if steps:
         if not (run_dir / "config.toml").is_file():
             raise UserError(f"{place} has checkpoints but no config.toml; valid: a whole run directory, or a new one")
@@ -88,7 +90,7 @@ _KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
-    earlier, place = resolve(load_preset(run_dir / "config.toml")), f"--run-dir {run_dir}"
+    earlier = resolve(load_preset(run_dir / "config.toml"))
     of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
     for key in (*compared(Config, *_KEPT), *of_adapters, *samples):
@@ -97,13 +99,15 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
             with_init = f" with --init {run_dir}" if key in of_adapters else ""
             valid = f"the same, or another --run-dir{with_init}"
-            raise UserError(f"{place} holds a run with {key} {before}, not {now}; valid: {valid}")
+            raise UserError(f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: {valid}")
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
     if trained and weights[0] != weights[1]:
         before, now = (f"data.sources of the weights {each}" if each else "one data.path" for each in weights)
-        raise UserError(f"{place} holds a run with {before}, not {now}; valid: the same order of samples")
+        raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
     if MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
-        raise UserError(f"--precision {config.precision}: {place} holds a run in {earlier.precision}; valid: that")
+        raise UserError(
+            f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
+        )
     has_tokenizer = trained or config.tokenizer.path or is_tokenizer_folder(run_dir / "data" / "tokenizer")
     paths = [source.path for source in config.data.sources] or [config.data.path]
     if not has_tokenizer and not all(map(prepared_prefix, paths)):

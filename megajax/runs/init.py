@@ -125,7 +125,7 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     layout = StateLayout(on_our_mesh, program.mesh, CutModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
-    with reported_damage("--init: ", ""):
+    with reported_damage("--init: damaged checkpoint: {}"):
         found = checkpoints.read_weights(step)
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)

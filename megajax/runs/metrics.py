@@ -1,7 +1,6 @@
 """The figures of a run, `metrics.jsonl` in its directory."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         return []
     records, broken = [], 0
     try:
-        for record in _records(file):
-            if record is not None:
-                records.append(record)
-            elif (broken := broken + 1) > _BROKEN:
-                raise UserError(f"{file}: more than {_BROKEN} of its lines hold no figures of a run; {_ADVICE}")
+        with reading.open_file(file) as content:
+            for line in reading.lines(content, _LINE_BYTES):
+                if (record := _record(line)) is not None:
+                    records.append(record)
+                elif line.endswith(b"\n") and (broken := broken + 1) > _BROKEN:
+                    raise UserError(f"{file}: more than {_BROKEN} of its lines hold no figures of a run; {_ADVICE}")
     except reading.TooLong as error:
         raise UserError(f"{file}: {error}; {_ADVICE}") from None
     except OSError as error:
@@ -53,24 +53,17 @@ def is_of_dev(record: dict[str, Any]) -> bool:
 _ADVICE = "valid: the metrics.jsonl of a run, or none"
 
 
-def _records(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The figures of every complete line; None for a line without any."""
-    with reading.open_file(file) as content:
-        for line in reading.lines(content, _LINE_BYTES):
-            if line.endswith(b"\n"):  # else it was not finished
-                yield _record(line)
-
-
-def _is_figure(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
-
-
 def _record(line: bytes) -> dict[str, Any] | None:
+    """The figures of a complete line; None without any."""
     try:
-        record = reading.parse_json(line.decode())
+        record = reading.parse_json(line.decode()) if line.endswith(b"\n") else None
     except ValueError:
         return None
     if not isinstance(record, dict) or not all(map(_is_figure, record.values())):
         return None
     step = record.get("step")
     return record if type(step) is int and 0 <= step < 1 << 63 and len(record) > 1 else None
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))

@@ -59,8 +59,13 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
-    tokenizer = _tokenizer(config, folder, train)
-    _check_samples(config, train, dev, tokenizer)
+    tokenizer = _tokenizer(config, train)
+    most = None  # instructions are checked all, of other tasks the first record
+    if not TASKS[config.task.name].continues_text:
+        WordPieces.of(tokenizer, "the tokenizer")
+        most = 1
+    _samples(config, train[:most], tokenizer, training=most is None)
+    _samples(config, dev[:most], tokenizer, training=False)
     tokenizer.save(folder / "tokenizer")
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
 
@@ -87,17 +92,6 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     return TaskData(tokenizer, EpochOrder(samples, config.seed), dev_samples, samples, odd)
 
 
-def _check_samples(config: Config, train: Sequence[Record], dev: Sequence[Record], tokenizer: Tokenizer) -> None:
-    """Check that records can be made into samples: of instructions all, of other tasks the first."""
-    if TASKS[config.task.name].continues_text:
-        _samples(config, train, tokenizer, training=True)
-        _samples(config, dev, tokenizer, training=False)
-        return
-    WordPieces.of(tokenizer, "the tokenizer")
-    for entries in (train, dev):
-        _samples(config, entries[:1], tokenizer, training=False)
-
-
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     """Training records, dev records, and lines about what is odd in the files."""
     found = read_records(config.task.name, config.data.train, config.task, "--data.train")
@@ -109,18 +103,13 @@ def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
 
 
 def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *, training: bool) -> TaskSamples:
+    task, length = config.task, config.model.sequence_length
     return task_samples(
-        config.task.name,
-        entries,
-        tokenizer,
-        sequence_length=config.model.sequence_length,
-        config=config.task,
-        training=training,
-        seed=config.seed,
+        task.name, entries, tokenizer, sequence_length=length, config=task, training=training, seed=config.seed
     )
 
 
-def _tokenizer(config: Config, folder: Path, train: Sequence[Record]) -> Tokenizer:
+def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
     """The tokenizer of `--init`, else the given one, else one that is trained on the training records."""
     tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:

@@ -76,12 +76,12 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 
 
 @contextlib.contextmanager
-def reported_damage(before: str = "", after: str = "; another can be chosen by --step") -> Iterator[None]:
+def reported_damage(message: str = "damaged checkpoint: {}; another can be chosen by --step") -> Iterator[None]:
     """In the block a damaged checkpoint is a `RunError`."""
     try:
         yield
     except DamagedCheckpoint as error:
-        raise RunError(f"{before}damaged checkpoint: {error}{after}") from None
+        raise RunError(message.format(error)) from None
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:

@@ -64,14 +64,8 @@ class Trainer:
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, run_dir, self.first)
-        self.log = RunLog(
-            run_dir,
-            total_steps=config.train.steps,
-            finished_steps=self.first,
-            log_every=config.train.log_every,
-            write=is_first_process(),
-            track=config.track,
-        )
+        train, writes = config.train, is_first_process()
+        self.log = RunLog(run_dir, train.steps, self.first, train.log_every, write=writes, track=config.track)
         self.speed = Speed(config)
         self.watchdog = Watchdog(run_dir, config.distributed.patience)
         self.poll = Poll()
@@ -244,11 +238,8 @@ class Trainer:
         self.checkpoints.wait()
         for problem in self.checkpoints.news():
             self.log.display.print(problem)
-        last = self.checkpoints.last_good
-        raise Stopped(
-            self.stop_signal,
-            f" after step {step} of {self.config.train.steps}; last good checkpoint: {last}; the same command goes on",
-        )
+        last = f"last good checkpoint: {self.checkpoints.last_good}; the same command goes on"
+        raise Stopped(self.stop_signal, f" after step {step} of {self.config.train.steps}; {last}")
 
     def _validate(self, step: int) -> float | None:
         """The validation loss after a step, logged; None if a signal came meanwhile."""

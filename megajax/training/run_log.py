@@ -30,7 +30,6 @@ class RunLog:
     def __init__(
         self,
         run_dir: Path,
-        *,
         total_steps: int,
         finished_steps: int = 0,
         log_every: int = 10,

@@ -40,8 +40,7 @@ def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32") -
 def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
     """A state without a zero anywhere, moments included."""
     rng = np.random.default_rng(seed)
-    shapes = where.canonical_shapes
-    canonical = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), shapes)
+    canonical = jax.tree.map(lambda x: jnp.asarray(rng.uniform(1, 9, x.shape), x.dtype), where.canonical_shapes)
     return where.from_canonical(dataclasses.replace(canonical, step=jnp.int32(step)))
 
 

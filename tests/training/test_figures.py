@@ -1,12 +1,16 @@
-"""TFLOP/s and MFU of a step, against counts by hand; peaks by the names that GPUs give themselves; memory in use."""
+"""TFLOP/s and MFU of a step, against counts by hand; peaks by the names that GPUs give themselves; memory."""
 
 from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_program
 
+from megajax.backend import CPU
 from megajax.plan.machines import MACHINES, peak_of_device
+from megajax.plan.memory import memory
+from megajax.program.memory import state_bytes
+from megajax.training.describe import _step_memory
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 
 
@@ -71,3 +75,13 @@ def test_what_a_run_says_of_it() -> None:
     assert memory_in_use(devices(used, None, more)) == told.format(" of 512.0")
     assert memory_in_use(devices({"peak_bytes_in_use": 5 * 2**20})) == told.format("")
     assert memory_in_use(devices(None)) is None
+
+
+def test_the_plan_of_a_run() -> None:
+    """All of what `state_bytes` has, and what the step needs beside it."""
+    config = tiny_config((2, 2, 2), weight_gradients="deferred")
+    program, plan = tiny_program(config), memory(config, CPU)
+    told = _step_memory(program)
+    assert plan.total > sum(state_bytes(program).values())
+    assert told.startswith(f"memory: {plan.total / 2**20:,.1f} MiB a device planned")
+    assert f"factors {plan.factors / 2**20:,.1f}" in told and plan.factors > 0
