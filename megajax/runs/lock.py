@@ -98,8 +98,8 @@ class RunLock:
                 if abandoned and (taken := self._take_over()) is not None:
                     return self._hold(taken)
             except OSError as error:
-                problem = f"{error.strerror}; valid: a writable place with room"
-                raise UserError(f"--run-dir {self._run_dir}: {problem}") from None
+                valid = "a writable place with room"
+                raise UserError(f"--run-dir {self._run_dir}: {error.strerror}; valid: {valid}") from None
             if not announced and not dead:
                 announced, after = True, f"taken over if it is not touched for {ABANDONED_AFTER:.0f} s"
                 print(f"{self._file} is of {who}: {after}", flush=True)
