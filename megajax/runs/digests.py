@@ -51,6 +51,8 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; `OSError` or `ValueError` if it cannot be read or is damaged."""
+    if not (folder / "state").is_dir():
+        raise ValueError("it is no checkpoint")
     content = read_json(folder / MANIFEST)
     try:
         if type(content["format"]) is int and content["format"] > FORMAT:

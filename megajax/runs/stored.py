@@ -57,12 +57,7 @@ def read(checkpoint: Path, target: TrainState) -> TrainState:
 
 
 def _manifest(checkpoint: Path) -> Manifest:
-    def read() -> Manifest:
-        if not (checkpoint / "state").is_dir():
-            raise ValueError("it is no checkpoint")
-        return read_manifest(checkpoint)
-
-    manifest = _try(checkpoint, read)
+    manifest = _try(checkpoint, lambda: read_manifest(checkpoint))
     check_format(manifest.format, str(checkpoint))
     return manifest
 

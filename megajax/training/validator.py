@@ -14,10 +14,6 @@ from megajax.training.display import Display
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
 
-def _nothing() -> None:
-    pass
-
-
 class Validator:
     """Evaluates weights for one start of a run."""
 
@@ -27,7 +23,7 @@ class Validator:
         self.last: dict[str, Perplexity] | None = None  # losses of the newest validation of the split, by name
 
     def validate(
-        self, step: int, params: Any, between: Callable[[], None] = _nothing
+        self, step: int, params: Any, between: Callable[[], None]
     ) -> tuple[dict[str, Perplexity], dict[str, float]]:
         """Evaluate the weights after a step: every loss by name over the validation split, and the loss of each named
         set. `between` is called before every batch; if it raises, the validation ends and `last` stays as it is."""
@@ -46,7 +42,7 @@ class Validator:
         params: Any,
         batches: int,
         samples: Samples | None = None,
-        between: Callable[[], None] = _nothing,
+        between: Callable[[], None] = lambda: None,
         name: str = "validation",
     ) -> dict[str, Perplexity]:
         """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the validation
