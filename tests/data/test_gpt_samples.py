@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.batch import IGNORED
-from megajax.data.gpt import EvaluationSamples, TrainSamples, split_documents, train_and_validation
+from megajax.data.gpt import ContinuationSamples, EvaluationSamples, TrainSamples, split_documents, train_and_validation
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
@@ -126,24 +126,6 @@ def test_positions_count_from_the_beginning_of_every_document(lengths, sequence_
             assert all((array == plain[number][name]).all() for name, array in sample.items())
 
 
-@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), sequence_length=st.integers(1, 50))
-def test_evaluation_predicts_every_token_once_in_order(lengths, sequence_length):
-    documents = corpus([*lengths, 2])
-    samples = EvaluationSamples(documents, sequence_length=sequence_length)
-    tokens, targets = [], []
-    for number in range(len(samples)):
-        sample = samples[number]
-        assert sample["tokens"].shape == sample["targets"].shape == (sequence_length,)
-        counted = sample["targets"] != IGNORED
-        assert counted.any()
-        assert not counted[counted.sum() :].any()
-        tokens += sample["tokens"][counted].tolist()
-        targets += sample["targets"][counted].tolist()
-    assert tokens == list(range(documents.num_tokens - 1))
-    assert targets == list(range(1, documents.num_tokens))
-    assert samples.num_targets == len(targets)
-
-
 @given(
     lengths=st.lists(st.integers(0, 100), min_size=2, max_size=60).filter(
         lambda lengths: np.count_nonzero(lengths) >= 2
@@ -193,22 +175,22 @@ def test_splits_share_no_token():
     assert len(trained) + validation.num_targets + 1 == pytest.approx(CORPUS.num_tokens, abs=LENGTH)
 
 
-@given(st.integers(2, 60), st.integers(1, 12), st.data())
-def test_overlapping_windows_predict_every_token_once_from_all_they_can(num_tokens, sequence_length, data):
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 50), st.data())
+def test_windows_predict_every_token_once_from_all_they_can(lengths, sequence_length, data):
     """Every window after the first begins `overlap` tokens later and counts its last `overlap` targets, so that they
-    follow at least T - `overlap` others."""
-    overlap = data.draw(st.integers(1, sequence_length))
-    samples = EvaluationSamples(corpus([num_tokens]), sequence_length=sequence_length, overlap=overlap)
-    predicted = []
+    follow at least T - `overlap` others; 0 stands for T."""
+    given, documents = data.draw(st.integers(0, sequence_length)), corpus([*lengths, 2])
+    samples = EvaluationSamples(documents, sequence_length=sequence_length, overlap=given)
+    overlap, predicted = given or sequence_length, []
     for number in range(len(samples)):
-        sample = samples[number]
+        sample, start = samples[number], number * overlap
         assert sample["tokens"].shape == sample["targets"].shape == (sequence_length,)
         positions = np.flatnonzero(sample["targets"] != IGNORED)
-        assert len(positions) and (number == 0 or positions[0] == sequence_length - overlap)
-        assert sample["tokens"][0] == number * overlap
-        assert (sample["targets"][positions] == sample["tokens"][0] + positions + 1).all()
+        assert positions[0] == (sequence_length - overlap if number else 0) and (np.diff(positions) == 1).all()
+        assert (sample["tokens"][: positions[-1] + 1] == start + np.arange(positions[-1] + 1)).all()
+        assert (sample["targets"][positions] == start + positions + 1).all()
         predicted += sample["targets"][positions].tolist()
-    assert predicted == list(range(1, num_tokens))
+    assert predicted == list(range(1, documents.num_tokens)) and samples.num_targets == len(predicted)
 
 
 def test_texts_that_do_not_do():
@@ -227,3 +209,55 @@ def test_texts_that_do_not_do():
     for length in 0, 1:
         with pytest.raises(UserError, match=rf"corpus\.bin has {length} tokens; valid: at least 2"):
             EvaluationSamples(corpus([length]), sequence_length=4)
+
+
+LONGEST = 10
+
+
+def predictions(samples: ContinuationSamples) -> list[tuple[int, list[int], int]]:
+    """Owner of every predicted token, the tokens before it in its window, and the token."""
+    found = []
+    for number, owner in enumerate(samples.owners):
+        tokens, targets = samples[number]["tokens"], samples[number]["targets"]
+        assert tokens.shape == targets.shape == (samples.sequence_length,)
+        assert tokens.dtype == targets.dtype == np.int32
+        for position in np.flatnonzero(targets != IGNORED):
+            found.append((owner, tokens[: position + 1].tolist(), int(targets[position])))
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=5))
+def test_every_end_is_predicted_once(sizes):
+    """A sequence has ids that are all different; those of `first` and after are predicted, each from what follows on
+    what stands before it, and from the last tokens that fit where the end fits into one window."""
+    sequences = [(list(range(100 * n, 100 * n + first + length)), first) for n, (first, length) in enumerate(sizes)]
+    samples = ContinuationSamples(sequences, sequence_length=LONGEST)
+    found = predictions(samples)
+    wanted = [(n, token) for n, (ids, first) in enumerate(sequences) for token in ids[first:]]
+    assert [(owner, token) for owner, _, token in found] == wanted
+    for owner, before, token in found:
+        assert before == list(range(token - len(before), token)) and before[0] >= 100 * owner
+        ids, first = sequences[owner]
+        if len(ids) - first <= LONGEST:
+            assert before[0] == max(ids[0], ids[-1] - LONGEST)
+
+
+@pytest.mark.parametrize(("lengths", "size"), [([2], 1), ([3, 2], 2), ([6], 8), ([4, 9], 8), ([11], 10), ([300], 10)])
+def test_windows_are_no_longer_than_needed(lengths, size):
+    """A power of two, so that few lengths are compiled; the model's own is the most."""
+    samples = ContinuationSamples([(list(range(length)), 1) for length in lengths], sequence_length=LONGEST)
+    assert samples.sequence_length == size
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 25, 40])
+def test_whole_texts_are_cut_as_the_harness_does(length):
+    utils = pytest.importorskip("lm_eval.utils", reason="the extra `eval` is not installed")
+    ids = list(range(1, length + 1))
+    samples = ContinuationSamples([([0, *ids], 1)], sequence_length=LONGEST)
+    windows = list(utils.get_rolling_token_windows(ids, prefix_token=0, max_seq_len=LONGEST, context_len=1))
+    assert len(samples) == len(windows)
+    for number, (inputs, predicted) in enumerate(windows):
+        sample = samples[number]
+        assert sample["tokens"][: len(inputs)].tolist() == inputs
+        assert sample["targets"][sample["targets"] != IGNORED].tolist() == predicted

@@ -1,4 +1,4 @@
-"""GPT-2's published ids, training, and what a broken tokenizer folder says."""
+"""GPT-2's and BERT's published ids, training, and what a broken tokenizer folder says."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, train_t
 from megajax.errors import UserError
 
 CORPUS = [f"def function_{n % 7}(argument):\n    return argument + {n}  # größer\n" for n in range(200)]
+SENTENCES = [f"The quick brown fox number {n % 13} jumped over {n % 7} lazy dogs, unbelievably." for n in range(300)]
 SMALL = train_tokenizer(CORPUS, 300)
 
 
@@ -50,40 +51,22 @@ def test_saved_files_give_the_same_ids(gpt2, tmp_path):
     assert os.listdir(tmp_path / "new" / "folder") == ["tokenizer.json"] and again == gpt2
 
 
-@given(st.text(alphabet=st.characters(codec="utf-8")))
-def test_every_text_comes_back(text):
-    assert SMALL.decode(SMALL.encode(text)) == text
-
-
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), max_size=5))
-def test_batch_is_one_by_one(texts):
-    assert SMALL.encode_batch(texts) == [SMALL.encode(text) for text in texts]
-
-
-@given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), min_size=1, max_size=5))
-def test_bytes_of_ids_are_those_of_the_texts(texts):
-    ids = [token for text in SMALL.encode_batch(texts) for token in [*text, SMALL.end_of_text]]
-    assert SMALL.num_bytes(np.array(ids)) == len("".join(texts).encode())
+def test_any_texts(texts):
+    """They come back, one by one or together, and have as many bytes."""
+    encoded = SMALL.encode_batch(texts)
+    assert encoded == [SMALL.encode(text) for text in texts] and list(map(SMALL.decode, encoded)) == texts
+    ids = [token for text in encoded for token in [*text, SMALL.end_of_text]]
+    assert SMALL.num_bytes(np.array(ids, int)) == len("".join(texts).encode())
 
 
 def test_trained_layout():
-    assert SMALL.size == 300
-    assert SMALL.end_of_text == 299
-    assert SMALL.encode(END_OF_TEXT) == [299]
+    assert (SMALL.size, SMALL.end_of_text, SMALL.encode(END_OF_TEXT)) == (300, 299, [299])
     assert max(SMALL.encode("".join(chr(code) for code in range(0x800)))) < 299
     assert len(SMALL.encode(CORPUS[0])) < len(CORPUS[0]) / 2
-
-
-def test_a_small_corpus_yields_a_smaller_vocabulary():
-    tokenizer = train_tokenizer(["ab ab"], 1000)
-    assert tokenizer.size == 258  # 256 bytes, "ab", end of text
-    assert tokenizer.end_of_text == 257
-
-
-def test_nothing_but_bytes():
-    tokenizer = train_tokenizer(CORPUS, 257)
-    assert tokenizer.size == 257
-    assert len(tokenizer.encode("größer")) == 8
+    of_a_small_corpus, of_bytes = train_tokenizer(["ab ab"], 1000), train_tokenizer(CORPUS, 257)
+    assert (of_a_small_corpus.size, of_a_small_corpus.end_of_text) == (258, 257)  # 256 bytes, "ab", end of text
+    assert of_bytes.size == 257 and len(of_bytes.encode("größer")) == 8
 
 
 def test_training_is_deterministic_across_processes_and_cores(tmp_path):
@@ -98,9 +81,10 @@ def test_training_is_deterministic_across_processes_and_cores(tmp_path):
     assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
 
 
-def test_vocabulary_too_small_to_train():
-    with pytest.raises(UserError, match=r"--model\.vocab-size 256; valid: 257 or more"):
-        train_tokenizer(CORPUS, 256)
+@pytest.mark.parametrize("kind, size, least", [("bpe", 256, 257), ("wordpiece", 99, 100)])
+def test_vocabulary_too_small_to_train(kind, size, least):
+    with pytest.raises(UserError, match=rf"--vocab-size {size}; valid: {least} or more"):
+        train_tokenizer(CORPUS, size, kind, flag="--vocab-size")
 
 
 def test_folder_without_tokenizer(tmp_path):
@@ -130,44 +114,70 @@ def test_two_files_and_one_file_are_the_same_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path) != SMALL
 
 
-def _without(vocabulary, *tokens):
-    return {token: number for token, number in vocabulary.items() if token not in tokens}
+def _without(*tokens):
+    return json.dumps({token: number for token, number in SMALL.vocabulary.items() if token not in tokens})
 
 
 @pytest.mark.parametrize(
-    "change, problem",
+    "name, content, problem",
     [
-        (lambda v: json.dumps(v)[:-5], "not JSON"),
-        (lambda v: b"\xff", "not UTF-8"),
-        (lambda v: "[]", "no vocabulary; valid: one JSON object"),
-        (lambda v: json.dumps(v | {"x": "1"}), "no vocabulary; valid: one JSON object"),
-        (lambda v: json.dumps(v | {"x": -1}), "no vocabulary; valid: one JSON object"),
-        (lambda v: json.dumps(v | {"xyzzy": 0}), "two tokens have the same id"),
-        (lambda v: json.dumps(_without(v, "a", "Ġ")), "2 of the 256 bytes have no token"),
-        (lambda v: json.dumps(_without(v, END_OF_TEXT)), r"no <\|endoftext\|> token"),
+        ("vocab.json", json.dumps(SMALL.vocabulary)[:-5], "not JSON"),
+        ("vocab.json", "\udcff", "not UTF-8"),
+        ("vocab.json", "[]", "no vocabulary; valid: one JSON object"),
+        ("vocab.json", json.dumps(SMALL.vocabulary | {"x": "1"}), "no vocabulary; valid: one JSON object"),
+        ("vocab.json", json.dumps(SMALL.vocabulary | {"x": -1}), "no vocabulary; valid: one JSON object"),
+        ("vocab.json", json.dumps(SMALL.vocabulary | {"xyzzy": 0}), "two tokens have the same id"),
+        ("vocab.json", _without("a", "Ġ"), "2 of the 256 bytes have no token"),
+        ("vocab.json", _without(END_OF_TEXT), r"no <\|endoftext\|> token"),
+        *(("merges.txt", line, "45: no merge; valid: two tokens") for line in ("a", "a b c", "q zzz", "Q Z")),
+        ("vocab.txt", "[UNK]\nfox\n", r"no \[SEP\] token"),
+        ("vocab.txt", "[UNK]\n[SEP]\nfox\nfox\n", "the token 'fox' stands there twice"),
+        ("vocab.txt", "\udcff\n", "not UTF-8"),
+        ("vocab.txt", "", r"no \[UNK\] and no \[SEP\] token"),
     ],
-    ids=["truncated", "encoding", "list", "string-id", "negative-id", "same-id", "missing-bytes", "no-end-of-text"],
+    ids=map(str, range(16)),
 )
-def test_broken_vocabulary(tmp_path, change, problem):
-    write_pair(tmp_path, SMALL)
-    file = tmp_path / "vocab.json"
-    content = change(json.loads(file.read_text()))
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=rf"vocab\.json: {problem}") as caught:
+def test_broken_files(tmp_path, name, content, problem):
+    if name != "vocab.txt":
+        write_pair(tmp_path, SMALL)
+    with (tmp_path / name).open("a" if name == "merges.txt" else "w", errors="surrogateescape") as file:
+        file.write(content)
+    with pytest.raises(UserError, match=rf"{name}: ?{problem}") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("line", ["a", "a b c", "q zzz", "Q Z"])
-def test_broken_merges(tmp_path, line):
-    write_pair(tmp_path, SMALL)
-    with (tmp_path / "merges.txt").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(UserError, match=r"merges\.txt:45: no merge; valid: two tokens"):
-        load_tokenizer(tmp_path)
 
 
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be written"):
         SMALL.save(tmp_path / "file")
+
+
+def test_ids_of_bert_uncased(test_data):
+    tokenizer = load_tokenizer(test_data / "bert-uncased")
+    assert (tokenizer.size, tokenizer.end_of_text) == (30522, 102)
+    assert tokenizer.encode("Hello WORLD") == [7592, 2088]
+    assert tokenizer.encode("one[SEP]two") == [2028, 102, 2048]
+    assert tokenizer.decode(tokenizer.encode("Hello, WORLD! unaffable")) == "hello, world! unaffable"
+
+
+def test_a_learned_wordpiece_vocabulary(tmp_path):
+    tokenizer = train_tokenizer(SENTENCES, 150, "wordpiece")
+    assert 100 < tokenizer.size <= 150 and tokenizer.end_of_text == 3
+    assert tokenizer.decode(tokenizer.encode("The LAZY fox")) == "the lazy fox"
+    assert tokenizer.encode_batch(["fox", "dogs"]) == [tokenizer.encode("fox"), tokenizer.encode("dogs")]
+    tokenizer.save(tmp_path)
+    assert is_tokenizer_folder(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert [again.encode(text) for text in SENTENCES] == [tokenizer.encode(text) for text in SENTENCES]
+    assert [train_tokenizer(SENTENCES, 150, "wordpiece").encode(text) for text in SENTENCES] == [
+        tokenizer.encode(text) for text in SENTENCES
+    ]
+
+
+def test_upper_case_letters_in_the_vocabulary_are_kept(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[SEP]\nFox\nfox\n")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("Fox fox FOX") == [3, 4, 1]
+    tokenizer.save(tmp_path)  # from here on what tokenizer.json says decides
+    assert load_tokenizer(tmp_path) == tokenizer

@@ -573,7 +573,7 @@ CLASSES: dict[str, list[Fault]] = {
             "data.loader.growing_batches.load",
             "samples[first + row]",
             "samples[first + row % len(wanted)]",
-            tests("tests/data/test_batch_sizes.py"),
+            tests("tests/data/test_loader.py"),
         ),
         Fault(
             "a resumed run skips a batch",

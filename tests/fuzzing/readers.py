@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from hugging_face import random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
 from hugging_face_decoders import write_decoder
-from reader import GZ, NONE, ZST, Packing, Reader
+from mutations import GZ, ZST, Reader
 from saved_tokenizers import write_pair, write_saved, write_vocabulary
-from task_readers import TASK_READERS
+from task_readers import TASK_READERS, writing
 from tiny import tiny_config
 
 from megajax.config import to_toml
@@ -56,10 +56,6 @@ def _tokenizer(kind: str):
     return train_tokenizer(TEXTS, 280 if kind == "bpe" else 120, kind)  # type: ignore[arg-type]
 
 
-def _write_pair(folder: Path) -> None:
-    write_pair(folder, _tokenizer("bpe"))
-
-
 def _write_vocabulary(folder: Path) -> None:
     write_vocabulary(folder, _tokenizer("wordpiece"))
 
@@ -95,11 +91,6 @@ def _read_sentences(folder: Path) -> None:
         train[number]["tokens"].sum() + validation[number % len(validation)]["targets"].sum()
 
 
-def _write_lines(name: str, packing: Packing = NONE) -> Callable[[Path], object]:
-    lines = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + "\n" for n, text in enumerate(TEXTS))
-    return lambda folder: (folder / name).write_bytes(packing.pack(lines.encode()))
-
-
 def _write_parquet(folder: Path) -> None:
     pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), folder / "a.parquet")
 
@@ -113,10 +104,6 @@ def _write_preset(folder: Path) -> None:
     sources = "sources = [{ path = 'corpora/web', weight = 0.7 }, { path = 'b', weight = 0.3 }]\n"
     (folder / "b.toml").write_text(demo.replace('path = "python-stdlib"\n', sources))
     (folder / "a.toml").write_text('base = "b.toml"\nseed = 3\n[train]\nsteps = 50\n')
-
-
-def _write_config(folder: Path) -> None:
-    (folder / "config.toml").write_text(to_toml(tiny_config()))
 
 
 def _use_tokenizer(folder: Path) -> None:
@@ -137,12 +124,6 @@ def _use_saved_tokenizer(folder: Path) -> None:
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "it")
         template.conversation([{"role": role, "content": "a b"} for role in ("user", "assistant")], "f:1")
-
-
-def _write_metrics(folder: Path) -> None:
-    lines = [{"step": n, "loss": 3.5 / n, "grad_norm": None, "tokens": 100, "seconds": 0.1} for n in range(1, 9)]
-    lines.append({"step": 8, "validation_loss": 2.5})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _read_metrics(folder: Path) -> None:
@@ -167,18 +148,6 @@ def _write_prepared(folder: Path) -> None:
     _tokenizer("bpe").save(folder / "m.tokenizer")
     digests = digests_of(dataset_files(folder / "m")[0], _write_tokens(folder), folder / "m.tokenizer")
     (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
-
-
-def _read_prepared(folder: Path) -> None:
-    evaluation_tokens(str(folder / "m"), None, 280)
-
-
-def _write_lock(folder: Path) -> None:
-    (folder / "run.lock").write_text(json.dumps(asdict(Holder.me())))
-
-
-def _write_status(folder: Path) -> None:
-    (folder / "0.json").write_text(json.dumps(asdict(Status("far", 7, 12, "computing", 3.5))))
 
 
 def _read_lock(folder: Path) -> bool:
@@ -259,10 +228,6 @@ def _read_work(folder: Path) -> None:
     TestSets.load(folder / "test-sets.npz")
 
 
-def _write_prompts(folder: Path) -> None:
-    (folder / "p").write_text("\n".join(TEXTS))
-
-
 @functools.cache
 def _checkpoints(folder: Path):
     from tiny import tiny_program
@@ -291,6 +256,10 @@ _SAVED = {
     "qwen": _SETTINGS,
     "mistral": (*_SETTINGS, "chat_template.jinja", "config.json"),
 }
+_LINES = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + "\n" for n, text in enumerate(TEXTS))
+_STEPS = [{"step": n, "loss": 3.5 / n, "grad_norm": None, "tokens": 100, "seconds": 0.1} for n in range(1, 9)]
+_METRICS = "".join(json.dumps(line) + "\n" for line in [*_STEPS, {"step": 8, "validation_loss": 2.5}])
+_STATUS = json.dumps(asdict(Status("far", 7, 12, "computing", 3.5)))
 _PREPARED = ("m.report.json", "m.idx")
 _SHARDS = ("model.safetensors.index.json", "a.safetensors")
 _WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
@@ -300,28 +269,33 @@ _CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("checkpoint.json", "sta
 READERS = [
     Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
     Reader("sentences", _write_sentences, _read_sentences, ("m.idx", "m.bin")),
-    Reader("records: JSONL", _write_lines("a.jsonl"), _documents("a.jsonl"), ("a.jsonl",)),
-    Reader("records: JSONL.gz", _write_lines("a.jsonl.gz", GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), GZ),
-    Reader("records: JSONL.zst", _write_lines("a.jsonl.zst", ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), ZST),
+    Reader("records: JSONL", writing("a.jsonl", _LINES), _documents("a.jsonl"), ("a.jsonl",)),
+    Reader("records: JSONL.gz", writing("a.jsonl.gz", _LINES, GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), GZ),
+    Reader("records: JSONL.zst", writing("a.jsonl.zst", _LINES, ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), ZST),
     Reader("records: Parquet", _write_parquet, _documents("a.parquet"), ("a.parquet",)),
-    Reader("records: text", _write_lines("a.txt"), _documents("a.txt"), ("a.txt",)),
-    Reader("records: text as one", _write_lines("a.txt.gz", GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
+    Reader("records: text", writing("a.txt", _LINES), _documents("a.txt"), ("a.txt",)),
+    Reader("records: text as one", writing("a.txt.gz", _LINES, GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
-    Reader("config.toml of a run", _write_config, lambda folder: stored_config(folder, {}), ("config.toml",)),
-    Reader("tokenizer: BPE", _write_pair, _use_tokenizer, ("vocab.json", "merges.txt")),
+    Reader(
+        "config.toml of a run",
+        writing("config.toml", to_toml(tiny_config())),
+        lambda folder: stored_config(folder, {}),
+        ("config.toml",),
+    ),
+    Reader(
+        "tokenizer: BPE", lambda to: write_pair(to, _tokenizer("bpe")), _use_tokenizer, ("vocab.json", "merges.txt")
+    ),
     Reader("tokenizer: WordPiece", _write_vocabulary, _use_tokenizer, ("vocab.txt",)),
     *(
         Reader(f"tokenizer.json: {kind}", functools.partial(write_saved, kind=kind), _use_saved_tokenizer, _SAVED[kind])
         for kind in _SAVED
     ),
-    Reader("metrics.jsonl", _write_metrics, _read_metrics, ("metrics.jsonl",)),
+    Reader("metrics.jsonl", writing("metrics.jsonl", _METRICS), _read_metrics, ("metrics.jsonl",)),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, marked_format, ("run.json",)),
-    Reader("run.lock", _write_lock, _read_lock, ("run.lock",)),
-    Reader("processes/0.json", _write_status, lambda folder: read_status(folder / "0.json"), ("0.json",)),
-    Reader(
-        "prepared dataset", _write_prepared, lambda folder: evaluation_tokens(str(folder / "m"), None, 280), _PREPARED
-    ),
+    Reader("run.lock", writing("run.lock", json.dumps(asdict(Holder.me()))), _read_lock, ("run.lock",)),
+    Reader("processes/0.json", writing("0.json", _STATUS), lambda folder: read_status(folder / "0.json"), ("0.json",)),
+    Reader("prepared dataset", _write_prepared, lambda to: evaluation_tokens(str(to / "m"), None, 280), _PREPARED),
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
@@ -335,7 +309,7 @@ READERS = [
     Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
     Reader("Hugging Face BERT: classes", _write_bert_classes, open_source, ("config.json",)),
     Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
-    Reader("prompts", _write_prompts, lambda folder: read_prompts([], str(folder / "p")), ("p",)),
+    Reader("prompts", writing("p", "".join(TEXTS)), lambda to: read_prompts([], str(to / "p")), ("p",)),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
     *TASK_READERS,
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reader import GZ, NONE, ZST, Packing, Reader
+from mutations import GZ, NONE, ZST, Packing, Reader
 from saved_tokenizers import write_saved
 
 from megajax.data.tokenizer import Tokenizer
@@ -20,7 +20,9 @@ from megajax.tasks.records import Pair
 _WORDS = [f'word{n} and {n * n} "é"' for n in range(12)]
 
 
-def _write(name: str, text: str, packing: Packing = NONE) -> Callable[[Path], object]:
+def writing(name: str, text: str, packing: Packing = NONE) -> Callable[[Path], object]:
+    """What writes one file."""
+
     def write(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(packing.pack(text.encode()))
@@ -83,22 +85,22 @@ _TURNS = [
 _ASKED = [{"messages": _TURNS[:3]}, {"prompt": "a é", "completion": "b"}, {"messages": _TURNS[1:], "source": None}]
 
 TASK_READERS = [
-    Reader("MNLI", _write("a.tsv", _MNLI), _read("mnli", "a.tsv"), ("a.tsv",)),
-    Reader("QQP", _write("a.tsv.gz", _QQP, GZ), _read("qqp", "a.tsv.gz"), ("a.tsv.gz",), GZ),
-    Reader("SQuAD 1.1", _write("a.json", _squad()), _read("squad1", "a.json"), ("a.json",)),
+    Reader("MNLI", writing("a.tsv", _MNLI), _read("mnli", "a.tsv"), ("a.tsv",)),
+    Reader("QQP", writing("a.tsv.gz", _QQP, GZ), _read("qqp", "a.tsv.gz"), ("a.tsv.gz",), GZ),
+    Reader("SQuAD 1.1", writing("a.json", _squad()), _read("squad1", "a.json"), ("a.json",)),
     Reader(
         "SQuAD 2.0",
-        _write("a.json.zst", _squad(is_impossible=False, plausible_answers=[]), ZST),
+        writing("a.json.zst", _squad(is_impossible=False, plausible_answers=[]), ZST),
         _read("squad2", "a.json.zst"),
         ("a.json.zst",),
         ZST,
     ),
-    Reader("RACE: folder", _write("d/1.txt", json.dumps(_passage(1), indent=1)), _read("race", "d"), ("d/1.txt",)),
+    Reader("RACE: folder", writing("d/1.txt", json.dumps(_passage(1), indent=1)), _read("race", "d"), ("d/1.txt",)),
     Reader(
         "instructions",
-        _write("a.jsonl", "".join(json.dumps(record) + "\n" for record in _ASKED)),
+        writing("a.jsonl", "".join(json.dumps(record) + "\n" for record in _ASKED)),
         _read_instructions,
         ("a.jsonl",),
     ),
-    Reader("RACE: lines", _write("a.jsonl", _LINES), _read("race", "a.jsonl"), ("a.jsonl",)),
+    Reader("RACE: lines", writing("a.jsonl", _LINES), _read("race", "a.jsonl"), ("a.jsonl",)),
 ]
