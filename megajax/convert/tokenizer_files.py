@@ -7,8 +7,7 @@ from typing import Any
 
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, SINGLE
-from megajax.data.tokenizers import Kind, is_tokenizer_folder, load_tokenizer
-from megajax.data.vocabularies import SPECIAL_TOKENS
+from megajax.data.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
 

@@ -12,8 +12,14 @@ import numpy.typing as npt
 from megajax.data.digests import TOKENS, CheckedTokens, are_digests, as_blocks, check_index, check_tokenizer, root
 from megajax.data.encoding import encode_documents
 from megajax.data.files import write_atomically
-from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset
-from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix
+from megajax.data.indexed import (
+    IndexedDataset,
+    check_sequences,
+    dataset_files,
+    open_dataset,
+    open_prepared,
+    prepared_prefix,
+)
 from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer

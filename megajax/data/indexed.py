@@ -1,4 +1,5 @@
-"""Megatron-LM's tokenized datasets: PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) their documents.
+"""Prepared datasets: Megatron-LM's, or those of `megajax prepare`, which have a report with digests beside them,
+PREFIX.report.json. PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) their documents.
 
 All little-endian. The index: 9 bytes magic, uint64 version, uint8 type of the tokens, uint64 S (number of sequences),
 uint64 D + 1 (D documents), int32 [S] lengths in tokens, int64 [S] byte offsets in the .bin, int64 [D + 1] the first
@@ -11,17 +12,17 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.digests import Digester
+from megajax.data.digests import TOKENS, Digester, are_digests, block_digests, check_index, check_tokenizer, root
 from megajax.data.files import scratch, writable
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.host import reading
+from megajax.host.paths import scheme
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -42,7 +43,13 @@ class IndexedDataset(TokenDocuments):
         document_index = np.frombuffer(index, "<i8", num_entries, _HEADER.size + 12 * num_sequences)
         tokens = _map(tokens_file, token_type)
         _check_sequences(lengths, pointers, tokens, index_file, tokens_file)
-        _check_documents(document_index, num_sequences, index_file)
+        if num_entries == 0 or document_index[0] != 0 or document_index[-1] != num_sequences:
+            valid = f"valid: one from 0 to {num_sequences}, the number of sequences"
+            raise UserError(f"{index_file}: no index of documents; {valid}")
+        falling = document_index[1:] < document_index[:-1]
+        if falling.any():
+            problem = f"document index falls at document {np.argmax(falling)}"
+            raise UserError(f"{index_file}: {problem}; valid: one that never falls")
         offsets = np.full(num_entries, len(tokens), np.int64)
         not_at_end = document_index < num_sequences
         offsets[not_at_end] = pointers[document_index[not_at_end]] // tokens.itemsize
@@ -86,9 +93,7 @@ class IndexedWriter:
             self._lengths.append(len(ids))
         self._firsts.append(len(self._lengths))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 with writable(self._tokens_file):
@@ -200,9 +205,72 @@ def _check_sequences(
         )
 
 
-def _check_documents(document_index: npt.NDArray[Any], num_sequences: int, file: Path) -> None:
-    if len(document_index) == 0 or document_index[0] != 0 or document_index[-1] != num_sequences:
-        raise UserError(f"{file}: no index of documents; valid: one from 0 to {num_sequences}, the number of sequences")
-    falling = document_index[1:] < document_index[:-1]
-    if falling.any():
-        raise UserError(f"{file}: document index falls at document {np.argmax(falling)}; valid: one that never falls")
+_REPORT_BYTES = 1 << 28  # of a report, which lists the input
+
+
+def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
+    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx, if any."""
+    if scheme(path):  # text: a dataset is mapped into memory
+        return None
+    named = Path(path)
+    prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
+    index_file, tokens_file = dataset_files(prefix)
+    there = reading.is_file(index_file), reading.is_file(tokens_file)
+    if all(there):
+        return prefix
+    if (named == prefix and reading.kind(named)) or not any(there):
+        return None
+    raise UserError(f"{flag}: only one of {tokens_file} and {index_file} exists; valid: both, a prepared dataset")
+
+
+def tokenizer_folder(prefix: str | Path) -> Path:
+    """PREFIX.tokenizer, where `megajax prepare` leaves the tokenizer of a dataset."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, flag: str) -> None:
+    """Check whether documents are cut in sentences, which at least one document of several sequences shows."""
+    cut = bool((np.diff(tokens.document_index) > 1).any())
+    if sentences and not cut:
+        raise UserError(
+            f"{flag}: every document of {prefix} is one sequence; valid: documents cut in sentences, by "
+            "megajax prepare --split-sentences"
+        )
+    if cut and not sentences:
+        raise UserError(
+            f"{flag}: the documents of {prefix} are cut in sentences, which only BERT reads; valid: a dataset made "
+            "without --split-sentences"
+        )
+
+
+def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
+    """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16]; None
+    in their place where there are none: the dataset is Megatron-LM's own."""
+    expected = _digests(prefix)
+    if not expected:
+        return IndexedDataset(prefix), None
+    index_file, tokens_file = dataset_files(prefix)
+    advice = (
+        "valid: the files that megajax prepare wrote (with --overwrite it makes them again), or without "
+        f"{prefix}.report.json any others"
+    )
+    check_index(index_file, expected, advice)
+    if reading.is_folder(tokenizer_folder(prefix)):
+        check_tokenizer(tokenizer_folder(prefix), expected, advice)
+    tokens = open_dataset(prefix, advice)
+    blocks = block_digests(tokens.tokens)
+    if root(blocks) != expected.get(TOKENS):
+        raise UserError(f"{tokens_file}: not what was written; {advice}")
+    return tokens, blocks
+
+
+def _digests(prefix: Path) -> dict[str, str]:
+    """The digests in the PREFIX.report.json of `megajax prepare`; empty if there is no such report."""
+    file = Path(f"{prefix}.report.json")
+    if not reading.kind(file):
+        return {}
+    report = reading.read_json(file, _REPORT_BYTES)
+    digests = report.get("digests", {}) if isinstance(report, dict) and "plan" in report else {}
+    if not are_digests(digests):
+        raise UserError(f"{file}: its digests are damaged; valid: the report that megajax prepare wrote, or none")
+    return digests

@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -124,13 +124,15 @@ def files_below(root: Path, skip: Collection[str] = (), *, follow: bool = True) 
     """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths.
 
     With `follow`, links to folders are followed, but each folder is read once: where it lies, else by the first link.
-
-    Raises:
-        OSError: a folder cannot be read; with `follow`: a link leads nowhere.
+    Raises an `OSError` if a folder cannot be read or, with `follow`, a link leads nowhere.
     """
     files, _ = _walk(root, skip, follow=follow)
-    if follow:
-        _check_links(files)
+    for path in sorted(filter(Path.is_symlink, files)) if follow else ():
+        try:
+            path.stat()
+        except OSError as error:
+            problem = f"it is a link to {os.readlink(path)}: {error.strerror}"
+            raise OSError(error.errno, problem, str(path)) from None
     return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
 
 
@@ -155,16 +157,6 @@ def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tup
         tops = sorted(links, key=lambda link: link.parts) if follow else []
         all_tops += tops
     return files, all_tops
-
-
-def _check_links(paths: Iterable[Path]) -> None:
-    """Raise an `OSError` for the first link whose end is not there, or cannot be looked at."""
-    for path in sorted(filter(Path.is_symlink, paths)):
-        try:
-            path.stat()
-        except OSError as error:
-            problem = f"it is a link to {os.readlink(path)}: {error.strerror}"
-            raise OSError(error.errno, problem, str(path)) from None
 
 
 def library_folder() -> Path:

@@ -23,10 +23,17 @@ from megajax.data.corpus import (
 from megajax.data.digests import digests_of
 from megajax.data.encoding import encode_documents
 from megajax.data.files import folder_atomically, put_back
-from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.indexed import (
+    IndexedDataset,
+    IndexedWriter,
+    check_sequences,
+    dataset_files,
+    open_prepared,
+    prepared_prefix,
+    tokenizer_folder,
+)
 from megajax.data.inputs import WORDS, read_folders
 from megajax.data.masking import WordPieces
-from megajax.data.prepared import check_sequences, open_prepared, prepared_prefix, tokenizer_folder
 from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import MASKED_SHARE, most_masked
-from megajax.data.bits import Bits
+from megajax.data.samples import Bits
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 

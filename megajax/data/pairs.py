@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, most_masked, pairs_form
-from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.chunks import Chunks, count_sentences, join
 from megajax.data.gpt import split_documents
 from megajax.data.masking import WordPieces, masked
-from megajax.data.samples import Sample, shuffled
+from megajax.data.samples import Bits, Sample, hashed, key_of, shuffled
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 

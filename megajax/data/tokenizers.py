@@ -1,15 +1,172 @@
-"""The tokenizers there are: byte-level BPE and WordPiece, learned from documents or read from a folder, and any other
-from a `tokenizer.json`."""
+"""The tokenizers there are: GPT-2's byte-level BPE and BERT's WordPiece, learned from documents or read from a folder,
+and any other from a `tokenizer.json`."""
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, GENERATION, SINGLE, SPECIAL, TEMPLATE, read_settings
-from megajax.data.vocabularies import learn_byte_pair, learn_wordpiece, read_byte_pair, read_wordpiece
 from megajax.errors import UserError
 from megajax.host import hub, reading
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_LETTERS = 1000  # of a learned WordPiece vocabulary, at most
+
+
+def learn_byte_pair(documents: Iterable[str], vocab_size: int, flag: str) -> Tokenizer:
+    """Learn a vocabulary, as `train_tokenizer` describes. Ids are GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
+    from tokenizers import models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise UserError(f"{flag} {vocab_size}; valid: 257 or more, for 256 bytes and {END_OF_TEXT}")
+    core = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[],
+        show_progress=False,
+    )
+    core.train_from_iterator(documents, trainer)
+    model = json.loads(core.to_str())["model"]
+    vocabulary: dict[str, int] = model["vocab"]
+    return _byte_pair(vocabulary | {END_OF_TEXT: len(vocabulary)}, [(left, right) for left, right in model["merges"]])
+
+
+def read_byte_pair(vocabulary_file: Path, merges_file: Path) -> Tokenizer:
+    """Read a tokenizer's two files, as `load_tokenizer` describes."""
+    vocabulary = _checked(reading.read_json(vocabulary_file, FILE_BYTES), vocabulary_file)
+    return _byte_pair(vocabulary, _parse_merges(merges_file, vocabulary))
+
+
+def _byte_pair(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """A tokenizer of tokens in GPT-2's printable form of bytes; of `merges` the first is to be merged first."""
+    from tokenizers import AddedToken, models
+
+    core = _byte_level(models.BPE(vocab=vocabulary, merges=list(merges)))
+    core.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return Tokenizer(core.to_str(pretty=True))
+
+
+def _byte_level(model: Any) -> Any:
+    """Without a prefix space: decoding an encoded text gives it back unchanged."""
+    import tokenizers
+
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return core
+
+
+def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
+    """`vocabulary`, read from `file`, which must be that of a byte-level tokenizer."""
+    from tokenizers import pre_tokenizers
+
+    if not isinstance(vocabulary, dict) or not all(
+        type(token) is int and 0 <= token < MOST_IDS for token in vocabulary.values()
+    ):
+        raise UserError(f"{file}: no vocabulary; valid: one JSON object of token: id, ids from 0 to {MOST_IDS - 1}")
+    try:
+        "".join(vocabulary).encode()
+    except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but no text
+        raise UserError(f"{file}: a token is no text ({error.reason}); valid: text in Unicode") from None
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise UserError(f"{file}: two tokens have the same id; valid: a different id for each")
+    missing_bytes = sum(byte not in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
+    if missing_bytes:
+        raise UserError(f"{file}: {missing_bytes} of the 256 bytes have no token; valid: a byte-level vocabulary")
+    if END_OF_TEXT not in vocabulary:
+        raise UserError(f"{file}: no {END_OF_TEXT} token; valid: a vocabulary with it, to end documents with")
+    return vocabulary
+
+
+def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(reading.read_text(file, FILE_BYTES).split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
+            raise UserError(
+                f"{file}:{number}: no merge; valid: two tokens, a space between, that form a third of the vocabulary"
+            )
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def learn_wordpiece(documents: Iterable[str], vocab_size: int, flag: str) -> Tokenizer:
+    """Learn a vocabulary, as `train_tokenizer` describes. Special tokens have the first ids; text is lower-cased."""
+    from tokenizers import models, trainers
+
+    if vocab_size < 100:
+        raise UserError(f"{flag} {vocab_size}; valid: 100 or more, for the special tokens and the letters")
+    core = _bert(models.WordPiece(unk_token="[UNK]"), lowercase=True)
+    documents = list(documents)
+    counts: Counter[str] = Counter()
+    for text in documents:
+        counts.update(core.normalizer.normalize_str(text))
+    common = sorted(counts, key=lambda letter: (-counts[letter], letter))[: min(_LETTERS, vocab_size // 4)]
+    letters = sorted(letter for letter in common if not letter.isspace())
+    # Else letters inside a word get ids in the order of a hash table, and ties are merged in that order.
+    fixed = [*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=fixed,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    core.train_from_iterator(documents, trainer)
+    return wordpiece(core.get_vocab(with_added_tokens=False))
+
+
+def read_wordpiece(file: Path) -> Tokenizer:
+    """Read a vocabulary, one token a line; its id is the number of the line, from 0."""
+    tokens = reading.read_text(file, FILE_BYTES).rstrip("\n").replace("\r\n", "\n").split("\n")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
+        raise UserError(f"{file}: the token {twice!r} stands there twice; valid: another token on every line")
+    missing = [token for token in ("[UNK]", "[SEP]") if token not in vocabulary]
+    if missing:
+        raise UserError(f"{file}: no {' and no '.join(missing)} token; valid: a vocabulary with both")
+    return wordpiece(vocabulary)
+
+
+def wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
+    """A tokenizer whose documents end with `[SEP]`, from the id of every token (`##` before those that go on with a
+    word). Text is lower-cased unless the vocabulary has upper-case letters."""
+    from tokenizers import AddedToken, models
+    from tokenizers.processors import TemplateProcessing
+
+    lowercase = all(token in SPECIAL_TOKENS or token == token.lower() for token in vocabulary)
+    core = _bert(models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase)
+    special = [token for token in SPECIAL_TOKENS if token in vocabulary]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    if {"[CLS]", "[SEP]"} <= vocabulary.keys():
+        core.post_processor = TemplateProcessing(
+            single="[CLS]:0 $A:0 [SEP]:0",
+            pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+            special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+        )
+    return Tokenizer(core.to_str(pretty=True))
+
+
+def _bert(model: Any, lowercase: bool) -> Any:
+    import tokenizers
+
+    core = tokenizers.Tokenizer(model)
+    core.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    core.decoder = tokenizers.decoders.WordPiece()
+    return core
+
 
 Kind = Literal["bpe", "wordpiece"]
 TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on

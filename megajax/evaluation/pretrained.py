@@ -13,7 +13,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.data.gpt import EvaluationSamples
-from megajax.data.prepared import prepared_prefix
+from megajax.data.indexed import prepared_prefix
 from megajax.data.records import TextDocuments
 from megajax.data.samples import CorpusSamples
 from megajax.data.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from jax import Array
 from megajax.config import to_toml
 from megajax.convert.importing import check_new
 from megajax.data.files import folder_atomically, write_atomically
+from megajax.data.indexed import prepared_prefix
 from megajax.data.loader import train_batches
-from megajax.data.prepared import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.evaluation.pretrained import perplexity_figures

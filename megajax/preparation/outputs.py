@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.data import files as temporary
-from megajax.data.indexed import dataset_files
-from megajax.data.prepared import tokenizer_folder
+from megajax.data.indexed import dataset_files, tokenizer_folder
 from megajax.data.tokenizers import has_only_tokenizer_files
 from megajax.errors import UserError
 from megajax.host import reading

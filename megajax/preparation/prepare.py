@@ -9,9 +9,8 @@ import numpy as np
 from megajax.data.digests import digests_of
 from megajax.data.encoding import as_document
 from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.indexed import IndexedWriter, dataset_files
+from megajax.data.indexed import IndexedWriter, dataset_files, tokenizer_folder
 from megajax.data.inputs import valid_paths
-from megajax.data.prepared import tokenizer_folder
 from megajax.data.records import Record, TextDocuments, TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import (

@@ -10,9 +10,9 @@ from megajax.config import Config
 from megajax.data import gpt, pairs
 from megajax.data.blend import BlendedSamples, JoinedSamples
 from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, open_corpus
+from megajax.data.indexed import prepared_prefix, tokenizer_folder
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
-from megajax.data.prepared import prepared_prefix, tokenizer_folder
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer

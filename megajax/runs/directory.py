@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.data.files import put_back
-from megajax.data.prepared import prepared_prefix
+from megajax.data.indexed import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.options import compared

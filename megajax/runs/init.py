@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax.config import Config
 from megajax.data.corpus import corpus_tokenizer
-from megajax.data.prepared import prepared_prefix
+from megajax.data.indexed import prepared_prefix
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
 from megajax.errors import UserError

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.bits import hashed, key_of
-from megajax.data.samples import Sample, Samples, held_out, shuffled
+from megajax.data.samples import Sample, Samples, hashed, held_out, key_of, shuffled
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig

@@ -18,8 +18,7 @@ from megajax.batch import IGNORED
 from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.data.vocabularies import wordpiece
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer, wordpiece
 from megajax.models.config import ModelConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.synthetic import random_batch

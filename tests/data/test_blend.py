@@ -1,6 +1,5 @@
 """The shares of a blend at every moment, and that its order is a function of weights and number alone."""
 
-import itertools
 import threading
 from fractions import Fraction
 
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.blend import _BLOCK, Blend, BlendedSamples, JoinedSamples
+from megajax.data.blend import _BLOCK, Blend, JoinedSamples
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokens import TokenDocuments
 
@@ -74,22 +73,6 @@ def test_any_order_of_asking_from_any_thread():
     for thread in threads:
         thread.join()
     assert [found[number] for number in range(3 * _BLOCK)] == expected
-
-
-def test_samples_come_from_their_sources():
-    class Numbers:
-        sequence_length = 4
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, number: int) -> dict:
-            return {"tokens": (self.name, number)}
-
-    samples = BlendedSamples([Numbers("a"), Numbers("b")], [3, 1])
-    found = [samples[number]["tokens"] for number in range(8)]
-    assert samples.sequence_length == 4
-    assert sorted(found) == sorted([*itertools.product("a", range(6)), *itertools.product("b", range(2))])
 
 
 def test_joined_samples_mix_their_parts():

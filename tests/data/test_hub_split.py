@@ -10,8 +10,7 @@ from megajax.data.inputs import check_input, identity
 from megajax.data.making import make_corpus
 from megajax.data.records import TextDocuments, TextFiles
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import named_tokenizer
-from megajax.data.vocabularies import learn_byte_pair
+from megajax.data.tokenizers import learn_byte_pair, named_tokenizer
 from megajax.errors import UserError
 
 pytest.importorskip("datasets", reason="the extra `datasets` is not installed")

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.batch import most_masked
-from megajax.data.bits import Bits, hashed, key_of
 from megajax.data.masking import WordPieces, masked
-from megajax.data.tokenizers import train_tokenizer
-from megajax.data.vocabularies import wordpiece
+from megajax.data.samples import Bits, hashed, key_of
+from megajax.data.tokenizers import train_tokenizer, wordpiece
 from megajax.errors import UserError
 
 WORDS = [f"w{n}" for n in range(40)]

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from megajax.batch import IGNORED, pairs_form
 from megajax.data import pairs
-from megajax.data.bits import Bits, key_of
 from megajax.data.blend import BlendedSamples, JoinedSamples
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 from megajax.data.loader import evaluation_batches, train_batches
 from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import EvaluationPairs, TrainPairs, train_and_validation
-from megajax.data.vocabularies import wordpiece
+from megajax.data.samples import Bits, key_of
+from megajax.data.tokenizers import wordpiece
 from megajax.errors import UserError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -167,6 +167,7 @@ def test_evaluation_has_every_sentence_once(documents):
 def test_blends_of_pairs(documents):
     sources = [train_pairs(documents, seed=1), train_pairs(documents, seed=2)]
     blend = BlendedSamples(sources, [3, 1])
+    assert blend.sequence_length == LENGTH
     for number in range(8):
         source, own = blend.blend.place(number)
         assert (blend[number]["tokens"] == sources[source][own]["tokens"]).all()

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.vocabularies import read_wordpiece, wordpiece
+from megajax.data.tokenizers import read_wordpiece, wordpiece
 from megajax.tasks.records import Answer, Exam, Pair, Question
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

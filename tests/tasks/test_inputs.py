@@ -11,7 +11,7 @@ from real_records import SPECIAL, letters, pairs, race, real_tokenizer
 from megajax.batch import IGNORED, choice_form, classes_form
 from megajax.data.loader import evaluation_batches
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.vocabularies import learn_byte_pair, wordpiece
+from megajax.data.tokenizers import learn_byte_pair, wordpiece
 from megajax.errors import UserError
 from megajax.tasks import inputs
 from megajax.tasks.inputs import EncodedTexts, ExamInputs, PairInputs, cut_longest_first, with_option

@@ -11,7 +11,7 @@ from real_records import SPECIAL, SQUAD1, SQUAD2, letters, real_tokenizer, squad
 
 from megajax.batch import IGNORED, span_form
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.vocabularies import wordpiece
+from megajax.data.tokenizers import wordpiece
 from megajax.errors import UserError
 from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import NOT_THERE, Answer, Question
