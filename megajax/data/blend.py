@@ -1,8 +1,5 @@
-"""Samples of several sources in given shares.
-
-Which source the n-th sample comes from depends on the weights and n only. Of the first n samples, a source with the
-share w has given more than w·n - 1 and less than w·n + 1, in its own order.
-"""
+"""Samples of several sources in given shares: of the first n, a source with the share w has given more than w·n - 1
+and less than w·n + 1, in its own order. Which source the n-th is of depends on the weights and n only."""
 
 import array
 import heapq

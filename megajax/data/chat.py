@@ -137,12 +137,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large.
-
-    Attributes:
-        blocks: of the text that is being rendered, so far.
-        generated: what stands in its `{% generation %}`: where each begins, and the text.
-    """
+    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -151,8 +146,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
         self.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
-        self.blocks: list[str] = []
-        self.generated: list[tuple[int, str]] = []
+        self.blocks: list[str] = []  # of the text that is being rendered, so far
+        self.generated: list[tuple[int, str]] = []  # what stands in its `{% generation %}`: where it begins, the text
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Evaluate `*`, `**` or `%`, which also formats texts, unless the result would be too large."""

@@ -1,7 +1,6 @@
 """Sentences joined to chunks of about a target number of tokens, as Megatron-LM does for BERT.
 
-C chunks, D documents, S sentences. A million sentences are looked at at a time, which bounds the memory and changes
-nothing.
+C chunks, D documents, S sentences.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from megajax.data.tokens import TokenDocuments
 
 Numbers = npt.NDArray[np.int64]
 
-_BLOCK = 1 << 20  # sentences looked at in one go
+_BLOCK = 1 << 20  # sentences looked at in one go: bounds the memory, and changes nothing
 
 
 class SentenceCounts(NamedTuple):

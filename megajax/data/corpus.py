@@ -139,10 +139,8 @@ def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
 def evaluation_tokens(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, *, sentences: bool = False, flag: str = "--data"
 ) -> TokenDocuments:
-    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence.
-
-    A single text file is one document. Only a text needs the tokenizer.
-    """
+    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
+    file is one document. Only a text needs the tokenizer."""
     if prefix := prepared_prefix(path, flag=flag):
         tokens, _ = open_prepared(prefix)
         check_sequences(tokens, prefix, sentences=sentences, flag=flag)

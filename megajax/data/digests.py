@@ -95,10 +95,8 @@ def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
 
 
 def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare the files of a tokenizer with the digests of a report, if it has any of them.
-
-    `advice` says what to do where a file is missing, has changed, or was not there.
-    """
+    """Compare the files of a tokenizer with the digests of a report, if it has any of them; `advice` says what to do
+    where a file is missing, has changed, or was not there."""
     files = {folder / name.removeprefix(_TOKENIZER): digests[name] for name in digests if name.startswith(_TOKENIZER)}
     _check_files(files, advice)
     others = set(_tokenizer_files(folder)) - files.keys()
@@ -121,10 +119,8 @@ def _check_files(files: Mapping[Path, str], advice: str) -> None:
 
 
 class CheckedTokens:
-    """Token ids. Each block is checked when it is first read: its digest, and that its ids are in the vocabulary.
-
-    A small file is checked as a whole at once. `advice` says what to do about a difference, for error messages.
-    """
+    """Token ids. Each block is checked when it is first read, those of a small file at once: its digest, and that its
+    ids are in the vocabulary. `advice` says what to do about a difference, for error messages."""
 
     def __init__(
         self,

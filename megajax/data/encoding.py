@@ -21,10 +21,8 @@ _WINDOW = 2048  # characters split in one go; in much longer ones `sentencex` ta
 def encode_documents(
     documents: Iterable[str], tokenizer: Tokenizer, *, sentences: bool = False
 ) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """The sequences of each document, ids int32 [length]: one, by `as_document`, or one for each sentence.
-
-    A sentence without a token is left out, and so is a document without a sentence.
-    """
+    """The sequences of each document, ids int32 [length]: one, by `as_document`, or one for each sentence. A sentence
+    without a token is left out, and so is a document without a sentence."""
     for texts in in_parts(documents, _BATCH_CHARACTERS):
         for sequences in encode_texts(texts, tokenizer, sentences=sentences):
             if not sentences:

@@ -198,10 +198,8 @@ def _padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_igno
 
 
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
-    """Every token's place in its document, int32 [length].
-
-    `begins` are the indices of the tokens that begin a document, ascending; the first token always counts as one.
-    """
+    """Every token's place in its document, int32 [length]. `begins` are the indices of the tokens that begin one,
+    ascending; the first token always counts as such."""
     begin_T = np.zeros(length, np.int32)
     begin_T[begins] = begins
     return np.arange(length, dtype=np.int32) - np.maximum.accumulate(begin_T)

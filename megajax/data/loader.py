@@ -33,10 +33,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The stages of a run, in order, each of at least one step; the last one never ends.
-
-    Every sample is drawn once, in order, so a step's samples follow from its number alone.
-    """
+    """The stages of a run, in order, each of at least one step; the last one never ends. Every sample is drawn once, in
+    order, so a step's samples follow from its number alone."""
 
     stages: tuple[Stage, ...]
 
@@ -117,11 +115,8 @@ def growing_batches(
 def evaluation_batches(
     samples: Samples, *, rows: Sequence[int], global_batch: int, limit: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """All samples once, in order; rows beyond the last sample have the target -1 throughout.
-
-    `rows` are those to load of a batch of `global_batch` rows, in the order wanted; the number of batches is the same
-    for any, `limit` at most (0: no limit).
-    """
+    """All samples once, in order; rows beyond the last have the target -1 throughout. `rows` are those to load of
+    a batch of `global_batch` rows, in the order wanted. There are `limit` batches at most (0: no limit)."""
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     padding = samples.form.padding(1, tokens=samples.sequence_length)
     no_sample = {name: array[0] for name, array in padding.items()}

@@ -69,15 +69,13 @@ def make_corpus(
     there, without a look at the source; a call that fails leaves what was there.
 
     Args:
-        path: a source of text, or PREFIX.
+        path: a source of text, or PREFIX; `flag` named it.
         tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
-            train one of this `kind` with up to `vocab_size` ids.
-        vocab_size: ids that the model knows, before padding.
+            one of this `kind` is trained.
+        vocab_size: ids that the model knows, before padding, and the most that a tokenizer may have.
         output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the corpus is not what the caller needs; it is then removed.
-        flag: the flag that named the path, for error messages.
         sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
-        kind: of the tokenizer that is trained.
     """
     folder = Path(output_dir)
     put_back(folder)

@@ -61,10 +61,8 @@ class Masked(NamedTuple):
 def masked(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], vocabulary: WordPieces, bits: Bits
 ) -> Masked:
-    """Choose words of a sample, and mask them: of every chosen piece 80% become `[MASK]`, 10% a random one, 10% stay.
-
-    Nothing is chosen where `special_N` is true, and no run of words crosses it. At least one token is not special.
-    """
+    """Choose words of a sample, and mask them: 80% of the chosen pieces become `[MASK]`, 10% a random one, 10% stay.
+    Nothing is chosen where `special_N` is true, at least one token is not, and no run of words crosses it."""
     begins = _words(tokens_N, special_N, vocabulary.continues)
     taken = bytearray(special_N[begins].tobytes())
     borders = [*begins.tolist(), len(tokens_N)]

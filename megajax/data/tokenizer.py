@@ -39,9 +39,6 @@ class Tokenizer:
         chat_template: how messages become a text (`megajax.data.chat`); None: that is not known.
         named_tokens: special tokens by their role, as chat templates name them (`eos_token`).
         files: texts of its files by name.
-
-    Raises:
-        UserError: the tokenizer cannot be used.
     """
 
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:

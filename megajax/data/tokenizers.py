@@ -184,13 +184,11 @@ _FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, kind: Kind = "bpe", flag: str = "--model.vocab-size"
 ) -> Tokenizer:
-    """Learn a vocabulary from documents; the same documents give the same one, whatever the number of cores.
+    """Learn a vocabulary from documents, GPT-2's byte-level BPE or BERT's WordPiece; the same documents give the same
+    one, whatever the number of cores.
 
-    Args:
-        documents: the texts.
-        vocab_size: ids wanted; a small corpus may yield fewer, because only pairs seen twice are merged.
-        kind: GPT-2's byte-level BPE, or BERT's WordPiece.
-        flag: the flag that gave the size, for error messages.
+    A small corpus may yield fewer ids than `vocab_size`: only pairs seen twice are merged. `flag` gave the size,
+    for error messages.
     """
     learn = learn_byte_pair if kind == "bpe" else learn_wordpiece
     return learn(documents, vocab_size, flag)
