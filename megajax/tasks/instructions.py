@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.bits import hashed, key_of
 from megajax.data.chat import ChatTemplate
-from megajax.data.samples import Sample
+from megajax.data.samples import Sample, hashed, key_of
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
