@@ -19,8 +19,7 @@ from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
 from megajax.pipeline.config import PipelineConfig
-from megajax.tasks.config import TaskConfig
-from megajax.tasks.registry import PRETRAINING
+from megajax.tasks.registry import PRETRAINING, TaskConfig
 from megajax.traits import IS_PATH, SAMPLES, Small
 
 _AXIS = between(1, 100_000)

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from megajax.evaluation.scoring import (
     Continuation,
     Perplexity,
     compile_scores,
-    exponential,
     perplexities,
     perplexity,
     score_continuations,
@@ -72,12 +71,14 @@ def evaluate_perplexity(
 def perplexity_figures(
     program: Program, params: Any, samples: CorpusSamples, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The figures of `evaluate_perplexity` for any weights and samples; `tokenizer` is None where the text was given
-    tokenized.
-    """
+    """The figures of `evaluate_perplexity`; `tokenizer` is None where the text was given tokenized."""
     losses = perplexities(program, params, samples)
     if not FAMILIES[program.config.model.family].continues_text:
-        return {"loss": total_loss(losses)} | _figures(losses)
+        figures: dict[str, Any] = {"loss": total_loss(losses)}
+        for name, found in losses.items():
+            figures |= {f"{name}_loss": found.loss, f"{name}_perplexity": found.perplexity}
+            figures |= {f"{name}_accuracy": found.accuracy, f"{name}_targets": found.tokens}
+        return figures
     (result,) = losses.values()
     bits_per_byte = None
     if tokenizer:
@@ -120,10 +121,7 @@ def evaluate_wikitext103(
 
 
 def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Accuracy and perplexity of the last words of passages.
-
-    `several_subwords` counts the words of more than one subword.
-    """
+    """Accuracy and perplexity of the last words of passages; `several_subwords` counts those of more than one."""
     config = evaluation_config(run_dir, overrides)
     passages = read_lambada(data, run_tokenizer(run_dir, config))
     trained = TrainedModel.restore(run_dir, config, step)
@@ -191,18 +189,9 @@ def last_word_figures(words: Sequence[Continuation]) -> dict[str, float]:
     `accuracy` is the share of words whose every subword is the most probable one, `loss` the mean cross-entropy of a
     word in nats, `perplexity` that per word.
     """
-    loss = -math.fsum(word.log_probability for word in words) / len(words)
-    accuracy = sum(word.greedy for word in words) / len(words)
-    return {"accuracy": accuracy, "perplexity": exponential(loss), "loss": loss}
-
-
-def _figures(losses: Mapping[str, Perplexity]) -> dict[str, Any]:
-    """The figures of every loss, by name."""
-    figures: dict[str, Any] = {}
-    for name, found in losses.items():
-        figures |= {f"{name}_loss": found.loss, f"{name}_perplexity": found.perplexity}
-        figures |= {f"{name}_accuracy": found.accuracy, f"{name}_targets": found.tokens}
-    return figures
+    loss = -math.fsum(word.log_probability for word in words)
+    found = Perplexity(loss, len(words), sum(word.greedy for word in words))
+    return {"accuracy": found.accuracy, "perplexity": found.perplexity, "loss": found.loss}
 
 
 def _given_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:

@@ -140,18 +140,14 @@ class Perplexity:
 
     def per(self, units: int) -> float:
         """Perplexity per word, if the text has `units` words, or per anything else: exp(total loss / units)."""
-        return exponential(self.total_loss / max(units, 1))
+        loss = self.total_loss / max(units, 1)
+        return math.exp(loss) if loss < 700 else math.inf
 
     @classmethod
     def of(cls, scores: list[SampleScores]) -> "Perplexity":
         """Of some samples."""
         losses = math.fsum(float(sample.loss.sum()) for sample in scores)
         return cls(losses, sum(len(sample.loss) for sample in scores), sum(int(sample.hit.sum()) for sample in scores))
-
-
-def exponential(loss: float) -> float:
-    """exp(loss); infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def perplexities(

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host.paths import check_place
-from megajax.tasks.answers import FoundAnswer
 from megajax.tasks.records import Exam, Pair, Question, Record
 from megajax.tasks.registry import TASKS
+from megajax.tasks.windows import FoundAnswer
 
 _HEADERS = {"classes": "index\tprediction", "choice": "id\tanswer"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -30,9 +30,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-    """The most probable class of every record, [N]; the first of equally probable ones; only among the options of a
-    question.
-    """
+    """The most probable class of every record, [N], of an exam only among its options; of equal ones the first."""
     assert probabilities_NC.shape[0] == len(records), probabilities_NC.shape
     num_classes = probabilities_NC.shape[1]
     counts = [len(record.options) if isinstance(record, Exam) else num_classes for record in records]
@@ -124,9 +122,7 @@ def _best_threshold(
     """The best mean score in percent, and the threshold that gives it: "none" is the answer where `difference` is more.
 
     As the official script searches: from "none" to every question on, the questions are answered one by one, the least
-    difference first; 0 is the threshold if "none" to all is best.
-
-    `scores` are those of every answer's `best`, 0 to 1.
+    difference first; 0 is the threshold if "none" to all is best. `scores` are those of every answer's `best`, 0 to 1.
     """
     total = best = float(sum(not question.answers for question in questions))
     threshold = 0.0

@@ -52,8 +52,13 @@ def read_glue(file: TaskFile) -> None:
     for row, (line, place) in enumerate(lines):
         if line in (b"\n", b"\r\n"):
             continue
-        if line.count(b"\t") != len(header) - 1:
-            _refuse_row(line, len(header), form, file, place)
+        if (count := line.count(b"\t") + 1) != len(header):
+            valid = f"{len(header)}, as the first line has"
+            if count < len(header) and not line.endswith(b"\n"):
+                raise_cut_off(place)
+            if not form.cut_rows:
+                raise UserError(f"{place}: {count} columns; valid: {valid}")
+            records.note("rows with another number of columns, skipped", place, valid)
             continue
         cells: dict[str | None, str] = dict(zip(header, _cells(line, place), strict=True))
         label = cells.get(label_column)
@@ -79,16 +84,6 @@ def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | No
         there = ", ".join(cell[:40] for cell in header[:20])
         raise UserError(f"{file.place} has no column {missing}, but {there}; valid: {TASKS[file.task].files}")
     return label, name
-
-
-def _refuse_row(line: bytes, wanted: int, form: _Format, file: TaskFile, place: str) -> None:
-    """Leave out a row with another number of columns than wanted, where the task has such rows."""
-    count, valid = line.count(b"\t") + 1, f"{wanted}, as the first line has"
-    if count < wanted and not line.endswith(b"\n"):
-        raise_cut_off(place)
-    if not form.cut_rows:
-        raise UserError(f"{place}: {count} columns; valid: {valid}")
-    file.records.note("rows with another number of columns, skipped", place, valid)
 
 
 def _cells(line: bytes, place: str) -> list[str]:

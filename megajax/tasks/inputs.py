@@ -91,10 +91,7 @@ class JoinedTexts(Samples):
 
 class PairInputs(JoinedTexts):
     """A sample for every pair: `[CLS] a [SEP] b [SEP]`. If it is too long, the longer text is cut at its end, or both
-    are.
-
-    What is cut is what Hugging Face's `truncation=True` cuts.
-    """
+    are, as by Hugging Face's `truncation=True`."""
 
     def __init__(self, records: Sequence[Pair], tokenizer: Tokenizer, *, sequence_length: int) -> None:
         super().__init__(records, classes_form(), sequence_length, tokenizer)
@@ -156,8 +153,7 @@ def cut_longest_first(
     lengths_a: npt.NDArray[np.int64], lengths_b: npt.NDArray[np.int64], room: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """How many tokens of each pair of texts fit in the room: the longer text is cut to the length of the shorter one,
-    then both are. The longer one gets the odd token; of equal texts the second.
-    """
+    then both are. The longer one gets the odd token; of equal texts the second."""
     small = np.minimum(np.minimum(lengths_a, lengths_b), room // 2)
     large = np.minimum(np.maximum(lengths_a, lengths_b), room - small)
     a_is_longer = lengths_a > lengths_b

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.glue import read_glue
 from megajax.tasks.instructions import read_instructions
 from megajax.tasks.race import read_race
 from megajax.tasks.records import Records
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.tasks.sources import TaskFile, check_beginning, task_files
 from megajax.tasks.squad import read_squad
 

@@ -8,11 +8,10 @@ import numpy as np
 from megajax.data.samples import Sample, Samples, hashed, held_out, key_of, shuffled
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.inputs import ExamInputs, JoinedTexts, PairInputs, counted
 from megajax.tasks.instructions import InstructionRows
 from megajax.tasks.records import Record
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.tasks.windows import SpanWindows
 
 _ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed

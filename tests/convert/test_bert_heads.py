@@ -20,8 +20,7 @@ from megajax.convert.weights import to_tensors
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
 from megajax.settings.presets import load_preset, resolve
-from megajax.tasks.config import TaskConfig
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 
 
 def exported(run: Path, folder: Path) -> tuple[dict[str, np.ndarray], dict]:

@@ -26,8 +26,7 @@ from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
-from megajax.tasks.config import TaskConfig
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")

@@ -19,7 +19,7 @@ from blocks import PAGES, ROOT, blocks
 from megajax.pipeline import schedule
 from megajax.pipeline.deferral import Deferring
 from megajax.tasks import instructions, readers, records, registry
-from megajax.tasks.config import TaskConfig
+from megajax.tasks.registry import TaskConfig
 
 
 @cache

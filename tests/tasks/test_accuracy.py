@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, write_predictions
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Pair, Question
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 
 HOT = np.eye(3)
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from real_records import SQUAD1, SQUAD2, letters, real_tokenizer, squad
 
-from megajax.tasks.answers import NO_SPAN, FoundAnswer, find_answers, mean_logits
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import Question
-from megajax.tasks.windows import SpanWindows
+from megajax.tasks.registry import TaskConfig
+from megajax.tasks.windows import NO_SPAN, FoundAnswer, SpanWindows, find_answers, mean_logits
 
 CONFIG = TaskConfig(doc_stride=2)
 PLAIN = Question("0", "x", "a b c d e", ())

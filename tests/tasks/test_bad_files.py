@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.readers import read_records
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 
 MNLI = "index\tgenre\tsentence1\tsentence2\tgold_label\n1\tfiction\tA man.\tA dog.\tneutral\n"
 QQP = "id\tquestion1\tquestion2\tis_duplicate\n1\tWhy?\tHow?\t0\n"

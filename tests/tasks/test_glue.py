@@ -8,10 +8,9 @@ import pytest
 from backports import zstd
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 
 
 def write(path: Path, *rows: list[str], end: str = "\n") -> str:
@@ -118,16 +117,6 @@ def test_the_data_themselves(name: str, group: str, labels: tuple[int, ...], tes
         assert len({record.name for record in records}) == len(records)
     else:
         assert sum(record.texts[0].startswith('"') for record in records) == {15000: 324, 3000: 60}[len(records)]
-
-
-def test_the_same_row_of_mnli_in_two_files(test_data: Path) -> None:
-    """With parses and without, the texts and labels are the same."""
-    with_parses, without = (
-        {record.name: record for record in mnli(str(test_data / "glue" / "MNLI" / name)).entries}
-        for name in ("train.tsv", "train-15130-noparse.tsv")
-    )
-    assert with_parses.items() <= without.items()
-    assert without["40"].texts[1] == "Japan's new rulers were catching on quickly."
 
 
 def test_samples_of_the_original_release(test_data: Path) -> None:

@@ -13,10 +13,10 @@ from saved_tokenizers import LLAMA3, TEXTS, write_saved
 from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.instructions import InstructionRows, encoded, packed
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Instruction
+from megajax.tasks.registry import TaskConfig
 
 GPT2 = train_tokenizer(TEXTS, 300)
 TURNS = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam
+from megajax.tasks.registry import TaskConfig
 
 OPTIONS = [["Ada", "I", "He", "She"], ["one", "two", "three"], ["no", "yes"]]
 PASSAGE = {"article": "Ada\nwrote.", "questions": ["Who _ ?", "How many?", "Is it?"], "options": OPTIONS}
@@ -100,8 +100,7 @@ def test_odd_questions_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_test_set_has_no_answers(tmp_path: Path) -> None:
-    value = {key: value for key, value in PASSAGE.items()}
-    (tmp_path / "1.txt").write_text(json.dumps(value))
+    (tmp_path / "1.txt").write_text(json.dumps(PASSAGE))
     assert [exam.label for exam in read(tmp_path / "1.txt", labelled=False).entries] == [None] * 3
     with pytest.raises(UserError, match='no key "answers"'):
         read(tmp_path / "1.txt")

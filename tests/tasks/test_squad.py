@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.readers import read_records
 from megajax.tasks.records import NOT_THERE, Answer, Question
+from megajax.tasks.registry import TaskConfig
 
 CONTEXT = "Émile Zola wrote novels."
 

@@ -9,9 +9,9 @@ import string
 import pytest
 from real_records import SQUAD1, SQUAD2, squad
 
-from megajax.tasks.answers import FoundAnswer
 from megajax.tasks.figures import normalized, question_scores, squad_figures
 from megajax.tasks.records import Answer, Question
+from megajax.tasks.windows import FoundAnswer
 
 ADVERSARIAL = ["The {}!", "a an the {} , . ;", "{0} {0}", "{}\u0301", "theatre {} another", "the", "...", " "]
 ADVERSARIAL += ["\u201c{}\u201d", "\u0130stanbul \u00df \u01c5"]  # no ASCII punctuation: it stays

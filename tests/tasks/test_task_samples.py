@@ -9,9 +9,8 @@ from real_records import SQUAD1, letters, race, real_tokenizer, squad
 
 from megajax.data.loader import evaluation_batches, train_batches
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import Answer, Exam, Pair, Question
-from megajax.tasks.registry import TASKS
+from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.tasks.samples import EpochOrder, shared_contexts, split_by_context, task_samples
 from megajax.tasks.windows import SpanWindows
 

@@ -13,8 +13,8 @@ from megajax.batch import IGNORED, span_form
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import wordpiece
 from megajax.errors import UserError
-from megajax.tasks.config import TaskConfig
 from megajax.tasks.records import NOT_THERE, Answer, Question
+from megajax.tasks.registry import TaskConfig
 from megajax.tasks.windows import SpanWindows
 
 TOKENIZER = letters()
