@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_records import SPECIAL, letters, pairs, race, real_tokenizer
+from real_records import SPECIAL, letters, race, real, real_tokenizer
 
 from megajax.batch import IGNORED, choice_form, classes_form
 from megajax.data.loader import evaluation_batches
@@ -18,7 +18,7 @@ from megajax.tasks.inputs import EncodedTexts, ExamInputs, PairInputs, cut_longe
 from megajax.tasks.records import Exam, Pair
 
 TOKENIZER = letters()
-GLUE = [("MNLI/dev_matched.tsv", "sentence1", "sentence2"), ("QQP/dev.tsv", "question1", "question2")]
+GLUE = [("mnli", "MNLI/dev_matched.tsv"), ("qqp", "QQP/dev.tsv")]
 
 
 def words(row: np.ndarray) -> str:
@@ -147,10 +147,10 @@ def test_what_does_not_do():
 
 @pytest.mark.peer
 @pytest.mark.parametrize("length", [24, 31])
-@pytest.mark.parametrize(("file", "first", "second"), GLUE)
-def test_pairs_as_transformers_cuts_them(test_data, file, first, second, length):
+@pytest.mark.parametrize(("task", "file"), GLUE)
+def test_pairs_as_transformers_cuts_them(test_data, task, file, length):
     transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
-    records = pairs(test_data / "glue" / file, first, second)[:800]
+    records = real(task, test_data / "glue" / file)[:800]
     theirs = transformers.BertTokenizerFast(vocab=str(test_data / "bert-uncased" / "vocab.txt"))
     texts = [[record.texts[which] for record in records] for which in (0, 1)]
     expected = theirs(*texts, truncation=True, max_length=length, padding="max_length")
