@@ -87,25 +87,19 @@ def described(windows, number, start_WT, end_WT, config, unanswerable) -> FoundA
     return FoundAnswer("" if difference > config.null_threshold else best, best, difference)
 
 
-def check_against_description(windows, unanswerable, seed, rounded) -> None:
+@pytest.mark.parametrize("rounded", [0.0, 0.25])
+@pytest.mark.parametrize(("file", "part", "seed"), PARTS)
+@pytest.mark.parametrize("unanswerable", [False, True])
+def test_as_described(test_data, file, part, seed, unanswerable, rounded):
+    windows = real_windows(test_data, file, part)
     start, end = peaked(windows, seed, rounded), peaked(windows, seed + 1, rounded)
-    for config in (
-        CONFIG,
-        dataclasses.replace(CONFIG, n_best=5, answer_tokens=8, null_threshold=-1.5),
-    ):
+    for config in CONFIG, dataclasses.replace(CONFIG, n_best=5, answer_tokens=8, null_threshold=-1.5):
         found = find_answers(windows, start, end, config, unanswerable=unanswerable)
         assert len(found) == len(windows.records)
         for number, answer in enumerate(found):
             assert answer == described(windows, number, start, end, config, unanswerable), number
         texts = [answer.text for answer in found]
         assert len(set(texts)) > 0.4 * len(texts) and (0 < texts.count("") < 0.6 * len(texts)) == unanswerable
-
-
-@pytest.mark.parametrize("rounded", [0.0, 0.25])
-@pytest.mark.parametrize(("file", "part", "seed"), PARTS)
-@pytest.mark.parametrize("unanswerable", [False, True])
-def test_as_described(test_data, file, part, seed, unanswerable, rounded):
-    check_against_description(real_windows(test_data, file, part), unanswerable, seed, rounded)
 
 
 def logits(windows, **places) -> np.ndarray:

@@ -116,20 +116,26 @@ def test_no_room(question, stride, length):
     assert len(windows([Question("long", question, CONTEXT, ())], length, 1, question_tokens=2)) > 1
 
 
-def check_against_transformers(folder, file, length, stride, part) -> int:
+WINDOWS = [(SQUAD1, 128, 32, slice(0, 400)), (SQUAD2, 200, 128, slice(300, 500))]
+WINDOWS += [
+    pytest.param(file, length, length // 4 if length < 100 else 128, slice(None), marks=pytest.mark.full)
+    for file, length in ((SQUAD1, 384), (SQUAD1, 96), (SQUAD2, 96))
+]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("file", "length", "stride", "part"), WINDOWS)
+def test_windows_as_transformers_makes_them(test_data, file, length, stride, part):
     """Every window's tokens, types, characters and label, these as the example finds them, by its two loops.
 
     Where an answer begins with the last token of a window, the example's loop goes on over [SEP] and the padding, whose
     characters are 0: its label is behind the window then, ours that last token.
-
-    Returns:
-        how many windows are such.
     """
     transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
-    theirs = transformers.BertTokenizerFast(vocab=str(folder / "bert-uncased" / "vocab.txt"))
-    records = squad(folder / file)[part]
+    theirs = transformers.BertTokenizerFast(vocab=str(test_data / "bert-uncased" / "vocab.txt"))
+    records = squad(test_data / file)[part]
     config = TaskConfig(doc_stride=stride)
-    samples = SpanWindows(records, real_tokenizer(folder), sequence_length=length, config=config, training=True)
+    samples = SpanWindows(records, real_tokenizer(test_data), sequence_length=length, config=config, training=True)
     expected = theirs(
         [record.text.lstrip() for record in records],
         [record.context for record in records],
@@ -166,20 +172,6 @@ def check_against_transformers(folder, file, length, stride, part) -> int:
             assert offsets[last][0] <= begin and start == length - 1
             behind, start = behind + 1, last
         assert (int(sample["start"]), int(sample["end"])) == (start, end)
-    return behind
-
-
-WINDOWS = [(SQUAD1, 128, 32, slice(0, 400)), (SQUAD2, 200, 128, slice(300, 500))]
-WINDOWS += [
-    pytest.param(file, length, length // 4 if length < 100 else 128, slice(None), marks=pytest.mark.full)
-    for file, length in ((SQUAD1, 384), (SQUAD1, 96), (SQUAD2, 96))
-]
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize(("file", "length", "stride", "part"), WINDOWS)
-def test_windows_as_transformers_makes_them(test_data, file, length, stride, part):
-    behind = check_against_transformers(test_data, file, length, stride, part)
     if part == slice(None):
         assert (behind > 0) == (length == 96)  # few enough that labels are else the example's
 
