@@ -43,8 +43,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.models.attention_mask import CAUSAL
     from megajax.models.context import Context
     from megajax.models.decoder.model import TransformerDecoder
+    from megajax.models.layer import layer_of
     from megajax.models.norms import norm_of
-    from megajax.models.stack import layer_of
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.boundary import F_AND_G
     from megajax.parallel.collectives import TENSOR, vary

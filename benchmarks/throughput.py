@@ -30,7 +30,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host.ending import run
 from megajax.models.family import step_flops
-from megajax.models.flops import MatrixProduct
+from megajax.models.matmul_flops import MatrixProduct
 from megajax.settings.flags import parse
 from megajax.settings.launch import give_back_freed_memory, may_use_gpus, start
 

@@ -73,7 +73,9 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
         @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=P(), out_specs=P())
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
             dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
-            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
+            y_BTHK, pullback = jax.vjp(
+                lambda *qkv: attend(*qkv, Setting(visible, dropout, backend)), q_BTHK, k_BSHK, v_BSHK
+            )
             return y_BTHK, *pullback(grad_BTHK)
 
         return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]

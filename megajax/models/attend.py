@@ -17,17 +17,10 @@ from megajax.parallel.random import Dropout
 
 
 class Setting(NamedTuple):
-    """What attention depends on beside queries, keys and values.
-
-    Attributes:
-        visible: which keys a query sees.
-        dropout: of the probabilities, the same for a query and a key wherever they are computed.
-        backend: of the devices.
-        places: where queries and keys stand in their sequence.
-    """
+    """What attention depends on beside queries, keys and values."""
 
     visible: AttentionMask
-    dropout: Dropout
+    dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
     backend: Backend
     places: Places = FROM_START
 
@@ -42,8 +35,7 @@ class Implementation(Protocol):
 
     @staticmethod
     def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-        """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) knows what its backward pass needs of its forward
-        pass, by name or by primitive."""
+        """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) has to know what its backward pass needs."""
         ...
 
 
@@ -85,29 +77,20 @@ class Blocks:
     @staticmethod
     def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
         visible, dropout, backend, places = setting
-        bits_BH = None
+        drop_BH = None
         if dropout.rate > 0:
             num_heads = q_BTHK.shape[2]
             head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-            bits_BH = dropout.bits_B[:, None].fold(head_H[None, :])
-        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, bits_BH, dropout.rate, backend)
+            drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
+        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)
 
 
 IMPLEMENTATIONS: tuple[type[Implementation], ...] = (CuDNN, Blocks)
 
 
 @jax.named_scope("attend")
-def attend(
-    q_BTHK: Array,
-    k_BSHK: Array,
-    v_BSHK: Array,
-    visible: AttentionMask,
-    dropout: Dropout,
-    backend: Backend,
-    places: Places = FROM_START,
-) -> Array:
-    """Attention of this device's heads, [B, T, H, K], dropout on the probabilities. The rest is as in `Setting`."""
-    setting = Setting(visible, dropout, backend, places)
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    """Attention of this device's heads, [B, T, H, K]."""
     return implementation(q_BTHK, setting).attend(q_BTHK, k_BSHK, v_BSHK, setting)
 
 

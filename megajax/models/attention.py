@@ -11,11 +11,11 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.models.attend import attend
+from megajax.models.attend import Setting, attend
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.models.norms import RMSNorm
-from megajax.models.rotary import Rotary, rotated
+from megajax.models.rotary import rotated
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
 from megajax.parallel.random import NamedKey
@@ -46,20 +46,18 @@ class Attention(nnx.Module):
                 joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # the three are parts of one
                 return joint[:, part]
 
-            shape, dims, bias = (heads[dim], size), (dim, "head_size"), config.bias != "none"
-            return ColumnParallelLinear(initial, boundary, hidden, shape, dims, backend, bias=bias)
+            shape, dims = (hidden, heads[dim], size), ("embed", dim, "head_size")
+            return ColumnParallelLinear(initial, boundary, shape, dims, backend, bias=config.bias != "none")
 
         self.query, self.key = projection(0, "query", "heads"), projection(1, "key", "kv_heads")
         self.value = projection(2, "value", "kv_heads")
-        residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size)
-        self.output = RowParallelLinear(
-            residual, boundary, shape, ("heads", "head_size"), hidden, backend, bias=config.bias == "all"
-        )
+        residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size, hidden)
+        dims = ("heads", "head_size", "embed")
+        self.output = RowParallelLinear(residual, boundary, shape, dims, backend, bias=config.bias == "all")
         self.query_norm, self.key_norm = (
             RMSNorm(size, config.norm_epsilon, "head_size") if config.query_key_norm else None for _ in range(2)
         )
-        self.rotary = Rotary.of(config) if config.rotary else None
-        self.boundary, self.backend = boundary, backend
+        self.config, self.boundary, self.backend = config, boundary, backend
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -77,10 +75,10 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHK = named(self.query_norm(q_BTHK), "query_norm", split=2)
             k_BSHK = named(self.key_norm(k_BSHK), "key_norm", split=2, first=self.key.first_part)
-        if self.rotary is not None:
+        if self.config.rotary:
             assert context.position_BT is not None
-            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.rotary), "rotated_query", split=2)
-            k_BSHK = rotated(k_BSHK, context.position_BT, self.rotary)
+            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config), "rotated_query", split=2)
+            k_BSHK = rotated(k_BSHK, context.position_BT, self.config)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
         heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # whoever computed them has named them
@@ -92,5 +90,5 @@ def attend_in_context(
     q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
 ) -> tuple[Array, Aux]:
     """Attention of a microbatch's tokens to those that they see, with its dropout."""
-    dropout = context.dropout.fold(ATTENTION_WEIGHTS)
-    return attend(q_BTHK, k_BSHK, v_BSHK, context.visible, dropout, backend), {}
+    setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend)
+    return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}

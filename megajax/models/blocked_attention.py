@@ -16,86 +16,61 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
 from megajax.models.attention_mask import AttentionMask, Places
-from megajax.parallel.random import Dropout, RandomBits
+from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
-Bits = RandomBits | None  # of every head of every sample; None without dropout
+Drop = Dropout | None  # of every head of every sample
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def blocked_attention(
-    q_BTHK: Array,
-    k_BSHK: Array,
-    v_BSHK: Array,
-    places: Places,
-    visible: AttentionMask,
-    bits_BH: Bits,
-    rate: float,
-    backend: Backend,
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
 ) -> Array:
-    """Attention of every head, [B, T, H, K]; probabilities are dropped at `rate` by `bits_BH` folded with the places of
-    query and key.
+    """Attention of every head, [B, T, H, K]; probabilities are dropped by bits that are folded with the places of query
+    and key.
 
     Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query.
     """
-    return _forward(q_BTHK, k_BSHK, v_BSHK, places, visible, bits_BH, rate, backend)[0]
+    return _forward(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)[0]
 
 
 def _forward(
-    q_BTHK: Array,
-    k_BSHK: Array,
-    v_BSHK: Array,
-    places: Places,
-    visible: AttentionMask,
-    bits_BH: Bits,
-    rate: float,
-    backend: Backend,
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
 ) -> tuple[Array, tuple]:
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
     inputs = (
-        _grouped(_heads_first(q_BTHK), group),
+        _heads_first(q_BTHK, group),
         *map(_heads_first, (k_BSHK, v_BSHK)),
         visible.of_heads(kv_heads),
-        _grouped_bits(bits_BH, group),
+        _grouped_bits(drop_BH, group),
     )
-    forward = partial(_forward_of_heads, places=places, rate=rate, block=backend.block_of(num_queries))
+    forward = partial(_forward_of_heads, places=places, block=backend.block_of(num_queries))
     out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
-    out_BTHK = checkpoint_name(_heads_last(_ungrouped(out_NGTK), batch, heads), "attention_heads")
+    out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, visible, bits_BH, out_BTHK, *statistics_NGT1)
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1)
 
 
-def _backward(
-    rate: float, backend: Backend, residuals: tuple, grad_BTHK: Array
-) -> tuple[Array, Array, Array, None, None, None]:
-    q_BTHK, k_BSHK, v_BSHK, places, visible, bits_BH, out_BTHK, *statistics_NGT1 = residuals
+def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array, Array, Array, None, None, None]:
+    q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
-    of_queries = (_grouped(_heads_first(x), group) for x in (q_BTHK, out_BTHK, grad_BTHK))
+    of_queries = (_heads_first(x, group) for x in (q_BTHK, out_BTHK, grad_BTHK))
     of_keys = map(_heads_first, (k_BSHK, v_BSHK))
-    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), _grouped_bits(bits_BH, group), *statistics_NGT1
-    backward = partial(_backward_of_heads, places=places, rate=rate, block=backend.block_of(num_queries))
+    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), _grouped_bits(drop_BH, group), *statistics_NGT1
+    backward = partial(_backward_of_heads, places=places, block=backend.block_of(num_queries))
     dq_NGTK, dk_NSK, dv_NSK = _in_groups(backward, inputs, backend)
-    dq_BTHK = _heads_last(_ungrouped(dq_NGTK), batch, heads)
     dk_BSHK, dv_BSHK = (_heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
-    return dq_BTHK, dk_BSHK, dv_BSHK, None, None, None
+    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, None
 
 
 blocked_attention.defvjp(_forward, _backward)
 
 
 def _forward_of_heads(
-    q_NGTK: Array,
-    k_NSK: Array,
-    v_NSK: Array,
-    visible: AttentionMask,
-    bits_NG: Bits,
-    *,
-    places: Places,
-    rate: float,
-    block: int,
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
     group = q_NGTK.shape[1]
@@ -106,7 +81,7 @@ def _forward_of_heads(
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1)
         total_NR1 = jnp.sum(weights_NRS, axis=-1, keepdims=True)
-        drop = _dropped(bits_NG, *at, rate)
+        drop = _dropped(drop_NG, *at)
         sum_NRK = _product("NRS,NSK->NRK", drop(weights_NRS).astype(v_NSK.dtype), v_NSK[:, keys])
         out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
         highest.append(_grouped_rows(highest_NR1, group))
@@ -121,12 +96,11 @@ def _backward_of_heads(
     k_NSK: Array,
     v_NSK: Array,
     visible: AttentionMask,
-    bits_NG: Bits,
+    drop_NG: Drop,
     highest_NGT1: Array,
     total_NGT1: Array,
     *,
     places: Places,
-    rate: float,
     block: int,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values."""
@@ -138,8 +112,7 @@ def _backward_of_heads(
     total_NGT1 = total_NGT1 + 0 * inner_NGT1
     q_NKGT, grad_NKGT = (_feature_first(x) for x in (_scaled(q_NGTK), grad_NGTK))
     dq_blocks: list[Array] = []
-    dk_NKS: Array | None = None
-    dv_NKS: Array | None = None
+    dk_NKS = dv_NKS = None
     for start, end in reversed(places.queries.blocks(q_NGTK.shape[2], block)):
         own = slice(start, end)
         highest_NR1, total_NR1, inner_NR1, grad_NRK = (
@@ -147,7 +120,7 @@ def _backward_of_heads(
         )
         keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
-        drop = _dropped(bits_NG, *at, rate)
+        drop = _dropped(drop_NG, *at)
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
         dscores_NRS = (weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
         dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
@@ -216,14 +189,14 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=at_least_fp32(x.dtype))
 
 
-def _dropped(bits_NG: Bits, query_T: Array, key_S: Array, rate: float) -> Callable[[Array], Array]:
+def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
     """Dropout of a block's probabilities, of queries and keys that stand there."""
-    if bits_NG is None:
+    if drop_NG is None:
         return lambda x_NRS: x_NRS
-    bits_NGT = bits_NG[:, :, None].fold(query_T[None, None, :])
+    bits_NGT = drop_NG.bits_B[:, :, None].fold(query_T[None, None, :])
     bits_NR = jax.tree.map(lambda word: word.reshape(word.shape[0], -1), bits_NGT)
     mask_NRS = bits_NR[:, :, None].last(key_S[None, None, :])
-    return lambda x_NRS: Dropout(rate, bits_NR).apply(x_NRS, mask_NRS)
+    return lambda x_NRS: drop_NG.apply(x_NRS, mask_NRS)
 
 
 def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
@@ -242,23 +215,15 @@ def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
-def _heads_first(x_BTHK: Array) -> Array:
-    x_BHTK = x_BTHK.swapaxes(1, 2)
-    return x_BHTK.reshape(-1, *x_BHTK.shape[2:])
+def _heads_first(x_BTHK: Array, *group: int) -> Array:
+    """[N, T, K], or, of heads of queries by the heads of keys that they are for, [N, G, T, K]."""
+    return x_BTHK.swapaxes(1, 2).reshape(-1, *group, x_BTHK.shape[1], x_BTHK.shape[3])
 
 
-def _heads_last(x_NTK: Array, batch: int, heads: int) -> Array:
-    return x_NTK.reshape(batch, heads, *x_NTK.shape[1:]).swapaxes(1, 2)
+def _heads_last(x: Array, batch: int, heads: int) -> Array:
+    """[B, T, H, K]."""
+    return x.reshape(batch, heads, *x.shape[-2:]).swapaxes(1, 2)
 
 
-def _grouped(x_MTK: Array, group: int) -> Array:
-    """Heads of queries by the heads of keys that they are for."""
-    return x_MTK.reshape(-1, group, *x_MTK.shape[1:])
-
-
-def _ungrouped(x_NGTK: Array) -> Array:
-    return x_NGTK.reshape(-1, *x_NGTK.shape[2:])
-
-
-def _grouped_bits(bits_BH: Bits, group: int) -> Bits:
-    return jax.tree.map(lambda word: word.reshape(-1, group), bits_BH)
+def _grouped_bits(drop_BH: Drop, group: int) -> Drop:
+    return jax.tree.map(lambda word: word.reshape(-1, group), drop_BH)

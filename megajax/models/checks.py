@@ -10,15 +10,10 @@ from megajax.traits import ReadWith
 def check_model(model: ModelConfig) -> None:
     """Check that a model's options fit each other and its family."""
     family = FAMILIES[model.family]
-    if model.layer_order not in family.layer_orders:
-        raise UserError(
-            f"--model.layer-order {model.layer_order} with --model.family {model.family}; "
-            f"valid: {' or '.join(family.layer_orders)}"
-        )
-    if model.head not in family.heads:
-        raise UserError(
-            f"--model.head {model.head} with --model.family {model.family}; valid: {' or '.join(family.heads)}"
-        )
+    for name, able in (("layer_order", family.layer_orders), ("head", family.heads)):
+        if getattr(model, name) not in able:
+            flag = as_flag(f"model.{name}", getattr(model, name))
+            raise UserError(f"{flag} with --model.family {model.family}; valid: {' or '.join(able)}")
     for name, value in family.fixed.items():
         if getattr(model, name) != value:
             flag = as_flag(f"model.{name}", getattr(model, name))

@@ -6,6 +6,7 @@ add a family, write its `Model`, say what its batch holds, count its products, a
 Letters: B batch, T tokens, D model.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.context import Context
-from megajax.models.flops import MatrixProduct
+from megajax.models.matmul_flops import MatrixProduct
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.deferred import FactorProbe, Pair
@@ -48,7 +49,7 @@ class Block(Protocol):
 
 
 class Model(Protocol):
-    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/stack.py`)."""
+    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/layer.py`)."""
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
@@ -158,7 +159,7 @@ class CutModel:
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
         """What has the types of the factors of a layer's products, by name; to be used abstractly."""
         seen = FactorProbe()
-        self.block(weights)(x_BTD, context.deferring_to(seen), jnp.zeros((), jnp.int32))
+        self.block(weights)(x_BTD, dataclasses.replace(context, factors=seen), jnp.zeros((), jnp.int32))
         return dict(seen)
 
     def weight_gradients(self, weights: Tree, factors: Mapping[str, Pair]) -> dict[Path, Array]:

@@ -4,9 +4,13 @@ The paper's figure 7: the norm stands before each of the two, inside the residua
 addition ("post", (a)). Letters: B batch, T tokens, D model.
 """
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -44,7 +48,7 @@ class Block(nnx.Module):
         self, x_BTD: Array, context: Context, layer: Array | int, attend: Attend = attend_in_context
     ) -> tuple[Array, Aux]:
         """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's."""
-        context = context.of_layer(layer)
+        context = dataclasses.replace(context, dropout=context.dropout.fold(layer))
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
         def dropout(y_BTD: Array, site: str) -> Array:
@@ -62,3 +66,15 @@ class Block(nnx.Module):
         y_BTD = self.mlp(x_BTD, context)
         x_BTD = name(x_BTD + dropout(y_BTD, "mlp_dropout"), "mlp_residual")
         return name(self.mlp_norm(x_BTD), "output"), aux
+
+
+def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:
+    """The layers `make(0)` … as one module, of which every weight has a leading dim `layers`."""
+    layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    return layers(jnp.arange(num_layers, dtype=jnp.int32))
+
+
+def layer_of(blocks: nnx.Module, number: int | Array) -> Any:
+    """One layer of a stack."""
+    graph, weights = nnx.split(blocks)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[number], weights))

@@ -39,9 +39,8 @@ class Adapters:
     def __init__(self, lora: LoraConfig, config: ModelConfig, model: CutModel):
         self._scale = lora.alpha / lora.rank
         wanted = lora.products(config)
-        paths = sorted(path for path in model.products if path[-2] in wanted)
-        self.products = tuple(path[:-1] for path in paths)
-        shapes, specs = (self.part(tree) for tree in (model.shapes, model.logical_specs))
+        self.products = tuple(sorted(path[:-1] for path in model.products if path[-2] in wanted))
+        shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         # Every product of a layer takes what is between regions, or gives it.
         self.num_inner = jax.tree.map(lambda spec: 1 if spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec)
@@ -53,10 +52,8 @@ class Adapters:
 
         def specs_of(spec: PartitionSpec, inner: int) -> dict[str, PartitionSpec]:
             layers, *dims = spec
-            return {
-                "a": PartitionSpec(layers, *dims[:inner], "rank"),
-                "b": PartitionSpec(layers, "rank", *dims[inner:]),
-            }
+            pair = {"a": (layers, *dims[:inner], "rank"), "b": (layers, "rank", *dims[inner:])}
+            return {name: PartitionSpec(*entries) for name, entries in pair.items()}
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner)
         self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner, is_leaf=is_spec)
@@ -83,13 +80,8 @@ class Adapters:
 
     def part(self, tree: Tree) -> Tree:
         """Of a tree of the weights' structure, what belongs to the products with adapters."""
-        found: dict[str, Any] = {}
-        for path in self.products:
-            source, node = tree[_BLOCKS], found
-            for name in path[:-1]:
-                source, node = source[name], node.setdefault(name, {})
-            node[path[-1]] = source[path[-1]]["weight"]
-        return {_BLOCKS: found}
+        flat = flatten_dict(tree[_BLOCKS])
+        return {_BLOCKS: unflatten_dict({path: flat[*path, "weight"] for path in self.products})}
 
     def of(self, path: Any) -> dict[str, Any] | None:
         """The paths in the tree of weights of the adapter that belongs to the weight at a path there; None where it has
@@ -101,20 +93,12 @@ class Adapters:
 
     def inner_of(self, path: Any) -> int:
         """How many dims go into the product of the weight at such a path."""
-        node = self.num_inner
-        for key in path[:-1]:
-            node = node[key.key]
-        return node
+        return flatten_dict(self.num_inner)[tuple(key.key for key in path[:-1])]
 
     def put(self, tree: Tree, part: Tree) -> Tree:
         """A tree of the weights' structure with a `part` replaced."""
-        blocks = tree[_BLOCKS]
-        for path in self.products:
-            leaf = part[_BLOCKS]
-            for name in path:
-                leaf = leaf[name]
-            blocks = _with(blocks, (*path, "weight"), leaf)
-        return {**tree, _BLOCKS: blocks}
+        weights = {(*path, "weight"): leaf for path, leaf in flatten_dict(part[_BLOCKS]).items()}
+        return {**tree, _BLOCKS: unflatten_dict(flatten_dict(tree[_BLOCKS]) | weights)}
 
     def added(self, adapter: Mapping[str, Array], inner: int) -> Array:
         """What an adapter of a product with `inner` dims that go into it adds to its weight; of layers that are stacked
@@ -148,8 +132,3 @@ def layer_weights(weights: Mapping[str, Tree]) -> Tree:
 def without_adapters(weights: Mapping[str, Tree]) -> Tree:
     """Main weights alone."""
     return {name: part for name, part in weights.items() if name != LORA}
-
-
-def _with(tree: Mapping[str, Any], path: tuple[str, ...], leaf: Any) -> dict[str, Any]:
-    first, *rest = path
-    return {**tree, first: _with(tree[first], tuple(rest), leaf) if rest else leaf}

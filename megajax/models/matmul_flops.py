@@ -1,9 +1,26 @@
-"""The matrix products of a training step, layer by layer and head by head."""
+"""The matrix products of a training step on one device, without what is computed again."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from megajax.models.config import ModelConfig
-from megajax.models.flops import MatrixProduct
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """`count` times a batch of products [rows, inner] · [inner, columns]."""
+
+    name: str
+    count: int
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """Of all of them; multiplications and additions are counted each."""
+        return 2 * self.count * self.batch * self.rows * self.inner * self.columns
 
 
 def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
@@ -18,7 +35,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         "MLP up": (hidden, gated * model.mlp_size),
         "MLP down": (model.mlp_size, hidden),
     }
-    yield from _with_weights(sequences * model.sequence_length, shapes, layers)
+    yield from weight_products(sequences * model.sequence_length, shapes, layers)
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
     window = model.window_in(length)
     for start in range(0, length, query_block):
@@ -33,12 +50,8 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         yield MatrixProduct(f"attention gradients, {keys} keys", 2 * layers, heads, head_size, block, keys)
 
 
-def head_products(tokens: int, shapes: Mapping[str, tuple[int, int]]) -> Iterator[MatrixProduct]:
-    """Products of so many tokens with weights [inner, columns] after the layers, by name."""
-    return _with_weights(tokens, shapes, 1)
-
-
-def _with_weights(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int) -> Iterator[MatrixProduct]:
+def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int = 1) -> Iterator[MatrixProduct]:
+    """Products of so many tokens with weights [inner, columns], by name, each `count` times."""
     for name, (inner, columns) in shapes.items():
         yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
         yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)

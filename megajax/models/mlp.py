@@ -16,12 +16,7 @@ from megajax.backend import Backend
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_parallel,
-    normal,
-)
+from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
@@ -49,12 +44,12 @@ class MLP(nnx.Module):
 
         def by_columns(name: str) -> ColumnParallelLinear:
             initial = normal(key / name, config.init_std)
-            return ColumnParallelLinear(initial, boundary, hidden, (width,), ("mlp",), backend, bias=bias)
+            return ColumnParallelLinear(initial, boundary, (hidden, width), ("embed", "mlp"), backend, bias=bias)
 
         self.gate = by_columns("gate") if config.activation == "swiglu" else None
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
-        self.down = RowParallelLinear(residual, boundary, (width,), ("mlp",), hidden, backend, bias=bias)
+        self.down = RowParallelLinear(residual, boundary, (width, hidden), ("mlp", "embed"), backend, bias=bias)
         self.boundary, self.activation = boundary, config.activation
 
     @property

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.models.config import ModelConfig
-from megajax.parallel.layers import ones_param, zeros_param
+from megajax.parallel.layers import param
 from megajax.precision import at_least_fp32
 
 # What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
@@ -31,8 +31,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, size: int, epsilon: float, *, bias: bool = True):
         self.epsilon = epsilon
-        self.scale = ones_param((size,), ("embed",))
-        self.bias = zeros_param((size,), ("embed",)) if bias else None
+        self.scale = param((size,), ("embed",), jnp.ones)
+        self.bias = param((size,), ("embed",), jnp.zeros) if bias else None
 
     @jax.named_scope("norm")
     def __call__(self, x_BTD: Array) -> Array:
@@ -46,7 +46,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, epsilon: float, dim: str = "embed"):
         self.epsilon = epsilon
-        self.scale = ones_param((size,), (dim,))
+        self.scale = param((size,), (dim,), jnp.ones)
 
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:

@@ -5,7 +5,6 @@ Letters: B batch, T tokens, H heads, K head size, P pairs of features.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,74 +17,47 @@ from megajax.models.config import ModelConfig
 from megajax.precision import at_least_fp32
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """The angles.
+def _angles_P(config: ModelConfig, pairs: int) -> npt.NDArray[np.float64]:
+    """How far every pair turns a token, in radians: pair p of P by theta^(-p/P).
 
-    Attributes:
-        theta: pair p of P turns by theta^(-p/P) a token.
-        scaling: "none"; "linear": all turn `factor` times slower; "llama3": those do that turn less than
-            `low_frequency` times in `original_length` tokens, those of more than `high_frequency` turns stay, and
-            between them it is in part.
+    Scaled "linear", all turn `rope_factor` times slower; scaled "llama3", those do that turn less than
+    `rope_low_frequency` times in `rope_original_length` tokens, those of more than `rope_high_frequency` turns stay,
+    and between them it is in part.
     """
-
-    theta: float
-    scaling: str
-    factor: float
-    low_frequency: float
-    high_frequency: float
-    original_length: int
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Rotary":
-        return cls(
-            config.rope_theta,
-            config.rope_scaling,
-            config.rope_factor,
-            config.rope_low_frequency,
-            config.rope_high_frequency,
-            config.rope_original_length,
-        )
-
-    def angles_P(self, pairs: int) -> npt.NDArray[np.float64]:
-        """How far every pair turns a token, in radians."""
-        plain_P = self.theta ** (-np.arange(pairs) / pairs)
-        if self.scaling == "none":
-            return plain_P
-        slower_P = plain_P / self.factor
-        if self.scaling == "linear":
-            return slower_P
-        turns_P = self.original_length * plain_P / (2 * math.pi)
-        share_P = (turns_P - self.low_frequency) / (self.high_frequency - self.low_frequency)
-        return slower_P + np.clip(share_P, 0, 1) * (plain_P - slower_P)
+    plain_P = config.rope_theta ** (-np.arange(pairs) / pairs)
+    if config.rope_scaling == "none":
+        return plain_P
+    slower_P = plain_P / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slower_P
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    turns_P = config.rope_original_length * plain_P / (2 * math.pi)
+    return slower_P + np.clip((turns_P - low) / (high - low), 0, 1) * (plain_P - slower_P)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rotated(x_BTHK: Array, position_BT: Array, rotary: Rotary) -> Array:
+def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> Array:
     """Queries or keys of tokens at these positions, B possibly 1, int32. Nothing but the positions is kept for the
     backward pass."""
-    return _turned(x_BTHK, position_BT, rotary, 1)
+    return _turned(x_BTHK, position_BT, config, 1)
 
 
-def _forward(x_BTHK: Array, position_BT: Array, rotary: Rotary) -> tuple[Array, Array]:
-    return _turned(x_BTHK, position_BT, rotary, 1), position_BT
+def _forward(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> tuple[Array, Array]:
+    return _turned(x_BTHK, position_BT, config, 1), position_BT
 
 
-def _backward(rotary: Rotary, position_BT: Array, grad_BTHK: Array) -> tuple[Array, None]:
-    return _turned(grad_BTHK, position_BT, rotary, -1), None
+def _backward(config: ModelConfig, position_BT: Array, grad_BTHK: Array) -> tuple[Array, None]:
+    return _turned(grad_BTHK, position_BT, config, -1), None
 
 
 rotated.defvjp(_forward, _backward)
 
 
-def _turned(x_BTHK: Array, position_BT: Array, rotary: Rotary, direction: int) -> Array:
+def _turned(x_BTHK: Array, position_BT: Array, config: ModelConfig, direction: int) -> Array:
     dtype = at_least_fp32(x_BTHK.dtype)
-    angle_P = jnp.asarray(direction * rotary.angles_P(x_BTHK.shape[-1] // 2), dtype)
+    angle_P = jnp.asarray(direction * _angles_P(config, x_BTHK.shape[-1] // 2), dtype)
     angle_BTHP = position_BT.astype(dtype)[..., None, None] * angle_P[None, None, None]
     cos_BTHP, sin_BTHP = jnp.cos(angle_BTHP), jnp.sin(angle_BTHP)
     first_BTHP, second_BTHP = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
-    turned = (
-        first_BTHP * cos_BTHP - second_BTHP * sin_BTHP,
-        second_BTHP * cos_BTHP + first_BTHP * sin_BTHP,
-    )
+    turned = first_BTHP * cos_BTHP - second_BTHP * sin_BTHP, second_BTHP * cos_BTHP + first_BTHP * sin_BTHP
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)

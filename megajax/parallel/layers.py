@@ -36,34 +36,42 @@ def param(shape: tuple[int, ...], dims: tuple[str, ...], initial: Initializer) -
     return nnx.Param(initial(shape), out_sharding=dims, eager_sharding=False)
 
 
-def zeros_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
-    """A weight that starts at 0."""
-    return param(shape, dims, jnp.zeros)
-
-
-def ones_param(shape: tuple[int, ...], dims: tuple[str, ...]) -> nnx.Param:
-    """A weight that starts at 1."""
-    return param(shape, dims, jnp.ones)
-
-
 class Linear(nnx.Module):
     """`x A + b` on every device of a tensor group alike: no dim of A is sharded over `tensor`."""
 
     def __init__(self, initial: Initializer, in_size: int, out_size: int, backend: Backend):
         self.backend = backend
         self.weight = param((in_size, out_size), ("embed", "features"), initial)
-        self.bias = zeros_param((out_size,), ("features",))
+        self.bias = param((out_size,), ("features",), jnp.zeros)
 
     def __call__(self, x_BTD: Array) -> Array:
         return product(x_BTD, self.weight[...], 1, self.backend) + self.bias[...][None, None]
 
 
 class _Product(nnx.Module):
-    """A product with a weight, which may be frozen and have an adapter (LoRA, `models/lora.py`)."""
+    """A product with a weight of this `shape` on all devices of a tensor group, and maybe a bias. The weight may be
+    frozen and have an adapter (LoRA, `models/lora.py`)."""
 
-    weight: nnx.Param
-    backend: Backend
     frozen: bool = False
+
+    def __init__(
+        self,
+        initial: Initializer,
+        boundary: RegionBoundary,
+        shape: tuple[int, ...],
+        dims: tuple[str, ...],
+        backend: Backend,
+        *,
+        bias: bool = True,
+    ):
+        self.boundary, self.shape, self.backend = boundary, shape, backend
+        self.weight = param(shape, dims, initial)
+        self.bias = param(shape[self.contracted :], dims[self.contracted :], jnp.zeros) if bias else None
+
+    @property
+    def contracted(self) -> int:
+        """How many dims of the weight go into the product, the first ones."""
+        return len(self.shape) - 1
 
     def freeze(self, scale: float, *adapter: Array) -> None:
         """From now on the weight W has no gradient; with an adapter, A and B, it counts as `W + scale · A B`."""
@@ -76,66 +84,45 @@ class _Product(nnx.Module):
         """A and B, if there are."""
         return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
 
-    def multiply(self, x: Array, weight: Array, adapter: tuple[Array, ...], contracted: int) -> Array:
-        """The last `contracted` dims of `x` with the first ones of the weight, or of what it counts as."""
+    def multiply(self, x: Array, weight: Array, adapter: tuple[Array, ...]) -> Array:
+        """The last dims of `x` with the first ones of the weight, or of what it counts as."""
         if not self.frozen:
-            return product(x, weight, contracted, self.backend)
-        y = jnp.tensordot(x, weight, contracted)
+            return product(x, weight, self.contracted, self.backend)
+        y = jnp.tensordot(x, weight, self.contracted)
         if not adapter:
             return y
         a, b = adapter
-        inner = product(x, a, contracted, self.backend) * jnp.asarray(self.scale, x.dtype)
+        inner = product(x, a, self.contracted, self.backend) * jnp.asarray(self.scale, x.dtype)
         return y + product(inner, b, 1, self.backend)
 
 
 class ColumnParallelLinear(_Product):
-    """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size)."""
-
-    def __init__(
-        self,
-        initial: Initializer,
-        boundary: RegionBoundary,
-        in_size: int,
-        out_shape: tuple[int, ...],
-        out_dims: tuple[str, ...],
-        backend: Backend,
-        *,
-        bias: bool = True,
-    ):
-        self.boundary, self.backend = boundary, backend
-        self.weight = param((in_size, *out_shape), ("embed", *out_dims), initial)
-        self.bias = zeros_param(out_shape, out_dims) if bias else None
-        self.parts = out_shape[0]  # on all devices of a tensor group
-
-    def __call__(self, x_BTD: Array) -> Array:
-        return column_parallel(x_BTD, self)[0]
+    """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size), of which the first one
+    has the parts that are dealt out."""
 
     @property
-    def replicated(self) -> bool:
-        """Whether this device has parts that it does not compute with: there are fewer than devices, and each has
-        all."""
-        return self.weight.shape[1] > max(1, self.parts // axis_size(TENSOR))
-
-    def own(self, x: Array, dim: int) -> Array:
-        """Of weight or bias, with the parts along `dim`, what this device computes with: all that it has, or, of parts
-        that are held several times, the one that it shares with its neighbours."""
-        return lax.dynamic_slice_in_dim(x, self._part, 1, dim) if self.replicated else x
-
-    def of_all_parts(self, gradient: Array) -> Array:
-        """The gradient of the weight that this device has, from that of its `own`."""
-        if not self.replicated:
-            return gradient
-        nothing = jnp.zeros_like(gradient, shape=self.weight.shape)
-        return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, self._part, 1)
+    def contracted(self) -> int:
+        return 1
 
     @property
     def first_part(self) -> Array | None:
-        """Of parts that are held several times, which one this device computes with."""
-        return self._part if self.replicated else None
+        """Of fewer parts than devices, which each device has all of, the one that this device computes with; None where
+        it computes with all that it has."""
+        parts, devices = self.shape[1], axis_size(TENSOR)
+        return axis_index(TENSOR) * parts // devices if self.weight.shape[1] > max(1, parts // devices) else None
 
-    @property
-    def _part(self) -> Array:
-        return axis_index(TENSOR) * self.parts // axis_size(TENSOR)
+    def own(self, x: Array, dim: int) -> Array:
+        """Of weight or bias, with the parts along `dim`, what this device computes with."""
+        part = self.first_part
+        return x if part is None else lax.dynamic_slice_in_dim(x, part, 1, dim)
+
+    def of_all_parts(self, gradient: Array) -> Array:
+        """The gradient of the weight that this device has, from that of its `own`."""
+        part = self.first_part
+        if part is None:
+            return gradient
+        nothing = jnp.zeros_like(gradient, shape=self.weight.shape)
+        return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, part, 1)
 
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
@@ -167,14 +154,16 @@ def column_parallel(
         x_BTD, outputs = entered(input_BTD), []
         for linear, weight, adapter in zip(linears, weights, adapters, strict=True):
             own = adapter and (adapter[0], linear.own(adapter[1], 1))
-            outputs.append(linear.multiply(x_BTD, linear.own(weight, 1), own, 1))
+            outputs.append(linear.multiply(x_BTD, linear.own(weight, 1), own))
         return outputs
 
     if factors:
         outputs = deferred(name, linear_in_both, input_BTD, weights, factors)
     else:
         together = multiply
-        if boundary.regathers or any(linear.replicated for linear in linears):  # nor is a part of a weight kept
+        if boundary.regathers or any(
+            linear.first_part is not None for linear in linears
+        ):  # nor keep a part of a weight
             together = jax.checkpoint(together)
         outputs = together(input_BTD, weights, [linear.adapter for linear in linears])
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
@@ -184,32 +173,18 @@ def column_parallel(
 class RowParallelLinear(_Product):
     """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
-    def __init__(
-        self,
-        initial: Initializer,
-        boundary: RegionBoundary,
-        in_shape: tuple[int, ...],
-        in_dims: tuple[str, ...],
-        out_size: int,
-        backend: Backend,
-        *,
-        bias: bool = True,
-    ):
-        self.boundary, self.backend = boundary, backend
-        self.weight = param((*in_shape, out_size), (*in_dims, "embed"), initial)
-        self.bias = zeros_param((out_size,), ("embed",)) if bias else None
-
     def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
-        """`y` has shape [B, T, *in_shape]; returns [B, T, D], with sequence parallelism this device's tokens. With
-        `factors` the backward pass leaves those of the weight gradient there, under its `name`."""
+        """From [B, T, *rows] to [B, T, D], with sequence parallelism of this device's tokens. With `factors` the
+        backward pass leaves those of the weight gradient there, under its `name`."""
         weight = self.weight[...]
-        contracted = weight.ndim - 1
+
+        def linear_in_both(y: Array, weights: list[Array]) -> list[Array]:
+            return [jnp.tensordot(y, weights[0], self.contracted)]
+
         if factors:
-            (product_BTD,) = deferred(
-                name, lambda y, weights: [jnp.tensordot(y, weights[0], contracted)], y, [weight], factors
-            )
+            (product_BTD,) = deferred(name, linear_in_both, y, [weight], factors)
         else:
-            product_BTD = self.multiply(y, weight, self.adapter, contracted)
+            product_BTD = self.multiply(y, weight, self.adapter)
         y_BTD = self.boundary.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 
@@ -217,4 +192,4 @@ class RowParallelLinear(_Product):
     def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]") -> list[Array]:
         """The weight's gradient from the factors of the product."""
         (y, (grad_BTD,)), (linear,) = factors, linears
-        return [weight_gradient(y, grad_BTD, linear.weight.ndim - 1, linear.backend)]
+        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend)]

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -109,7 +108,11 @@ def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR,
     devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
     def tell(backward: bool, value: Array, *where: Array) -> None:
-        jax.debug.callback(partial(_tell, record, name, split, shared, turn, backward), value, *where)
+        def on_host(value: Any, layer: Any, samples: Any, first: Any, device: Any) -> None:
+            own, rows, coordinates = np.array(value), np.array(samples), tuple(np.asarray(device).tolist())
+            record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates, turn))
+
+        jax.debug.callback(on_host, value, *where)
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
@@ -125,22 +128,3 @@ def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR,
 
     watched.defvjp(forward, backward)
     return watched(x, *place, first, devices)
-
-
-def _tell(
-    record: Record,
-    name: str,
-    split: int | None,
-    shared: bool,
-    turn: int,
-    backward: bool,
-    value: Any,
-    layer: Any,
-    samples: Any,
-    first: Any,
-    device: Any,
-) -> None:
-    arrays = (np.array(array) for array in (value, samples))
-    coordinates = tuple(int(index) for index in np.asarray(device))
-    own, rows = arrays
-    record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates, turn))

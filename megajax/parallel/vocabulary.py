@@ -21,8 +21,7 @@ from megajax.precision import at_least_fp32
 
 
 def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array]:
-    """Positions of global ids in this device's range of the vocabulary, clipped into it, and whether they are
-    inside."""
+    """Places of global ids in this device's range of the vocabulary, clipped into it, and whether they are inside."""
     ids_BT = ids_BT - axis_index(axes) * local_size
     inside_BT = (ids_BT >= 0) & (ids_BT < local_size)
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
@@ -69,6 +68,13 @@ def greedy_ids(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
     return -max_over(-first_BT, axes)
 
 
+def target_scores(logits_BTV: Array, targets_BT: Array, axes: Axes) -> tuple[Array, Array]:
+    """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T]; where the
+    target is `IGNORED` they are 0 and `IGNORED`."""
+    hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
+    return cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
+
+
 def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):
     dtype = at_least_fp32(logits_BTV.dtype)
     max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes).astype(dtype)
@@ -87,9 +93,8 @@ def _backward(axes: Axes, residuals, grad_BT: Array):
     ids_BT, inside_BT = _local_ids(targets_BT, logits_BTV.shape[-1], axes)
     grad_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), grad_BT.dtype), grad_BT)
     probability_BTV = jnp.exp((logits_BTV.astype(max_BT.dtype) - max_BT[..., None]) - log_sum_BT[..., None])
-    hit_BTV = (jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)[None, None, :] == ids_BT[..., None]) & inside_BT[
-        ..., None
-    ]
+    column_V = jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
+    hit_BTV = (column_V[None, None, :] == ids_BT[..., None]) & inside_BT[..., None]
     grad_BTV = (probability_BTV - hit_BTV.astype(probability_BTV.dtype)) * grad_BT[..., None]
     return grad_BTV.astype(logits_BTV.dtype), None
 

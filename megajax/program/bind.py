@@ -108,7 +108,7 @@ def _bind(
         weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
     ) -> tuple[Array, dict[str, Array]]:
         with sites.at(layer, context.row_B):
-            y_BTD, figures = model.block(weights)(x_BTD, context.deferring_to(factors), layer)
+            y_BTD, figures = model.block(weights)(x_BTD, dataclasses.replace(context, factors=factors), layer)
         return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
 
     @jax.named_scope("head")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attend import attend
+from megajax.models.attend import Setting, attend
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.private import FUSED_FORWARD, imagined_cudnn
@@ -45,7 +45,7 @@ def blocked(size: int, rate: float, backend: Backend = CPU, positions_BT: np.nda
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         def attention(*qkv):
             visible = CAUSAL if positions_BT is None else AttentionMask.of_documents(positions_BT)
-            return attend(*qkv, visible, dropout_at(rate), backend)
+            return attend(*qkv, Setting(visible, dropout_at(rate), backend))
 
         y_BTHK, pullback = jax.vjp(attention, q_BTHK, k_BSHK, v_BSHK)
         return y_BTHK, *pullback(grad_BTHK)
@@ -140,7 +140,7 @@ def test_what_cudnn_is_asked_for():
     def asks_cudnn(visible, places=FROM_START, window=None) -> bool:
         x_BTHK = jax.ShapeDtypeStruct((BATCH, 16, HEADS, 8), jnp.bfloat16)
         with imagined_cudnn(version=91900, capability=9.0):
-            traced = jax.make_jaxpr(lambda x: attend(x, x, x, visible, dropout_at(0.0), GPU, places))(x_BTHK)
+            traced = jax.make_jaxpr(lambda x: attend(x, x, x, Setting(visible, dropout_at(0.0), GPU, places)))(x_BTHK)
         said = str(traced)
         return FUSED_FORWARD in said and (not window or f"sliding_window_length={window}" in said)
 

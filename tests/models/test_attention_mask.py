@@ -59,7 +59,7 @@ def test_blocks_are_the_dense_attention(limit):
     arrays = [jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4)]
 
     def blocked(visible, _, *qkv):
-        return blocked_attention(*qkv, FROM_START, visible, None, 0.0, SMALL)
+        return blocked_attention(*qkv, FROM_START, visible, None, SMALL)
 
     def dense(_, seen_BTS, q_BTHK, k_BSHK, v_BSHK):
         scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / HEAD_SIZE**0.5
@@ -101,7 +101,7 @@ def test_queries_may_stand_anywhere(limit, dynamic):
     length, piece = 320, 80
     visible, rng = LIMITS[limit](length), np.random.default_rng(0)
     q, k, v, grad = (jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4))
-    bits_BH = Dropout.at(0.3, 0, jnp.int32(0), jnp.arange(BATCH * HEADS).reshape(BATCH, -1)).bits_B
+    drop_BH = Dropout.at(0.3, 0, jnp.int32(0), jnp.arange(BATCH * HEADS).reshape(BATCH, -1))
 
     @partial(jax.jit, static_argnums=2)
     def attention(start_P, queries_T, starts, q, k, v, grad):
@@ -111,7 +111,7 @@ def test_queries_may_stand_anywhere(limit, dynamic):
         places = Places(Pieces(starts, start_P), Pieces((length,)))
 
         def run(q, k, v):
-            return blocked_attention(q, k, v, places, moved(seen, length), bits_BH, 0.3, SMALL)
+            return blocked_attention(q, k, v, places, moved(seen, length), drop_BH, SMALL)
 
         y, pullback = jax.vjp(run, q[:, queries_T], k, v)
         return y, *pullback(grad[:, queries_T])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attend import attend
+from megajax.models.attend import Setting, attend
 from megajax.models.attention_mask import AttentionMask
 from megajax.parallel.random import Dropout
 
@@ -24,7 +24,9 @@ def results(arrays: list[Array], rate: float, window: int | None, backend: Backe
     def run(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
         dropout = Dropout.at(rate, 7, jnp.int32(1), jnp.arange(BATCH, dtype=jnp.int32))
         visible = AttentionMask(causal=True, window=window)
-        y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, visible, dropout, backend), q_BTHK, k_BSHK, v_BSHK)
+        y_BTHK, pullback = jax.vjp(
+            lambda *qkv: attend(*qkv, Setting(visible, dropout, backend)), q_BTHK, k_BSHK, v_BSHK
+        )
         return y_BTHK, *pullback(grad_BTHK)
 
     mesh = make_mesh(jax.devices()[:1])

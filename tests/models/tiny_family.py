@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.decoder.family import FAMILY as DECODER_FAMILY
 from megajax.models.decoder.model import TransformerDecoder
-from megajax.models.layer import Block
+from megajax.models.layer import Block, stacked
 from megajax.models.norms import LayerNorm
-from megajax.models.stack import stacked
 
 
 class CountingBlock(Block):

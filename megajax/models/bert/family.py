@@ -4,8 +4,7 @@ from megajax.batch import BatchSpec, choice_form, classes_form, most_masked, pai
 from megajax.models.bert.model import Bert
 from megajax.models.config import ModelConfig
 from megajax.models.family import Family
-from megajax.models.flops import MatrixProduct
-from megajax.models.matmul_flops import head_products, layer_products
+from megajax.models.matmul_flops import MatrixProduct, layer_products, weight_products
 
 
 def _form(model: ModelConfig) -> BatchSpec:
@@ -23,7 +22,7 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
     heads = {"head": (size, model.padded_vocab_size), "head, dense layer": (size, size)}
     return [
         *layer_products(model, sequences, query_block, causal=False),
-        *head_products(sequences * masked, heads),
+        *weight_products(sequences * masked, heads),
     ]
 
 

@@ -40,8 +40,8 @@ class Pooler(nnx.Module):
 
 
 class Scorer(Linear):
-    """A product whose outputs are compared with each other only, so that the bias, which they have in common, changes
-    nothing: its gradient is 0, which it would otherwise be but for rounding, that Adam makes steps of."""
+    """A product whose outputs are compared with each other only, so that a bias that they share changes nothing. It is
+    frozen: its true gradient is zero, and Adam would amplify rounding."""
 
     def __call__(self, x_BTD: Array) -> Array:
         bias = jax.lax.stop_gradient(self.bias[...])
@@ -49,100 +49,84 @@ class Scorer(Linear):
 
 
 class ClassesHead(nnx.Module):
-    """The class of a text: pooled, dropout, and a product."""
+    """The class of a text, by its first token: pooled, dropout, and a product."""
+
+    name = "classes"
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary = boundary
-        self.pooler = Pooler(config, key, boundary, backend)
-        initial = normal(key / "classes", config.init_std)
-        self.output = Linear(initial, config.hidden_size, config.num_classes, backend)
+        self.boundary, self.pooler = boundary, Pooler(config, key, boundary, backend)
+        self.output = Linear(normal(key / self.name, config.init_std), config.hidden_size, config.num_classes, backend)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
         """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
-        totals = sums(*classified(self._logits(x_BTD, dropout), batch["label"]))
-        loss, right = self.boundary.of_first_token(totals)
-        return {"classes": loss, "accuracy/classes": right}
+        loss, right = self._summed(sums(*self._classified(x_BTD, batch, dropout)))
+        return {self.name: loss, f"accuracy/{self.name}": right}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """Cross-entropy of every row, and whether its class is the most probable one (`classified`)."""
-        return {"classes": classified(self._logits(x_BTD, Dropout.off()), batch["label"])}
+        """Cross-entropy of every row, and whether what is most probable is right (`classified`)."""
+        return {self.name: self._classified(x_BTD, batch, Dropout.off())}
 
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """The logits, [B, C], in at least fp32."""
-        return _wide(self._logits(x_BTD, Dropout.off()))
-
-    def _logits(self, x_BTD: Array, dropout: Dropout) -> Array:
-        return self.output(self.pooler.dropped(x_BTD, dropout))[:, 0]
-
-
-class ChoiceHead(nnx.Module):
-    """The right one of several texts, of which x_BTD has every one by itself: pooled, dropout, and a product to one
-    number each, which are compared."""
-
-    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary = boundary
-        self.pooler = Pooler(config, key, boundary, backend)
-        self.output = Scorer(normal(key / "choice", config.init_std), config.hidden_size, 1, backend)
-
-    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
-        """Sums over the rows, scalars: of the cross-entropy, and how many are right."""
-        totals = sums(*classified(self._logits(x_BTD, batch, dropout), batch["label"]))
-        loss, right = self.boundary.of_first_token(totals)
-        return {"choice": loss, "accuracy/choice": right}
-
-    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """Cross-entropy of every row, and whether its choice is the most probable one (`classified`)."""
-        return {"choice": classified(self._logits(x_BTD, batch, Dropout.off()), batch["label"])}
-
-    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """The logits, [B, C], in at least fp32; of a text that is not there the lowest number there is."""
+        """In at least fp32: see `Model.task_logits`."""
         return self._logits(x_BTD, batch, Dropout.off())
 
+    def _classified(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
+        return classified(self._logits(x_BTD, batch, dropout), batch["label"])
+
+    def _summed(self, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        """What the devices of a tensor group have of a sum, as one."""
+        return self.boundary.of_first_token(totals)
+
     def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
+        return _wide(self.output(self.pooler.dropped(x_BTD, dropout))[:, 0])
+
+
+class ChoiceHead(ClassesHead):
+    """The right one of several texts, of which x_BTD has every one by itself: a number for each, which are compared."""
+
+    name = "choice"
+
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.boundary, self.pooler = boundary, Pooler(config, key, boundary, backend)
+        self.output = Scorer(normal(key / self.name, config.init_std), config.hidden_size, 1, backend)
+
+    def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
+        """Of a text that is not there the lowest number there is."""
         there_BC = batch["length"] > 0
         logits_BC = _wide(self.output(self.pooler.dropped(x_BTD, dropout))).reshape(there_BC.shape)
         return jnp.where(there_BC, logits_BC, jnp.finfo(logits_BC.dtype).min)
 
 
-class SpanHead(nnx.Module):
+class SpanHead(ClassesHead):
     """Where a span begins and ends: two numbers for every token, padding included, as the original BERT compares
-    them."""
+    them. A row's cross-entropy is the mean of both, and it is right where both ends are; nothing is dropped."""
+
+    name = "span"
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.boundary = boundary
-        self.output = Scorer(normal(key / "span", config.init_std), config.hidden_size, 2, backend)
+        self.output = Scorer(normal(key / self.name, config.init_std), config.hidden_size, 2, backend)
 
-    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
-        """Sums over the rows, scalars: of the mean of both cross-entropies, and how many spans are right. Nothing is
-        dropped."""
-        loss, right = sums(*self._scores(x_BTD, batch))
-        return {"span": loss, "accuracy/span": right}
-
-    def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """Mean of both cross-entropies of every row, and whether both ends are the most probable ones
-        (`classified`)."""
-        return {"span": self._scores(x_BTD, batch)}
-
-    def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """The logits, [B, T, 2], in at least fp32."""
-        return self.boundary.of_all_tokens(_wide(self.output(x_BTD)))
-
-    def _scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> tuple[Array, Array]:
-        logits_BT2 = self.task_logits(x_BTD, batch)
+    def _classified(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
+        logits_BT2 = self._logits(x_BTD, batch, dropout)
         (start_B, start_hit_B), (end_B, end_hit_B) = (
             classified(logits_BT2[..., end], batch[name]) for end, name in enumerate(("start", "end"))
         )
         return (start_B + end_B) / 2, jnp.minimum(start_hit_B, end_hit_B)
 
+    def _summed(self, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        return totals  # of all tokens' logits, which every device has
+
+    def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
+        return self.boundary.of_all_tokens(_wide(self.output(x_BTD)))
+
 
 def classified(logits_BC: Array, class_B: Array) -> tuple[Array, Array]:
     """Cross-entropy of every sample, in at least fp32, and whether its class is the most probable one, int32; where
     the class is `IGNORED` they are 0 and `IGNORED`. Both [B]."""
-    wide_BC = _wide(logits_BC)
-    counted_B = class_B != IGNORED
-    picked_B1 = jnp.take_along_axis(
-        jax.nn.log_softmax(wide_BC, axis=-1), jnp.maximum(class_B, 0)[:, None], axis=-1, mode="clip"
-    )
+    wide_BC, counted_B = _wide(logits_BC), class_B != IGNORED
+    log_BC, place_B1 = jax.nn.log_softmax(wide_BC, axis=-1), jnp.maximum(class_B, 0)[:, None]
+    picked_B1 = jnp.take_along_axis(log_BC, place_B1, axis=-1, mode="clip")
     hit_B = (jnp.argmax(logits_BC, axis=-1).astype(jnp.int32) == class_B).astype(jnp.int32)
     loss_B = jnp.where(counted_B, -picked_B1[:, 0], jnp.zeros((), wide_BC.dtype))
     return loss_B, jnp.where(counted_B, hit_B, IGNORED)

@@ -20,9 +20,8 @@ from megajax.models.bert.heads import ChoiceHead, ClassesHead, SpanHead
 from megajax.models.bert.pretraining import PretrainingHead
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
-from megajax.models.layer import EMBEDDING_SITE, Block
+from megajax.models.layer import EMBEDDING_SITE, Block, layer_of, stacked
 from megajax.models.norms import LayerNorm
-from megajax.models.stack import layer_of, stacked
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
@@ -63,15 +62,14 @@ class Bert(nnx.Module):
         return self.task_logits(x_BTD, batch)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """What every layer gets of a batch: its dropout, and what its tokens see, all but padding. Of a choice every
-        text is a sequence of its own."""
+        """See `Model`. Tokens see all but padding; of a choice every text is a sequence of its own."""
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
         return Context(dropout, AttentionMask.of_padded(length.reshape(-1)))
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """Token, position and token-type embedding with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
+        """Of tokens, positions and token types, with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
         parallelism of this device's tokens. The token of padding is not trained, as in Hugging Face's transformers."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
@@ -94,14 +92,13 @@ class Bert(nnx.Module):
         return self.head.logits(self.finished(x_BTD), self.table[...])
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
-        """Sums of the head's losses and measures by name, scalars."""
+        """See `Model`."""
         return self.head.losses(self.finished(x_BTD), self.table[...], batch, context.dropout)
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """For the head's losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or
-        0, int32. Where the target is `IGNORED` they are 0 and `IGNORED`."""
+        """See `Model`."""
         return self.head.scores(self.finished(x_BTD), self.table[...], batch)
 
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """The logits of a task, see `Model.task_logits`."""
+        """See `Model`."""
         return self.head.task_logits(self.finished(x_BTD), batch)

@@ -10,32 +10,29 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.batch import IGNORED
 from megajax.models.bert.heads import Pooler, classified, sums
 from megajax.models.config import ModelConfig
 from megajax.models.mlp import gelu
 from megajax.models.norms import LayerNorm
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.layers import Linear, normal, zeros_param
+from megajax.parallel.layers import Linear, normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import named
-from megajax.parallel.vocabulary import cross_entropy, greedy_ids, output_logits
+from megajax.parallel.vocabulary import cross_entropy, output_logits, target_scores
 
 IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
 
 
 class MaskedHead(nnx.Module):
-    """Dense layer, GeLU, LayerNorm, and the output product tied to the embedding, with a bias of its own.
-
-    Dense layer and LayerNorm are duplicated on the devices of a tensor group, as the LayerNorms of the layers are.
-    """
+    """Dense layer, GeLU, LayerNorm, all duplicated on the devices of a tensor group, and the output product tied to the
+    embedding, with a bias of its own."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, backend: Backend):
         self.vocab_size, self.backend = config.vocab_size, backend
         size = config.hidden_size
         self.dense = Linear(normal(key / "dense", config.init_std), size, size, backend)
         self.norm = LayerNorm(size, config.norm_epsilon)
-        self.bias = zeros_param((config.padded_vocab_size,), ("vocabulary",))
+        self.bias = param((config.padded_vocab_size,), ("vocabulary",), jnp.zeros)
 
     def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary) -> Array:
         """This device's columns of the logits of tokens between these boundary."""
@@ -66,18 +63,14 @@ class PretrainingHead(nnx.Module):
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """For both losses by name: cross-entropy of every target, and whether it is the most probable one: 1 or 0,
-        int32; [B, M] of the masked tokens, [B] of the order. Where the target is `IGNORED` they are 0 and `IGNORED`.
-        """
-        logits_BMV, targets_BM = self._masked(x_BTD, table_VD, batch["places"]), batch["targets"]
-        axes = self.boundary.vocabulary
-        hit_BM = (greedy_ids(logits_BMV, axes) == targets_BM).astype(jnp.int32)
-        masked = cross_entropy(logits_BMV, targets_BM, axes), jnp.where(targets_BM == IGNORED, IGNORED, hit_BM)
+        """See `Model`; [B, M] of the masked tokens, [B] of the order."""
+        logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
+        masked = target_scores(logits_BMV, batch["targets"], self.boundary.vocabulary)
         return {"masked_lm": masked, "sentence_order": classified(self._order(x_BTD), batch["order"])}
 
     def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
-        """This device's columns of the logits of the tokens at these places, [B, M, V / devices of the vocabulary]:
-        nothing is predicted elsewhere."""
+        """This device's columns of the logits at these places, [B, M, V / devices of the vocabulary]: nothing is
+        predicted elsewhere."""
         return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen)
 
     def _order(self, x_BTD: Array) -> Array:

@@ -4,15 +4,14 @@ from megajax.batch import text_form
 from megajax.models.config import ModelConfig
 from megajax.models.decoder.model import TransformerDecoder
 from megajax.models.family import Family
-from megajax.models.flops import MatrixProduct
-from megajax.models.matmul_flops import head_products, layer_products
+from megajax.models.matmul_flops import MatrixProduct, layer_products, weight_products
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
     head = {"head": (model.hidden_size, model.padded_vocab_size)}
     return [
         *layer_products(model, sequences, query_block, causal=True),
-        *head_products(sequences * model.sequence_length, head),
+        *weight_products(sequences * model.sequence_length, head),
     ]
 
 

@@ -12,18 +12,16 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.batch import IGNORED
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
-from megajax.models.layer import EMBEDDING_SITE, Block
+from megajax.models.layer import EMBEDDING_SITE, Block, layer_of, stacked
 from megajax.models.norms import norm_of
-from megajax.models.stack import layer_of, stacked
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
 from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import named
-from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
+from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits, target_scores
 
 
 class TransformerDecoder(nnx.Module):
@@ -51,8 +49,7 @@ class TransformerDecoder(nnx.Module):
         return self.logits(x_BTD)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """What every layer gets of a batch: its dropout, what its tokens see, and, of rotary positions, where they
-        stand, in the sequence, or in their documents where the batch has those."""
+        """See `Model`. Where the batch has documents, no token sees others, and positions begin anew in each."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
         window = self.window_in(length)
         visible = AttentionMask(causal=True, window=window)
@@ -63,7 +60,7 @@ class TransformerDecoder(nnx.Module):
         return Context(dropout, visible, position_BT if self.positions is None else None)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """Embedding of tokens and learned positions with dropout, [B, T, D]; with sequence parallelism of this device's
+        """Of tokens and learned positions, with dropout, [B, T, D]; with sequence parallelism of this device's
         tokens."""
         x_BTD = embedding_lookup(self.table[...], batch["tokens"], self.boundary)
         if self.positions is not None:
@@ -75,7 +72,7 @@ class TransformerDecoder(nnx.Module):
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def logits(self, x_BTD: Array) -> Array:
-        """This device's columns of the logits, from the last layer's output."""
+        """This device's columns, from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
         x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
         return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
@@ -88,11 +85,5 @@ class TransformerDecoder(nnx.Module):
         return {"next_token": jnp.sum(losses_BT)}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T].
-
-        Where the target is `IGNORED` they are 0 and `IGNORED`.
-        """
-        logits_BTV, targets_BT, axes = self.logits(x_BTD), batch["targets"], self.boundary.vocabulary
-        hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
-        loss_BT = cross_entropy(logits_BTV, targets_BT, axes)
-        return {"next_token": (loss_BT, jnp.where(targets_BT == IGNORED, IGNORED, hit_BT))}
+        """See `Model`; both [B, T]."""
+        return {"next_token": target_scores(self.logits(x_BTD), batch["targets"], self.boundary.vocabulary)}
