@@ -16,67 +16,51 @@ from jax import Array, lax
 from megajax.axes import BATCH_AXES
 from megajax.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.parallel.shards import Shards
-from megajax.pipeline.rows import End, Predicate, Row, Work
-from megajax.pipeline.stages import Layers, when
+from megajax.pipeline.rows import End, Number, Predicate, Row, Work
+from megajax.pipeline.stages import when
 
 Tree = Any
 Batch = dict[str, Array]
 
 
 class Microbatch(NamedTuple):
-    """Some rows of the batch.
-
-    Attributes:
-        batch: leaves [rows of a microbatch, …].
-        context: what every layer gets of them beside its input (the state of dropout, what tokens see).
-    """
+    """Some rows of the batch, and what every layer gets of them beside its input."""
 
     batch: Batch
     context: Tree
 
 
 @dataclass(frozen=True)
-class StageFunctions:
-    """A model cut at the stage boundaries.
+class EmbeddingAndHead:
+    """Embedding and head, bound to one step's weights and batch.
 
     Attributes:
         embed: (shared weights, *microbatch) -> x_BTD.
         linear_embedding: `embed` is linear in the weights, so that its backward needs nothing of its forward.
-        layers: the layers of this stage.
-        context: (batch, rows of the global batch) -> what every layer gets of them, see `Microbatch`.
         losses: (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in
             the step.
         trained: for every name whether the gradient is taken of it; the others are only added up.
-        storage: how the shared weights are kept; they are gathered just for an end.
-        frozen: the shared weights have no gradient.
         loss_scale: what the backward pass starts from; the gradients, not the losses, are multiplied by it.
+        shared: the weights of both ends as they are kept.
+        storage: how they are; they are gathered just for an end.
+        frozen: they have no gradient.
+        microbatches: the batch, and its rows' numbers in the global batch; leaves [microbatches, rows of a
+            microbatch, …], the same on every stage.
+        context: (batch, rows' numbers) -> what every layer gets of them.
+        vocabulary_split: all stages run both ends of a microbatch at once, each on its share of the vocabulary; the
+            shared weights then do not vary over `pipe`, but for the vocabulary.
     """
 
     embed: Callable[[Tree, Batch, Tree], Array]
     linear_embedding: bool
-    layers: Layers
-    context: Callable[[Batch, Array], Tree]
     losses: Callable[[Tree, Array, Batch, Tree], dict[str, Array]]
     trained: dict[str, bool]
-    storage: Shards
     loss_scale: Array
-    frozen: bool = False
-
-
-@dataclass(frozen=True)
-class EmbeddingAndHead:
-    """Embedding and head of one step.
-
-    Attributes:
-        shared: the weights of both.
-        microbatches: the batch, and its rows' numbers in the global batch; leaves [microbatches, rows of a
-            microbatch, …], the same on every stage.
-        vocabulary_split: all stages run both ends of a microbatch at once, each on its share of the vocabulary.
-    """
-
-    functions: StageFunctions
     shared: Tree
+    storage: Shards
+    frozen: bool
     microbatches: tuple[Batch, Array]
+    context: Callable[[Batch, Array], Tree]
     vocabulary_split: bool
 
     @property
@@ -84,14 +68,18 @@ class EmbeddingAndHead:
         """What the losses vary over before they are reduced: of a split vocabulary, every stage sees all."""
         return BATCH_AXES if self.vocabulary_split else (*BATCH_AXES, PIPE)
 
-    def take(self, microbatch: int | Array) -> Microbatch:
+    def take(self, microbatch: Number) -> Microbatch:
         """One microbatch."""
         own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
-        return Microbatch(own[0], self.functions.context(*own))
+        return Microbatch(own[0], self.context(*own))
 
     def weights(self) -> Tree:
         """The shared weights to compute with."""
-        return self.functions.storage.gather(self.shared)
+        return self.storage.gather(self.shared)
+
+    def embedded(self, microbatch: Number) -> Array:
+        """The first virtual stage's input."""
+        return vary(self.embed(self.weights(), *self.take(microbatch)), (PIPE,))
 
     def broadcast(self, x: Array, mine: Predicate) -> Array:
         """What an end gets: `x` of the stage where `mine` is true."""
@@ -99,12 +87,8 @@ class EmbeddingAndHead:
 
     def input(self, row: Row, x_in: Array) -> Array:
         """Input of the row's forward: what came from below, or the embedding."""
-
-        def embed(own: Microbatch) -> Array:
-            return vary(self.functions.embed(self.weights(), *own), (PIPE,))
-
-        runs, own = self._where(row.embed, row.forward)
-        embedded = when(runs, lambda: embed(own()), lambda: x_in)
+        runs, microbatch = self._where(row.embed, row.forward)
+        embedded = when(runs, lambda: self.embedded(microbatch), lambda: x_in)
         return jnp.where(row.embed.here, embedded, x_in) if self.vocabulary_split else embedded
 
     def head(self, row: Row, output: Callable[[], Array], grad_in: Array, total: Tree) -> tuple[Array, Tree]:
@@ -112,70 +96,61 @@ class EmbeddingAndHead:
 
         The head's losses and gradients are added to `total`, `{"losses": …, "shared": …}`.
         """
+        runs, microbatch = self._where(row.head, row.backward)
 
-        def head(own: Microbatch, total: Tree) -> tuple[Array, Tree]:
-            y = self.broadcast(output(), row.head.here)
-            shared, frozen = self._trained()
-            losses, pullback = jax.vjp(lambda shared, y: self.functions.losses(shared | frozen, y, *own), shared, y)
+        def head(total: Tree) -> tuple[Array, Tree]:
+            own, y = self.take(microbatch), self.broadcast(output(), row.head.here)
+            shared, frozen = ({}, self.weights()) if self.frozen else (self.weights(), {})
+            losses, pullback = jax.vjp(lambda shared, y: self.losses(shared | frozen, y, *own), shared, y)
             shared, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             return vary(grad, (PIPE,)), {"losses": added, "shared": self._add(total["shared"], shared)}
 
-        runs, own = self._where(row.head, row.backward)
-        grad, total = when(runs, lambda total: head(own(), total), lambda total: (grad_in, total), total)
+        grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
 
     def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
         """The gradient of the first virtual stage's input goes on into the embedding, if that has one."""
-        if self.functions.frozen:
+        if self.frozen:
             return total
+        runs, microbatch = self._where(row.embed_backward, row.backward)
 
-        def into_embedding(own: Microbatch, total: Tree) -> Tree:
+        def into_embedding(total: Tree) -> Tree:
+            own = self.take(microbatch)
             x_grad = self.broadcast(grad, row.embed_backward.here)
-            return total | {"shared": self._add(total["shared"], self._embed_pullback(own)(x_grad)[0])}
+            embed = lambda shared: self.embed(shared, *own)  # noqa: E731
+            if self.linear_embedding:
+                pullback = jax.linear_transpose(embed, jax.eval_shape(self.weights))
+            else:
+                pullback = jax.vjp(embed, self.weights())[1]
+            return total | {"shared": self._add(total["shared"], pullback(x_grad)[0])}
 
-        runs, own = self._where(row.embed_backward, row.backward)
-        return when(runs, lambda total: into_embedding(own(), total), lambda total: total, total)
-
-    def _embed_pullback(self, own: Microbatch) -> Callable[[Array], tuple[Tree]]:
-        if self.functions.linear_embedding:
-            types = jax.eval_shape(self.weights)
-            return jax.linear_transpose(lambda shared: self.functions.embed(shared, *own), types)
-        return jax.vjp(lambda shared: self.functions.embed(shared, *own), self.weights())[1]
+        return when(runs, into_embedding, lambda total: total, total)
 
     def finish(self, row: Row, y: Array, function: Callable[[Array, Batch], Tree], outputs: Tree) -> Tree:
         """Forward only: put `function(y, batch)` of a microbatch of the last virtual stage in its place in
         `outputs`."""
-        runs, own = self._where(row.finish, row.forward)
+        runs, microbatch = self._where(row.finish, row.forward)
 
         def put(outputs: Tree) -> Tree:
-            result = function(self.broadcast(y, row.finish.here), own().batch)
-            microbatch = self._microbatch(row.finish, row.forward)
+            result = function(self.broadcast(y, row.finish.here), self.take(microbatch).batch)
             return jax.tree.map(lambda slots, new: slots.at[microbatch].set(new), outputs, result)
 
         return when(runs, put, lambda outputs: outputs, outputs)
 
-    def _where(self, end: End, work: Work) -> tuple[Predicate, Callable[[], Microbatch]]:
+    def _where(self, end: End, work: Work) -> tuple[Predicate, Number]:
         """Whether this stage runs an end in this tick, and on which microbatch."""
-        runs = end.anywhere if self.vocabulary_split else end.here
-        return runs, lambda: self.take(self._microbatch(end, work))
-
-    def _microbatch(self, end: End, work: Work) -> Array | int:
-        return end.microbatch if self.vocabulary_split else work.microbatch
+        return (end.anywhere, end.microbatch) if self.vocabulary_split else (end.here, work.microbatch)
 
     def _scale_of(self, name: str, loss: Array) -> Array:
         """What the backward pass of a loss starts from."""
-        scale = self.functions.loss_scale if self.functions.trained[name] else jnp.zeros(())
+        scale = self.loss_scale if self.trained[name] else jnp.zeros(())
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
-
-    def _trained(self) -> tuple[Tree, Tree]:
-        """The weights to compute with that have gradients, and those that have none."""
-        return ({}, self.weights()) if self.functions.frozen else (self.weights(), {})
 
     @jax.named_scope("gradient_sums")
     def _add(self, total: Tree, grads: Tree) -> Tree:
         """Gradients of the gathered weights, added to the sums of those that are kept."""
-        if self.functions.frozen:
+        if self.frozen:
             return total
-        scattered = self.functions.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
+        scattered = self.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
         return jax.tree.map(jnp.add, total, scattered)

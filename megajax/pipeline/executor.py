@@ -24,10 +24,10 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.pipeline.ends import Batch, EmbeddingAndHead, StageFunctions
+from megajax.pipeline.ends import Batch, EmbeddingAndHead
 from megajax.pipeline.pullback import Figures
 from megajax.pipeline.rows import Row, Turns, Work, rows_of
-from megajax.pipeline.stages import NO_FACTORS, Sums, idle, when
+from megajax.pipeline.stages import NO_FACTORS, Layers, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
 from megajax.precision import at_least_fp32
 
@@ -35,34 +35,12 @@ Tree = Any
 
 
 class Pipeline:
-    """A stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region.
+    """A stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region."""
 
-    Args:
-        functions: the model.
-        weights: `{"shared": …, "blocks": …}`, blocks [chunks · n, …] of this stage.
-        batch: leaves [rows of this device, …], the same on every stage.
-        row_B: the rows' numbers in the global batch, int32.
-        num_microbatches: how many microbatches the rows are cut in.
-        vocabulary_split: all stages run embedding and head of a microbatch at once (`pipeline/ends.py`); the shared
-            weights then do not vary over `pipe`, but for the vocabulary, which is sharded over it.
-    """
-
-    def __init__(
-        self,
-        functions: StageFunctions,
-        weights: Tree,
-        batch: Batch,
-        row_B: Array,
-        num_microbatches: int,
-        vocabulary_split: bool,
-    ):
-        self.functions, self.layers = functions, functions.layers
-        self.weights, self.blocks = weights, weights["blocks"]
-        self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), self.layers.num_chunks
-        self.num_microbatches = num_microbatches
-        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B))
-        self.ends = EmbeddingAndHead(functions, weights["shared"], microbatches, vocabulary_split)
-        self.x_type = jax.eval_shape(lambda: vary(functions.embed(self.ends.weights(), *self.ends.take(0)), (PIPE,)))
+    def __init__(self, ends: EmbeddingAndHead, layers: Layers, num_microbatches: int):
+        self.ends, self.layers, self.num_microbatches = ends, layers, num_microbatches
+        self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), layers.num_chunks
+        self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
         """Run the microbatches forward and backward as `schedule` says.
@@ -85,7 +63,7 @@ class Pipeline:
             x = self.ends.input(row, x_in)
             if schedule.fused:
                 context = self._context(row.forward.microbatch)
-                (y, new), residuals = self.layers.forward_with_residuals(self.blocks, row.forward.chunk, x, context)
+                (y, new), residuals = self.layers.forward_with_residuals(row.forward.chunk, x, context)
             else:
                 forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
@@ -95,7 +73,7 @@ class Pipeline:
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
             if schedule.fused:
-                grad, sums = self.layers.pull_back(self.blocks, row.backward.chunk, residuals, context, grad, sums)
+                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums)
             else:
                 pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums)  # noqa: E731
                 grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
@@ -128,7 +106,7 @@ class Pipeline:
             x = self.ends.input(row, x_in)
 
             def forward():
-                return self.layers.run(self.blocks, row.forward.chunk, x, self._context(row.forward.microbatch))[0]
+                return self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]
 
             y = when(row.forward.runs, forward, lambda: idle_x)
             outputs = self.ends.finish(row, y, finish, outputs)
@@ -139,7 +117,7 @@ class Pipeline:
     def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree, Figures]:
         """A chunk's output and figures for the row's microbatch; its residuals go into the buffer."""
         context = self._context(row.forward.microbatch)
-        (y, figures), residuals = self.layers.forward(self.blocks, row.forward.chunk, x, context)
+        (y, figures), residuals = self.layers.forward(row.forward.chunk, x, context)
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry), figures
 
@@ -147,9 +125,7 @@ class Pipeline:
         """Pull the gradient of a chunk's output back to its input."""
         residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        return self.layers.backward(
-            self.blocks, row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot
-        )
+        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot)
 
     def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums) -> Sums:
         """Run the deferred weight gradients whose turn it is."""
@@ -160,7 +136,7 @@ class Pipeline:
 
         def run(number: Array, sums: Sums) -> Sums:
             own = chunk[number] if self.num_chunks > 1 else 0
-            sums = self.layers.add_weight_gradients(self.blocks, own, sums, number % num_slots)
+            sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
             # Seen to be unchanged, the factors would pass by the loop; then XLA copies all of them in every tick.
             return Sums(sums.total, lax.optimization_barrier(sums.factors))
 
@@ -168,16 +144,16 @@ class Pipeline:
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
-        return self.layers.residual_types(self.blocks, idle(self.x_type), self._context(0))
+        return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))[1]
 
     def factor_types(self) -> Tree:
         """Types of what a stage keeps of a chunk until its weight gradients are computed, where these are deferred."""
-        types = self.layers.factor_types(self.blocks, idle(self.x_type), self._context(0))
+        types = self.layers.factor_types(idle(self.x_type), self._context(0))
         return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
 
     def no_figures(self) -> Figures:
         """What the figures of layers are added to."""
-        types = self.layers.figure_types(self.blocks, idle(self.x_type), self._context(0))
+        types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle(self.x_type))[1]
         return jax.tree.map(zeros_like_type, types)
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
@@ -188,11 +164,10 @@ class Pipeline:
     def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
         """The sums of a step: losses and gradients of the ends, and gradients of the layers, with the factors of those
         that wait."""
-        trained = {"shared": {} if self.functions.frozen else self.weights["shared"]}
-        trained["blocks"] = self.layers.trained(self.blocks)
+        trained = {"shared": {} if self.ends.frozen else self.ends.shared, "blocks": self.layers.trained()}
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        ends = {"losses": dict.fromkeys(self.functions.trained, loss), "shared": zeros["shared"]}
+        ends = {"losses": dict.fromkeys(self.ends.trained, loss), "shared": zeros["shared"]}
         factors: Tree = NO_FACTORS
         if num_factor_slots:
             factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())

@@ -70,7 +70,7 @@ def repeat_part(
                 total = ends.embed_backward(row, grad, total) if alone else total
             if part == "all":
                 longest = (repeat + 1) % num_factor_slots
-                blocks = pipeline.layers.add_weight_gradients(pipeline.blocks, k // stages, blocks, longest)
+                blocks = pipeline.layers.add_weight_gradients(k // stages, blocks, longest)
             x = y + grad
         return x * lax.rsqrt(jnp.mean(jnp.square(x)) + jnp.asarray(1e-6, x.dtype)), buffer, total, blocks
 
@@ -94,7 +94,7 @@ def repeat_part(
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (*BATCH_AXES, PIPE)) for leaf in results)
 
-    x = vary(pipeline.functions.embed(ends.weights(), *ends.take(0)), (PIPE,))
+    x = ends.embedded(0)
     if not one_stage:
         return run(x)
     mine = (k >= 0) & (k % stages == pipeline.stage)

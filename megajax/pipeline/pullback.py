@@ -19,15 +19,10 @@ LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figur
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Pullback:
-    """How a layer's pullback is put together; nothing of it depends on values.
+    """How a layer's pullback is put together; nothing of it depends on values."""
 
-    Attributes:
-        structure: of the pullback as a pytree.
-        places: for every leaf its place among the layer's weights and dummies, followed by its residuals.
-    """
-
-    structure: jax.tree_util.PyTreeDef
-    places: tuple[int, ...]
+    structure: jax.tree_util.PyTreeDef  # of the pullback as a pytree
+    places: tuple[int, ...]  # of its leaves among the layer's weights and dummies, followed by its residuals
 
     def restore(self, known: Tree, residuals: list[Array]) -> Callable:
         """The pullback itself."""

@@ -4,7 +4,6 @@ Entries that are the same in every tick are Python numbers or bools, so that bra
 others are scalars from the rows that the loop scans over.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Turns:
-    """Which of a stage's deferred weight gradients run: `count` of them, starting with number `first`."""
+    """Which of a stage's deferred weight gradients run: `count`, starting with number `first`."""
 
     first: Number
     count: Number
@@ -55,13 +54,7 @@ class Turns:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class End:
-    """Whether a pass reaches an end of the model.
-
-    Attributes:
-        here: whether on this stage.
-        anywhere: whether on any stage.
-        microbatch: the microbatch, on whichever stage.
-    """
+    """Whether a pass reaches an end of the model on this stage, or on any, and of which microbatch."""
 
     here: Predicate
     anywhere: Predicate
@@ -71,41 +64,32 @@ class End:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Row:
-    """One tick of one stage.
-
-    Attributes:
-        forward, backward: the two directions.
-        embed: the forward begins, at the embedding.
-        finish: the forward leaves the last layer.
-        head: the backward begins, at the head.
-        embed_backward: the backward leaves the first layer, into the embedding.
-        early, late: weight gradients before the forward and after the backward; None where none ever run.
-    """
+    """One tick of one stage."""
 
     forward: Work
     backward: Work
-    embed: End
-    finish: End
-    head: End
-    embed_backward: End
-    early: Turns | None = None
-    late: Turns | None = None
+    embed: End  # where the forward begins
+    finish: End  # where it leaves the last layer
+    head: End  # where the backward begins
+    embed_backward: End  # where it leaves the first layer
+    early: Turns | None = None  # weight gradients before the forward; None where none ever run
+    late: Turns | None = None  # and after the backward
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
     """The values in the table of `stage` that change from tick to tick, to scan over; and a function that makes a row
     of one tick's values."""
-    up, down, last = schedule.forward, schedule.backward, schedule.num_virtual - 1
+    up, down, last, deferral = schedule.forward, schedule.backward, schedule.num_virtual - 1, schedule.deferral
+    slot = 0 if deferral is None else ((down.active.cumsum(0) - 1) % deferral.num_slots).astype(np.int32)
     tables = Row(
         forward=_work(up),
-        backward=_work(down),
+        backward=_work(down, factor_slot=slot),
         embed=_end(schedule, up, 0),
         finish=_end(schedule, up, last),
         head=_end(schedule, down, last),
         embed_backward=_end(schedule, down, 0),
+        **_turns(deferral),
     )
-    if schedule.deferral is not None:
-        tables = _with_deferral(tables, schedule.deferral, down)
     leaves, structure = jax.tree.flatten(tables)
     columns = [_column(table, stage) for table in leaves]
     changing = [column for column in columns if isinstance(column, Array)]
@@ -117,7 +101,7 @@ def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[li
     return changing, row
 
 
-def _work(table: Pass) -> Any:
+def _work(table: Pass, factor_slot: Any = 0) -> Any:
     """Tables [ticks, stages] in place of a tick's values."""
     spare = table.inbox_depth
     return Work(
@@ -127,23 +111,17 @@ def _work(table: Pass) -> Any:
         slot=table.slot,  # type: ignore[arg-type]
         arrival=np.where(table.arrival == IDLE, spare, table.arrival),  # type: ignore[arg-type]
         source=np.where(table.source == IDLE, spare, table.source),  # type: ignore[arg-type]
+        factor_slot=factor_slot,
     )
 
 
-def _with_deferral(tables: Row, deferral: Deferral, backward: Pass) -> Row:
-    """The tables with the turns of deferred weight gradients."""
-
-    def turns(first: np.ndarray, count: np.ndarray) -> Any:
-        return Turns(first.astype(np.int32), count) if count.any() else None  # type: ignore[arg-type]
-
-    slot = (backward.active.cumsum(0) - 1) % deferral.num_slots
-    before_early, before_late = deferral.ended()
-    return dataclasses.replace(
-        tables,
-        backward=dataclasses.replace(tables.backward, factor_slot=slot.astype(np.int32)),  # type: ignore[arg-type]
-        early=turns(before_early, deferral.early),
-        late=turns(before_late, deferral.late),
-    )
+def _turns(deferral: Deferral | None) -> dict[str, Any]:
+    """Tables of the deferred weight gradients that ever run, early and late."""
+    if deferral is None:
+        return {}
+    before = (deferral.early + deferral.late).cumsum(0) - deferral.early - deferral.late
+    turns: dict[str, Any] = {"early": (before, deferral.early), "late": (before + deferral.early, deferral.late)}
+    return {name: Turns(first.astype(np.int32), count) for name, (first, count) in turns.items() if count.any()}
 
 
 def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:

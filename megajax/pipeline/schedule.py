@@ -4,15 +4,15 @@ A tick is at most one forward and one backward per stage, forward first, then tr
 in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so that a microbatch
 traverses the pipe as many times: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
 
-A new schedule is one more function `(stages, microbatches, chunks) -> Ticks`, decorated with its name. From the ticks
-alone `arrange` makes the table that the executor runs, buffers included, and `check` runs it with symbols in place of
-arrays.
+A new schedule is one more function `(stages, microbatches, chunks) -> Ticks`, decorated with its name; `arrange` makes
+the table that the executor runs of these, buffers included.
 """
 
 import dataclasses
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +61,8 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
 
     One chunk: `m + 2(p-1)` ticks, at most `2(p-1-s) + 1` microbatches in flight at stage s, whatever m is. More
     chunks: the interleaved order of Megatron-LM (arXiv 2104.04473, §2.2), groups of p microbatches going through chunk
-    after chunk. If p does not divide m, the groups are stretched to near-equal sizes of p or more; the time stays
-    minimal, and the first stage needs a deeper inbox because inputs wait longer for the next chunk.
+    after chunk. If p does not divide m, groups have near-equal sizes of p or more; the time stays minimal, and the
+    first stage needs a deeper inbox.
     """
     microbatch, chunk, stage = np.ogrid[:num_microbatches, :num_chunks, :num_stages]
     num_groups = max(1, num_microbatches // num_stages)
@@ -95,10 +95,7 @@ def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
 ) -> Schedule:
     """The schedule called `name`, checked; `deferring` says how weight gradients are deferred, if there are several
-    stages: a single one is never idle.
-
-    Raises:
-        ValueError: unknown name, no stage or no microbatch, or a number of chunks that the schedule does not take.
+    stages: a single one is never idle. Raises `ValueError` for an unknown name and for numbers that it does not take.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(sorted(SCHEDULES))}")
@@ -127,9 +124,8 @@ def arrange(ticks: Ticks) -> Schedule:
     indices = np.indices(ticks.forward.shape)
     microbatch, chunk, stage = indices[0], indices[1], indices[2]
 
-    def table(tick: np.ndarray, values: np.ndarray, where: np.ndarray | None = None) -> np.ndarray:
+    def table(tick: np.ndarray, values: np.ndarray, where: Any = ...) -> np.ndarray:
         cells = np.full((num_ticks, num_stages), IDLE, np.int32)
-        where = np.ones(tick.shape, bool) if where is None else where
         cells[tick[where], stage[where]] = values[where]
         return cells
 
@@ -143,10 +139,8 @@ def arrange(ticks: Ticks) -> Schedule:
         inbox, depth = _slots(sent + 1, tick, stage, receives)
         cells = table(tick, microbatch)
         assert np.count_nonzero(cells != IDLE) == tick.size, "two microbatches in one tick of a stage"
-        return Pass(
-            cells, table(tick, chunk), table(tick, slot),
-            table(sent + 1, inbox, receives), table(tick, inbox, receives), depth,
-        )  # fmt: skip
+        stored, read = table(sent + 1, inbox, receives), table(tick, inbox, receives)
+        return Pass(cells, table(tick, chunk), table(tick, slot), stored, read, depth)
 
     if ticks.backward is None:
         slot, num_slots = np.full(ticks.forward.shape, IDLE), 0

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
@@ -26,7 +25,7 @@ from megajax.pipeline.pullback import Factors, Figures, LayerFunction, Path, wit
 Tree = Any
 Output = tuple[Array, Figures]
 NO_FACTORS: Factors = {}
-Slot = int | Array
+Number = int | Array
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
@@ -44,12 +43,9 @@ def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
 def rematerialized(
     function: LayerFunction, remat: str, save_expensive: Callable, *, prevent_cse: bool
 ) -> LayerFunction:
-    """`function` with its backward pass recomputing what `remat` says.
-
-    none: nothing but what the layer recomputes of itself. selective: all but what the policy `save_expensive` saves.
-    layer: all.
-    stage: the stage is recomputed as a whole (`Layers.forward`), and then nothing more.
-    """
+    """`function` with its backward pass recomputing what `remat` says: "none": nothing but what the layer recomputes of
+    itself; "selective": all but what the policy `save_expensive` saves; "layer": all; "stage": nothing, since the stage
+    is recomputed as a whole (`Layers.forward`)."""
     if remat == "layer":
         return jax.checkpoint(function, prevent_cse=prevent_cse)
     if remat == "selective":
@@ -60,40 +56,28 @@ def rematerialized(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What the backward passes of a stage leave behind.
+    """What the backward passes of a stage leave behind."""
 
-    Attributes:
-        total: sums of the gradients of the layers' weights, [v · n, …].
-        factors: ring buffer of those that wait for their weight gradients, [slots, n, …]; nothing where none do.
-    """
-
-    total: Tree
-    factors: Factors
+    total: Tree  # sums of the gradients of the layers' weights, [v · n, …]
+    factors: Factors  # ring buffer of those that wait for their weight gradients, [slots, n, …]; empty where none do
 
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a layer whose weight gradients are deferred.
+    """The products of a layer whose weight gradients are deferred; see `CutModel` (`models/family.py`)."""
 
-    Attributes:
-        paths: where in the layer's weights theirs are.
-        factors: (weights, x_BTD, context) -> what has the types of their factors; used abstractly.
-        weight_gradients: (weights, of which only the types matter, factors) -> gradients by path.
-    """
-
-    paths: frozenset[Path]
-    factors: Callable[[Tree, Array, Tree], Factors]
-    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]
+    paths: frozenset[Path]  # where in the layer's weights theirs are
+    factors: Callable[[Tree, Array, Tree], Factors]  # (weights, x_BTD, context), used abstractly
+    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]  # of the weights only the types matter
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a stage as a pair of functions, forward and backward, of one chunk.
-
-    Weights are stacked [v · n, …]: n slots a chunk, chunk after chunk. Chunks are numbers, or scalars of a table.
+    """The layers of a stage as a pair of functions of one chunk, forward and backward.
 
     Attributes:
         function: one layer.
+        weights: stacked [v · n, …]: n slots a chunk, chunk after chunk.
         layer_index: global index of the layer in every slot, -1 in a padded one, which passes its input on; int32
             [v, n], this stage's.
         unroll: unroll the loop over layers in the compiled program.
@@ -105,7 +89,8 @@ class Layers:
     """
 
     function: LayerFunction
-    layer_index: Array | np.ndarray
+    weights: Tree
+    layer_index: Array
     unroll: bool
     padded: bool
     storage: Shards
@@ -121,30 +106,23 @@ class Layers:
     def layers_per_chunk(self) -> int:
         return self.layer_index.shape[1]
 
-    def forward(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> tuple[Output, list[Array]]:
+    def forward(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
         """Output of a chunk with its figures, and its residuals: what is kept until its `backward`."""
         if self.recompute_stage:
-            return self.run(weights, chunk, x, context), [x]
-        return self.forward_with_residuals(weights, chunk, x, context)
+            return self.run(chunk, x, context), [x]
+        return self.forward_with_residuals(chunk, x, context)
 
     def backward(
-        self,
-        weights: Tree,
-        chunk: int | Array,
-        residuals: list[Array],
-        context: Tree,
-        grad: Array,
-        sums: Sums,
-        slot: Slot,
+        self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number
     ) -> tuple[Array, Sums]:
         """Pull `grad` back through a chunk, and add the gradients of its weights to `sums`, or leave their factors in
         its `slot`."""
         if self.recompute_stage:
-            residuals = self.forward_with_residuals(weights, chunk, residuals[0], context)[1]
-        return self.pull_back(weights, chunk, residuals, context, grad, sums, slot)
+            residuals = self.forward_with_residuals(chunk, residuals[0], context)[1]
+        return self.pull_back(chunk, residuals, context, grad, sums, slot)
 
     @jax.named_scope("weight_gradients")
-    def add_weight_gradients(self, weights: Tree, chunk: int | Array, sums: Sums, slot: Slot) -> Sums:
+    def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number) -> Sums:
         """Add the deferred gradients of a chunk, from the factors that its backward left in a slot."""
         products = self.products
         assert products is not None
@@ -164,26 +142,18 @@ class Layers:
             return _added(total, found, place), None
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        total, _ = self._scan(layer, sums.total, weights, chunk, (self._slots(chunk), numbers))
+        total, _ = self._scan(layer, sums.total, chunk, (self._slots(chunk), numbers))
         return Sums(total, sums.factors)
 
-    def factor_types(self, weights: Tree, x: Array, context: Tree) -> Factors:
+    def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors that a layer leaves; nothing is computed."""
-        own = jax.eval_shape(lambda weights: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], weights)), weights)
+        own = jax.eval_shape(lambda: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], self.weights)))
         return self._layer_factors(own, x, context)
 
     def _layer_factors(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return NO_FACTORS if self.products is None else jax.eval_shape(self.products.factors, gathered, x, context)
 
-    def residual_types(self, weights: Tree, x: Array, context: Tree) -> list[jax.ShapeDtypeStruct]:
-        """Types of the residuals of `forward`; nothing is computed."""
-        return jax.eval_shape(lambda *args: self.forward(args[0], 0, *args[1:]), weights, x, context)[1]
-
-    def figure_types(self, weights: Tree, x: Array, context: Tree) -> Figures:
-        """Types of the figures of a chunk; nothing is computed."""
-        return jax.eval_shape(lambda *args: self.run(args[0], 0, *args[1:]), weights, x, context)[1]
-
-    def run(self, weights: Tree, chunk: int | Array, x: Array, context: Tree) -> Output:
+    def run(self, chunk: Number, x: Array, context: Tree) -> Output:
         """Run a chunk forward and keep nothing."""
 
         def layer(x: Array, own: Tree, index: Array, _):
@@ -193,12 +163,10 @@ class Layers:
             skip = lambda x: (x, _zeros(jax.eval_shape(run, x)[1]))  # noqa: E731
             return when(index < 0 if self.padded else False, skip, run, x)
 
-        x, figures = self._scan(layer, x, weights, chunk)
+        x, figures = self._scan(layer, x, chunk)
         return x, _summed(figures)
 
-    def forward_with_residuals(
-        self, weights: Tree, chunk: int | Array, x: Array, context: Tree
-    ) -> tuple[Output, list[Array]]:
+    def forward_with_residuals(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
         """Run a chunk forward; returns its output with its figures, and all that `pull_back` needs, stacked over its
         layers."""
 
@@ -217,18 +185,11 @@ class Layers:
             skip = lambda x: (x, (_zeros(types), [idle(residual) for residual in residuals]))  # noqa: E731
             return lax.cond(index >= 0, run, skip, x)
 
-        x, (figures, residuals) = self._scan(layer, x, weights, chunk)
+        x, (figures, residuals) = self._scan(layer, x, chunk)
         return (x, _summed(figures)), residuals
 
     def pull_back(
-        self,
-        weights: Tree,
-        chunk: int | Array,
-        residuals: list[Array],
-        context: Tree,
-        grad: Array,
-        sums: Sums,
-        slot: Slot = 0,
+        self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number = 0
     ) -> tuple[Array, Sums]:
         """`backward` from what `forward_with_residuals` returned."""
 
@@ -255,7 +216,7 @@ class Layers:
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
         carry, xs = (grad, sums.total, sums.factors), (self._slots(chunk), numbers, residuals)
-        (grad, total, factors), _ = self._scan(layer, carry, weights, chunk, xs, reverse=True)
+        (grad, total, factors), _ = self._scan(layer, carry, chunk, xs, reverse=True)
         return grad, Sums(total, factors)
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
@@ -269,35 +230,32 @@ class Layers:
         """The weights whose gradients are deferred, and those that have none."""
         return self.frozen if self.products is None else self.frozen | self.products.paths
 
-    def trained(self, weights: Tree) -> Tree:
-        """Those that have gradients."""
-        flat = flatten_dict(weights)
+    def trained(self) -> Tree:
+        """The weights that have gradients."""
+        flat = flatten_dict(self.weights)
         return unflatten_dict({path: weight for path, weight in flat.items() if path not in self.frozen})
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return jax.tree.map(idle, self._layer_factors(gathered, x, context))
 
-    def _slots(self, chunk: int | Array) -> Array:
+    def _slots(self, chunk: Number) -> Array:
         """Positions of a chunk's layers in the stack."""
         return chunk * self.layers_per_chunk + jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
 
     def _scan(
-        self, layer: Callable, carry: Tree, weights: Tree, chunk: int | Array, xs: Tree = None, reverse: bool = False
+        self, layer: Callable, carry: Tree, chunk: Number, xs: Tree = None, reverse: bool = False
     ) -> tuple[Tree, Tree]:
         """Scan `layer(carry, weights, layer index, x)` over a chunk."""
-        stack = weights, jnp.asarray(self.layer_index).reshape(-1)
-        if self.num_chunks == 1:
+        stack = self.weights, self.layer_index.reshape(-1)
 
-            def body(carry: Tree, slot: tuple[Tree, Tree]):
-                return layer(carry, *slot[0], slot[1])
-
-            return lax.scan(body, carry, (stack, xs), reverse=reverse, unroll=self.unroll)
-
-        def body_of_chunk(carry: Tree, slot: tuple[Array, Tree]):
-            own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot[0], keepdims=False), stack)
+        def body(carry: Tree, slot: tuple[Any, Tree]):
+            own = slot[0]
+            if self.num_chunks > 1:
+                own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot[0], keepdims=False), stack)
             return layer(carry, *own, slot[1])
 
-        return lax.scan(body_of_chunk, carry, (self._slots(chunk), xs), reverse=reverse, unroll=self.unroll)
+        slots = stack if self.num_chunks == 1 else self._slots(chunk)
+        return lax.scan(body, carry, (slots, xs), reverse=reverse, unroll=self.unroll)
 
 
 def _zeros(types: Figures) -> Figures:

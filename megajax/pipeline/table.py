@@ -3,6 +3,7 @@
 `check` runs a table with symbols in place of arrays.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,12 +13,8 @@ IDLE = -1
 
 
 class Cell(NamedTuple):
-    """What a stage runs in a tick, in this order, as pairs of microbatch and chunk.
-
-    Attributes:
-        early, late: deferred weight gradients.
-        forward, backward: at most one pair.
-    """
+    """What a stage runs in a tick, in this order, as pairs of microbatch and chunk: deferred weight gradients, at most
+    one forward, at most one backward, and deferred weight gradients."""
 
     early: list[tuple[int, int]]
     forward: list[tuple[int, int]]
@@ -72,27 +69,6 @@ class Deferral:
     chunk: np.ndarray
     num_slots: int
 
-    def ended(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many weight gradients a stage has run before a tick's early and before its late ones, [ticks, stages]."""
-        through = (self.early + self.late).cumsum(0)
-        before = through - self.early - self.late
-        return before, before + self.early
-
-    def weight_gradients(self) -> tuple[list[list], list[list]]:
-        """The pairs of microbatch and chunk whose weight gradients run early, and late, per stage and tick."""
-        orders = [
-            list(zip(*pair, strict=True))
-            for pair in zip(self.microbatch.T.tolist(), self.chunk.T.tolist(), strict=True)
-        ]
-        early, late = (
-            [
-                [order[first : first + count] for first, count in zip(*columns, strict=True)]
-                for order, *columns in zip(orders, before.T.tolist(), counts.T.tolist(), strict=True)
-            ]
-            for before, counts in zip(self.ended(), (self.early, self.late), strict=True)
-        )
-        return early, late
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -140,18 +116,21 @@ class Schedule:
 
     def cells(self) -> list[list[Cell]]:
         """What runs, per tick and stage."""
-        passes = [
-            [[] if pair[0] == IDLE else [pair] for pair in zip(microbatch, chunk, strict=True)]
-            for table in (self.forward, self.backward)
-            for microbatch, chunk in zip(table.microbatch.T.tolist(), table.chunk.T.tolist(), strict=True)
-        ]
-        forward, backward = passes[: self.num_stages], passes[self.num_stages :]
-        none: list[list] = [[]] * self.num_ticks
-        early, late = [none] * self.num_stages, [none] * self.num_stages
-        if self.deferral is not None:
-            early, late = self.deferral.weight_gradients()
-        stages = (map(Cell, *columns) for columns in zip(early, forward, backward, late, strict=True))
-        return [list(row) for row in zip(*stages, strict=True)]
+        rows = [[Cell([], [], [], []) for _ in range(self.num_stages)] for _ in range(self.num_ticks)]
+        for name, table in (("forward", self.forward), ("backward", self.backward)):
+            where = np.nonzero(table.active)
+            found = *where, table.microbatch[where], table.chunk[where]
+            for tick, s, *pair in zip(*(array.tolist() for array in found), strict=True):
+                getattr(rows[tick][s], name).append(tuple(pair))
+        deferral = self.deferral
+        if deferral is not None:
+            for s in range(self.num_stages):
+                order = zip(deferral.microbatch[:, s].tolist(), deferral.chunk[:, s].tolist(), strict=True)
+                counts = zip(deferral.early[:, s].tolist(), deferral.late[:, s].tolist(), strict=True)
+                for row, (early, late) in zip(rows, counts, strict=True):
+                    row[s].early.extend(itertools.islice(order, early))
+                    row[s].late.extend(itertools.islice(order, late))
+        return rows
 
     @property
     def turns_at_once(self) -> bool:
@@ -167,18 +146,13 @@ class Schedule:
 
 
 def most_kept(begun: np.ndarray, ended: np.ndarray | int, last: np.ndarray | int) -> np.ndarray:
-    """The most entries that each stage holds at once, [stages].
-
-    Args:
-        begun: how many are added in a tick, [ticks, stages].
-        ended: how many are removed in a tick before counting.
-        last: how many are removed at the end of the tick.
-    """
+    """The most entries that each stage holds at once, [stages]. In a tick so many have `begun`, others have `ended`
+    before these are counted, and the `last` ones end with the tick; [ticks, stages]."""
     return (begun.cumsum(0) - np.cumsum(np.broadcast_to(ended + last, begun.shape), 0) + last).max(0)
 
 
 def check(schedule: Schedule) -> None:
-    """Assert that a table can be run, independently of how it was made: run it with symbols in place of arrays.
+    """Assert that a table can be run, whatever made it.
 
     Every stage runs every chunk of every microbatch forward once and backward once; its input has arrived in its inbox
     and is the right one; nothing is overwritten before it was read, in inbox or ring buffer, and nothing is left over.

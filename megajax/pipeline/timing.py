@@ -1,7 +1,7 @@
 """How long a schedule takes and how much it buffers, from its table alone. No JAX here.
 
-The simulation gives every stage its own machine: after a tick's forward a stage waits for its upstream neighbour to
-send, after the backward for its downstream neighbour. Times are in the caller's unit.
+Every stage is a machine of its own: after a tick's forward it waits for its upstream neighbour to send, after the
+backward for its downstream neighbour. Times are in the caller's unit.
 """
 
 from collections.abc import Iterable
@@ -55,7 +55,6 @@ class Span:
     """One pass in a timeline; `part` is 0 for a forward, 1 for a backward, 2 for a deferred weight gradient."""
 
     tick: int
-
     stage: int
     microbatch: int
     chunk: int
@@ -66,12 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes.
-
-    Attributes:
-        wall: from the first forward to the end of the last work on any stage.
-        busy: how long the busiest stage works.
-    """
+    """How long a step takes, and how long its busiest stage works."""
 
     wall: float
     busy: float
@@ -108,16 +102,15 @@ def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> floa
 
 def in_flight(schedule: Schedule) -> list[int]:
     """The most chunks per stage between their forward and the end of their backward."""
-    backward = schedule.backward.active
-    return most_kept(schedule.forward.active, 0, backward).tolist()
+    return most_kept(schedule.forward.active, 0, schedule.backward.active).tolist()
 
 
 def pending_weights(schedule: Schedule) -> list[int]:
     """The most chunks per stage whose weight gradients are pending at the end of a tick."""
-    if schedule.deferral is None:
+    deferral = schedule.deferral
+    if deferral is None:
         return [0] * schedule.num_stages
-    ran = schedule.deferral.early + schedule.deferral.late
-    return most_kept(schedule.backward.active, ran, 0).tolist()
+    return most_kept(schedule.backward.active, deferral.early + deferral.late, 0).tolist()
 
 
 def kept_entries(schedule: Schedule) -> list[int]:

@@ -83,16 +83,16 @@ def _traced(config: Config, backend: Backend, look: Callable[[Program, Pipeline,
 
 
 def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost:
-    rows, layers, weights = program.config.train.microbatch, pipeline.layers, pipeline.blocks
+    rows, layers = program.config.train.microbatch, pipeline.layers
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(program.gradient_dtype, 1)[1]
     forward, (output, residuals) = jax.make_jaxpr(
-        lambda x, context: layers.forward_with_residuals(weights, 0, x, context), return_shape=True
+        lambda x, context: layers.forward_with_residuals(0, x, context), return_shape=True
     )(x_BTD, context)
     backward = jax.make_jaxpr(
-        lambda residuals, grad, context: layers.pull_back(weights, 0, residuals, context, grad, sums)
+        lambda residuals, grad, context: layers.pull_back(0, residuals, context, grad, sums)
     )(jax.tree.map(idle, residuals), x_BTD, context)
-    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(weights, 0, sums, 0) if layers.products else sums)(
+    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(
         sums
     )
     return LayerCost(

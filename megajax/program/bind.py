@@ -20,7 +20,7 @@ from megajax.parallel import sites
 from megajax.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.parallel.random import Dropout
 from megajax.parallel.shards import Shards
-from megajax.pipeline.ends import StageFunctions
+from megajax.pipeline.ends import EmbeddingAndHead
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.stages import Layers, Products, rematerialized
 from megajax.program.program import BATCH, Batch, Program, scans_layers
@@ -122,25 +122,29 @@ def _bind(
     unroll = not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
     layer = rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll)
-    functions = StageFunctions(
+    num_microbatches = program.num_microbatches
+    ends = EmbeddingAndHead(
         embed=embed,
         linear_embedding=model.linear_embedding,
-        layers=Layers(
-            jax.jit(layer, inline=True),  # traced once, though the loop has it in several places
-            jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
-            unroll,
-            layout.placement.padded,
-            Shards(layer_weights(layout.per_use.dims)),
-            recompute_stage=config.train.remat == "stage",
-            products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
-            frozen=frozenset(flatten_dict(params["blocks"])) if frozen else frozenset(),
-        ),
-        context=context,
         losses=losses,
         trained={name: name in program.form.targets for name in counts},
-        storage=layout.per_use["shared"],
         loss_scale=loss_scale,
+        shared=shared,
+        storage=layout.per_use["shared"],
         frozen=frozen,
+        microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
+        context=context,
+        vocabulary_split=config.splits_vocabulary,
     )
-    weights = {"shared": shared, "blocks": blocks}
-    return Pipeline(functions, weights, batch, row_B, program.num_microbatches, config.splits_vocabulary)
+    layers = Layers(
+        function=jax.jit(layer, inline=True),  # traced once, though the loop has it in several places
+        weights=blocks,
+        layer_index=jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
+        unroll=unroll,
+        padded=layout.placement.padded,
+        storage=Shards(layer_weights(layout.per_use.dims)),
+        recompute_stage=config.train.remat == "stage",
+        products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
+        frozen=frozenset(flatten_dict(params["blocks"])) if frozen else frozenset(),
+    )
+    return Pipeline(ends, layers, num_microbatches)
