@@ -1,5 +1,6 @@
 """What a tiny model's train step communicates, from its jaxpr: nothing runs, nothing is compiled."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -77,3 +78,10 @@ def equations(jaxpr, times: int = 1, loop: int | None = None) -> Iterator[tuple]
                 part = getattr(part, "jaxpr", part)
                 if hasattr(part, "eqns"):
                     yield from equations(part, inner, around)
+
+
+def product_flops(product) -> int:
+    """Of a matrix product."""
+    (contracted, _), _ = product.params["dimension_numbers"]
+    shape = product.invars[0].aval.shape
+    return 2 * product.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)

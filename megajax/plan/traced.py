@@ -89,12 +89,10 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost
     forward, (output, residuals) = jax.make_jaxpr(
         lambda x, context: layers.forward_with_residuals(0, x, context), return_shape=True
     )(x_BTD, context)
-    backward = jax.make_jaxpr(
-        lambda residuals, grad, context: layers.pull_back(0, residuals, context, grad, sums)
-    )(jax.tree.map(idle, residuals), x_BTD, context)
-    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(
-        sums
+    backward = jax.make_jaxpr(lambda residuals, grad, context: layers.pull_back(0, residuals, context, grad, sums))(
+        jax.tree.map(idle, residuals), x_BTD, context
     )
+    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(sums)
     return LayerCost(
         Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),

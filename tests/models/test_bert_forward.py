@@ -8,8 +8,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from plain import EMBEDDING, Plain, cross_entropy, hash_of, linear, place, random_weights
-from scipy.special import erf
+from drawn import drawn_params, drawn_state, drawn_weights
+from plain import EMBEDDING, Plain, cross_entropy, linear
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -26,11 +26,6 @@ HEAD = 0xFFFF_FFFE  # what the mask of the pooled token is drawn for
 class NumpyBert(Plain):
     """BERT of both layer orders."""
 
-    epsilon = 1e-12
-
-    def activation(self, x: np.ndarray) -> np.ndarray:
-        return x / 2 * (1 + erf(x / np.sqrt(2)))
-
     def finished(self, batch: dict) -> np.ndarray:
         """What the heads get, [B, T, D]; of a choice every text is a row of its own, in the masks a part of its row."""
         shared, length = self.weights["shared"], batch["length"]
@@ -38,20 +33,11 @@ class NumpyBert(Plain):
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         places_T = np.arange(tokens_BT.shape[1])
         x_BTD = shared["table"][tokens_BT] + shared["token_types"][types_BT] + shared["positions"][places_T]
-        post = self.config.model.layer_order == "post"
+        post = self.model.layer_order == "post"
         x_BTD = self.dropped(self.norm(shared["norm"], x_BTD) if post else x_BTD, EMBEDDING)
         seen_B1S = (places_T < np.maximum(length.reshape(-1), 1)[:, None])[:, None]
-        for layer in range(self.config.model.num_layers):
-            x_BTD = (self.post_layer if post else self.pre_layer)(self.block(layer), x_BTD, seen_B1S, layer)
+        x_BTD = self.layers(x_BTD, seen_B1S)
         return x_BTD if post else self.norm(shared["norm"], x_BTD)
-
-    def dropped(self, x: np.ndarray, *site: int) -> np.ndarray:
-        if not self.parts or self.rate == 0:
-            return super().dropped(x, *site)
-        rows = x.reshape(-1, *self.parts, *x.shape[1:])
-        sample, part, *others = np.meshgrid(*map(np.arange, rows.shape), indexing="ij", sparse=True)
-        bits = hash_of(*(np.uint32(index) for index in (self.config.seed, self.step, sample, part, *site, *others)))
-        return (rows * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)).reshape(x.shape)
 
     def pooled(self, x_BTD: np.ndarray) -> np.ndarray:
         return np.tanh(linear(self.weights["shared"]["head"]["pooler"]["dense"], x_BTD[:, :1]))
@@ -60,29 +46,19 @@ class NumpyBert(Plain):
         """For every loss by name, logits and targets; of a span of its two ends."""
         x_BTD, shared = self.finished(batch), self.weights["shared"]
         head = shared["head"]
-        if self.config.model.head == "span":
+        if self.model.head == "span":
             logits_BT2 = linear(head["output"], x_BTD)
             return {"span": [(logits_BT2[..., 0], batch["start"]), (logits_BT2[..., 1], batch["end"])]}
-        if self.config.model.head != "pretraining":
+        if self.model.head != "pretraining":
             logits_BC = linear(head["output"], self.dropped(self.pooled(x_BTD), HEAD)).reshape(len(batch["label"]), -1)
-            if self.config.model.head == "choice":
+            if self.model.head == "choice":
                 logits_BC = np.where(batch["length"] > 0, logits_BC, -1e30)
-            return {self.config.model.head: [(logits_BC, batch["label"])]}
-        y_BTD = self.norm(head["masked"]["norm"], self.activation(linear(head["masked"]["dense"], x_BTD)))
-        logits_BTV = (y_BTD @ shared["table"].T + head["masked"]["bias"])[..., : self.config.model.vocab_size]
+            return {self.model.head: [(logits_BC, batch["label"])]}
+        y_BTD = self.norm(head["masked"]["norm"], self.gelu(linear(head["masked"]["dense"], x_BTD)))
+        logits_BTV = (y_BTD @ shared["table"].T + head["masked"]["bias"])[..., : self.model.vocab_size]
         logits_BMV = np.take_along_axis(logits_BTV, batch["places"][..., None], 1)
         order_BC = linear(head["order"], self.pooled(x_BTD)[:, 0])
         return {"masked_lm": [(logits_BMV, batch["targets"])], "sentence_order": [(order_BC, batch["order"])]}
-
-    def pre_layer(self, block: dict, x_BTD: np.ndarray, seen_B1S: np.ndarray, layer: int) -> np.ndarray:
-        normal_BTD = self.norm(block["attention_norm"], x_BTD)
-        x_BTD = x_BTD + self.attention(block["attention"], normal_BTD, seen_B1S, layer)
-        return x_BTD + self.mlp(block["mlp"], self.norm(block["mlp_norm"], x_BTD), layer)
-
-    def post_layer(self, block: dict, x_BTD: np.ndarray, seen_B1S: np.ndarray, layer: int) -> np.ndarray:
-        y_BTD = self.attention(block["attention"], x_BTD, seen_B1S, layer)
-        x_BTD = self.norm(block["attention_norm"], x_BTD + y_BTD)
-        return self.norm(block["mlp_norm"], x_BTD + self.mlp(block["mlp"], x_BTD, layer))
 
     def scores(self, batch: dict) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """For every loss by name: of every target its cross-entropy, and whether it is found."""
@@ -114,6 +90,7 @@ def program(request: pytest.FixtureRequest) -> Program:
         sequence_length=12,
         microbatch=4,
         dropout=RATE,
+        init_std=0.3,  # so that every weight matters
     )
     return tiny_program(dataclasses.replace(config, seed=5))
 
@@ -129,8 +106,9 @@ def batch(program: Program) -> dict:
 
 def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     """Of a train step, with dropout at its four sites."""
-    layout, weights = program.layout, random_weights(program)
-    state, placed = layout.from_canonical(layout.begin(weights)), program.put_batch(batch, program.local_rows)
+    weights = drawn_weights(program)
+    state = program.layout.from_canonical(drawn_state(program))
+    placed = program.put_batch(batch, program.local_rows)
     metrics = train_step(program).lower(state, placed).compile(QUICKLY)(state, placed)[1]
     expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
     means = {name: loss.sum() / (hit != IGNORED).sum() for name, (loss, hit) in expected.items()}
@@ -147,15 +125,14 @@ def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
 
 def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> None:
     """Of every target; whatever stands in the padding, but of a span, whose end may lie there."""
-    weights = random_weights(program)
     place_T = np.arange(program.config.model.sequence_length)
     padded = np.where(
         place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9)
     )
-    params = place(program, weights)
+    params = drawn_params(program)
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
     found = scores(program).lower(params, placed).compile(QUICKLY)(params, placed)
-    expected = NumpyBert(program.config, weights, 0.0, 0).scores(batch)
+    expected = NumpyBert(program.config, drawn_weights(program), 0.0, 0).scores(batch)
     assert found.keys() == expected.keys()
     for name, (loss, hit) in expected.items():
         np.testing.assert_allclose(np.asarray(found[name][0]), loss, rtol=1e-4, atol=1e-4, err_msg=name)

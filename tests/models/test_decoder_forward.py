@@ -8,7 +8,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from plain import Decoder, place, random_weights
+from drawn import drawn_params, drawn_weights
+from plain import Decoder
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -40,12 +41,13 @@ OTHERS = [(name, documents) for name in WORDS for documents in (True, False) if 
 
 def make_config(mesh: tuple[int, int, int], rate: float, **options) -> Config:
     size = {"num_layers": 3, "sequence_length": 12, "global_batch": 4, "microbatch": 2, "dropout": rate}
+    size["init_std"] = 0.4  # so that every weight matters
     return dataclasses.replace(tiny_config(mesh, **size | options), seed=5)
 
 
 def losses(program: Program, *steps: int) -> list[float]:
     """Losses of the same weights and batch in several steps."""
-    params = place(program, random_weights(program))
+    params = drawn_params(program)
     batch = program.put_batch(random_batch(program.config, STEP), program.local_rows)
     run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
     return [float(run(params, batch, np.int32(step))[0]) for step in steps]
@@ -54,7 +56,7 @@ def losses(program: Program, *steps: int) -> list[float]:
 def expected_loss(program: Program, rate: float, **others) -> float:
     """The loss of numpy's model, or of one with other words."""
     config = dataclasses.replace(program.config, model=dataclasses.replace(program.config.model, **others))
-    return Decoder(config, random_weights(program), rate, STEP).loss(random_batch(program.config, STEP))
+    return Decoder(config, drawn_weights(program), rate, STEP).loss(random_batch(program.config, STEP))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def test_a_rate_of_zero_turns_all_dropout_off() -> None:
 def test_evaluation_is_numpy_s_without_dropout(gpt2: Program) -> None:
     """The loss of the targets, whatever the model's dropout."""
     batch = random_batch(gpt2.config, STEP)
-    found = scores(gpt2)(place(gpt2, random_weights(gpt2)), gpt2.put_batch(batch, gpt2.local_rows))
+    found = scores(gpt2)(drawn_params(gpt2), gpt2.put_batch(batch, gpt2.local_rows))
     loss_BT, hit_BT = found["next_token"]
     counted_BT = batch["targets"] != IGNORED
     np.testing.assert_array_equal(np.asarray(hit_BT) == IGNORED, ~counted_BT)
@@ -99,15 +101,15 @@ def test_evaluation_is_numpy_s_without_dropout(gpt2: Program) -> None:
 
 def test_next_logits_are_numpy_s_and_causal(gpt2: Program) -> None:
     """Logits at a position, to the bit the same with other tokens after it; padded columns are never sampled."""
-    config, weights = gpt2.config, random_weights(gpt2)
+    config = gpt2.config
     tokens = random_batch(config, STEP)["tokens"]
-    params = place(gpt2, weights)
+    params = drawn_params(gpt2)
 
     def logits(tokens: np.ndarray) -> np.ndarray:
         batch = gpt2.put_batch({"tokens": tokens, "targets": tokens}, gpt2.local_rows)
         return np.asarray(next_logits(gpt2)(params, batch, np.int32(7)))
 
-    expected_BV = Decoder(config, weights, 0.0, STEP).logits({"tokens": tokens})[:, 7]
+    expected_BV = Decoder(config, drawn_weights(gpt2), 0.0, STEP).logits({"tokens": tokens})[:, 7]
     np.testing.assert_allclose(logits(tokens)[:, : config.model.vocab_size], expected_BV, rtol=1e-4, atol=1e-4)
     assert (logits(tokens)[:, config.model.vocab_size :] < -1e38).all()
     later, here = tokens.copy(), tokens.copy()

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 from canonical_weights import from_tensors, places_of
+from drawn import placed
 from hugging_face import peer_model
-from plain import place
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -41,7 +41,7 @@ def test_logits_loss_and_gradients_equal_transformers(mesh):
     weights = {name: tensor.detach() for name, tensor in peer.state_dict().items()}
     gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
 
-    params = place(program, our_weights(weights, model))
+    params = placed(program, our_weights(weights, model))
     batch = program.put_batch({"tokens": tokens[:, :-1], "targets": targets}, program.local_rows)
     ours, grads = loss_and_gradients(program)(params, batch, np.int32(0))
     assert float(ours) == pytest.approx(loss.item(), rel=1e-6)

@@ -2,12 +2,11 @@
 predict; on a pipe of one stage nothing of it is there."""
 
 import itertools
-import math
 from collections import Counter
 
 import jax
 import pytest
-from counting import configured, equations, program_of
+from counting import configured, equations, product_flops, program_of
 from tiny import QWEN3, abstract_batch
 
 from megajax.program.memory import residual_bytes
@@ -21,13 +20,6 @@ def step_jaxpr(program):
     return jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr
 
 
-def flops(product) -> int:
-    """Of a matrix product."""
-    (contracted, _), _ = product.params["dimension_numbers"]
-    shape = product.invars[0].aval.shape
-    return 2 * product.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
-
-
 def work(jaxpr) -> tuple[Counter, list[Counter]]:
     """How often every matrix product, by what it computes, and every collective, by kind, axes and shapes, runs in a
     step; what stands in a loop of which the jaxpr does not know the turns is apart, loop by loop: of one turn a tick.
@@ -38,7 +30,7 @@ def work(jaxpr) -> tuple[Counter, list[Counter]]:
         if name == "while":
             counts[id(eqn)] = Counter()
         elif name == "dot_general":
-            counts[loop]["product", flops(eqn)] += times
+            counts[loop]["product", product_flops(eqn)] += times
         elif name in COLLECTIVES:
             axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
             counts[loop][COLLECTIVES[name], str(axes), shapes] += times
