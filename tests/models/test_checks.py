@@ -4,19 +4,12 @@ from typing import Any
 
 import pytest
 
-from megajax.config import Config
 from megajax.errors import UserError
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_mesh
 
-
-def llama(**words: Any) -> Config:
-    return resolve(load_preset("llama-demo"), {f"model.{name}": value for name, value in words.items()})
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
+REFUSED = {  # preset and table of options -> values, and a part of the line
+    ("llama-demo", "model"): [
         ({"num_kv_heads": 3}, "--model.num-kv-heads 3 with --model.num-heads 8; valid: 1, 2, 4, 8"),
         ({"num_kv_heads": 16}, "--model.num-kv-heads 16 with --model.num-heads 8; valid: 1, 2, 4, 8"),
         (
@@ -41,16 +34,7 @@ def llama(**words: Any) -> Config:
         ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
         ({"rope_scaling": "yarn"}, "valid: none, linear, llama3"),
     ],
-)
-def test_options_that_do_not_fit_each_other(words: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        llama(**words)
-    assert line in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
+    ("bert-demo", "model"): [
         ({"norm": "rmsnorm"}, "--model.norm rmsnorm with --model.family bert; valid: --model.norm layernorm"),
         ({"query_key_norm": True}, "--model.query-key-norm with --model.family bert; valid: --no-model.query-key-norm"),
         (
@@ -61,11 +45,34 @@ def test_options_that_do_not_fit_each_other(words: dict[str, Any], line: str) ->
         ({"num_kv_heads": 2}, "--model.num-kv-heads 2 with --model.num-heads 8; valid: 8"),
         ({"head_size": 8}, "--model.head-size 8"),
     ],
+    ("demo", "lora"): [
+        ({"rank": 129}, "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128"),
+        ({"targets": ["atention"]}, "did you mean attention?"),
+        ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, query, key, value, "),
+        ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
+        (
+            {"rank": 4, "targets": ["gate"]},
+            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or",
+        ),
+        ({"rank": 4, "alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
+        ({"rank": -1}, "--lora.rank -1; valid: 0 to"),
+    ],
+    ("llama-demo", "lora"): [
+        ({"rank": 65}, "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64"),
+    ],
+    ("bert-demo", "lora"): [
+        ({"rank": 4}, "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "table", "values", "line"), [(*where, *row) for where, rows in REFUSED.items() for row in rows]
 )
-def test_bert_has_its_own_words_only(words: dict[str, Any], line: str) -> None:
+def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolve(load_preset("bert-demo"), {f"model.{name}": value for name, value in words.items()})
-    assert line in str(caught.value)
+        resolve(load_preset(preset), {f"{table}.{name}": value for name, value in values.items()})
+    assert line in str(caught.value) and "valid" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_is_left_to_others() -> None:
@@ -93,39 +100,3 @@ def test_a_tensor_group_that_neither_divides_heads_of_keys_nor_is_a_multiple() -
     line = "--mesh.tensor 6 does not divide --model.num-kv-heads 4, nor is it a multiple of it; valid: 1, 2, 4, 12"
     with pytest.raises(UserError, match=line):
         on(6, num_heads=12, num_kv_heads=4)
-
-
-@pytest.mark.parametrize(
-    ("preset", "values", "line"),
-    [
-        (
-            "demo",
-            {"lora.rank": 129},
-            "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128",
-        ),
-        (
-            "llama-demo",
-            {"lora.rank": 65},
-            "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64",
-        ),
-        ("demo", {"lora.targets": ["atention"]}, "did you mean attention?"),
-        ("demo", {"lora.targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, query, key, value, "),
-        ("demo", {"lora.rank": 4, "lora.targets": []}, "--lora.targets is empty; valid: attention, "),
-        (
-            "demo",
-            {"lora.rank": 4, "lora.targets": ["gate"]},
-            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or",
-        ),
-        ("demo", {"lora.rank": 4, "lora.alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
-        ("demo", {"lora.rank": -1}, "--lora.rank -1; valid: 0 to"),
-        (
-            "bert-demo",
-            {"lora.rank": 4},
-            "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d",
-        ),
-    ],
-)
-def test_adapters_that_a_model_cannot_have(preset: str, values: dict[str, Any], line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        resolve(load_preset(preset), values)
-    assert line in str(caught.value) and "valid" in str(caught.value) and "\n" not in str(caught.value)

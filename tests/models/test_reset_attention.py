@@ -1,7 +1,5 @@
 """Attention reset at documents: documents that share a sequence are computed as if each stood alone."""
 
-from functools import cache
-
 import jax
 import numpy as np
 import pytest
@@ -9,8 +7,6 @@ from drawn import drawn_params
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
-from megajax.program.program import Program
-from megajax.program.scoring import next_logits
 from megajax.program.train_step import loss_and_gradients
 from megajax.verify import named_leaves
 
@@ -37,35 +33,13 @@ def alone() -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets}
 
 
-@cache
-def model(mesh: tuple[int, int, int], rows: int, reset: bool) -> tuple[Program, dict]:
-    options = {"remat": "selective", "vocabulary": "split", "num_layers": 2, "init_std": 0.3}
-    options["reset_attention"] = reset
-    program = tiny_program(tiny_config(mesh, global_batch=rows, dropout=0.0, **options))
-    return program, drawn_params(program)
-
-
-def logits(mesh: tuple[int, int, int], batch: dict[str, np.ndarray]) -> np.ndarray:
-    """Of every token, [B, T, V]."""
-    program, params = model(mesh, len(batch["tokens"]), "positions" in batch)
-    batch = program.put_batch(batch, program.local_rows)
-    run = next_logits(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
-    return np.stack([run(params, batch, np.int32(place)) for place in range(LENGTH)], axis=1)[:, :, :VOCABULARY]
-
-
-def test_logits_are_those_of_each_document_alone():
-    """On a mesh that splits all there is to split, beside one device."""
-    together_BTV, apart_BTV = logits((2, 2, 2), joined()), logits((1, 1, 1), alone())
-    for number, (row, start, length) in enumerate(DOCUMENTS):
-        together_TV, apart_TV = together_BTV[row, start : start + length], apart_BTV[number, :length]
-        np.testing.assert_allclose(together_TV, apart_TV, rtol=1e-4, atol=1e-4)
-
-
 def test_loss_and_gradients_are_those_of_each_document_alone():
-    """Of all weights, the learned positions included."""
+    """Of all weights, the learned positions included; on a mesh: `test_parity.py`."""
     found = []
     for batch in joined(), alone():
-        program, params = model((1, 1, 1), len(batch["tokens"]), "positions" in batch)
+        options = {"num_layers": 2, "init_std": 0.3, "reset_attention": "positions" in batch}
+        program = tiny_program(tiny_config(global_batch=len(batch["tokens"]), dropout=0.0, **options))
+        params = drawn_params(program)
         batch = program.put_batch(batch, program.local_rows)
         run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
         loss, gradients = jax.device_get(run(params, batch, np.int32(0)))

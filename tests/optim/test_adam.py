@@ -17,16 +17,8 @@ from megajax.parallel.boundary import F_AND_G
 from megajax.program.program import Program
 from megajax.verify import named_leaves
 
-DECAYED = {
-    "shared/table",
-    "shared/positions",
-    "blocks/attention/query/weight",
-    "blocks/attention/key/weight",
-    "blocks/attention/value/weight",
-    "blocks/attention/output/weight",
-    "blocks/mlp/up/weight",
-    "blocks/mlp/down/weight",
-}
+PRODUCTS = ("attention/query", "attention/key", "attention/value", "attention/output", "mlp/up", "mlp/down")
+DECAYED = {"shared/table", "shared/positions", *(f"blocks/{name}/weight" for name in PRODUCTS)}
 STEPS = 3
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 
@@ -64,15 +56,9 @@ def random_tree(program: Program, seed: int, std: float) -> dict:
 
 def place(program: Program, tree: dict) -> dict:
     """The same in its shards, zeros in padded slots."""
-    index = program.layout.placement.layer_index
-
-    def pipelined(leaf: np.ndarray) -> np.ndarray:
-        slots = np.zeros((*index.shape, *leaf.shape[1:]), leaf.dtype)
-        slots[index >= 0] = leaf
-        return slots
-
-    tree = {"shared": tree["shared"], "blocks": jax.tree.map(pipelined, tree["blocks"])}
-    return jax.device_put(tree, shardings(program.mesh, program.layout.trained_specs))
+    blocks = jax.tree.map(program.layout.placement.to_stages, tree["blocks"])
+    specs = program.layout.trained_specs
+    return jax.device_put({"shared": tree["shared"], "blocks": blocks}, shardings(program.mesh, specs))
 
 
 def zero_state(program: Program, steps: int = 0) -> tuple:

@@ -50,12 +50,6 @@ def test_without_a_configuration_nothing_is_scaled():
     assert (float(found.scale), int(found.good_steps)) == (1, 0)
 
 
-def test_the_defaults_are_the_usual_ones():
-    config = LossScaleConfig()
-    numbers = (config.initial, config.growth, config.growth_every, config.backoff, config.floor)
-    assert numbers == (65536, 2, 1000, 0.5, 1)
-
-
 def seen(norms: list[float]) -> jax.Array:
     recent = initial_norms()
     for step, norm in enumerate(norms):

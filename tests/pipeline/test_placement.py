@@ -52,13 +52,6 @@ def test_natural_weights_do_not_see_the_padding():
     np.testing.assert_array_equal(placement.to_canonical(pipelined), np.arange(5.0))
 
 
-def test_fewer_layers_than_stages():
-    """The first stages have one layer each, the others nothing to run."""
-    placement = Placement(2, 4)
-    assert placement.layer_index.tolist() == [[[0], [1], [-1], [-1]]]
-    assert placement.padded
-
-
 def test_the_documented_interleaved_example():
     """16 layers, 4 stages, 2 chunks: stage 0 has layers 1-2 and 9-10, stage 3 has 7-8 and 15-16 (REFERENCE §3)."""
     index = Placement(16, 4, 2).layer_index + 1
