@@ -17,8 +17,7 @@ NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biase
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """AdamW with the run's schedule; weight decay on matrices and embeddings only, not on LayerNorm and
-    biases."""
+    """AdamW with the run's schedule; weight decay on matrices and embeddings only."""
     return optax.chain(  # optax.adamw's
         _scale_by_adam(config),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
@@ -29,8 +28,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam`, whose state stays the same where the step is not `taken`.
 
-    New weights are computed from the new moments, which the barrier has XLA finish first: nothing else reads the old
-    ones, so that they are overwritten in place. XLA would copy all of them otherwise.
+    The barrier has XLA finish the new moments before it computes weights from them: nothing else reads the old ones,
+    which are overwritten in place, and not copied.
     """
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
 
@@ -69,18 +68,15 @@ def decay_mask(params: Tree) -> Tree:
 
 def parameter_groups(params: Tree) -> tuple[int, int]:
     """How many parameters decay, and how many do not."""
-    sizes = jax.tree.map(lambda decays, leaf: (leaf.size, 0) if decays else (0, leaf.size), decay_mask(params), params)
-    pairs = jax.tree.leaves(sizes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return sum(decayed for decayed, _ in pairs), sum(other for _, other in pairs)
+    decays, leaves = jax.tree.leaves(decay_mask(params)), jax.tree.leaves(params)
+    decayed = sum(leaf.size for decay, leaf in zip(decays, leaves, strict=True) if decay)
+    return decayed, sum(leaf.size for leaf in leaves) - decayed
 
 
 @jax.named_scope("gradient_norm")
 def global_norm(grads: Tree) -> Array:
-    """Norm over all logical elements, each counted once.
-
-    A reduced gradient varies over exactly the axes its weight is split over, so its sum of squares is completed over
-    those axes and no others: what is duplicated on the devices of a group, or shared between stages, counts once.
-    """
+    """Norm over all logical elements, each counted once: a reduced gradient varies over exactly the axes that its
+    weight is split over, so its sum of squares is completed over those and no others."""
     sums: dict[frozenset[str], Array] = {}
     for grad in jax.tree.leaves(grads):
         axes = varying_axes(grad)

@@ -35,9 +35,7 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
 
 
 def _left(progress: Array, shape: str) -> Array:
-    """The remaining share of the way from peak to floor after a share `progress` of the decay: 1 at first, 0 at the
-    end.
-    """
+    """The remaining share of the way from peak to floor after a share `progress` of the decay."""
     match shape:
         case "linear":
             return 1.0 - progress

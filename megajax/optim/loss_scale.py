@@ -1,8 +1,5 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): small gradients are computed larger.
-
-The loss is multiplied by the scale at the start of the backward pass, gradients are divided by it, in fp32, before
-anything looks at them. The other precisions keep scale 1: there the configuration is None.
-"""
+"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): the backward pass starts from the scale, and
+gradients are divided by it, in fp32, before anything looks at them. Without a configuration it stays 1."""
 
 from dataclasses import dataclass
 
@@ -18,15 +15,10 @@ _LARGEST = 2.0**64  # far above any use, far below where a scale or its inverse 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step.
+    """The scale of the next step."""
 
-    Attributes:
-        scale: fp32 scalar; in a checkpoint 0 where the run was not in fp16, so that another precision may take over.
-        good_steps: good steps in a row since it last grew, int32 scalar.
-    """
-
-    scale: Array
-    good_steps: Array
+    scale: Array  # fp32 scalar; in a checkpoint 0 where the run was not in fp16, so that another precision takes over
+    good_steps: Array  # in a row since it last grew, int32 scalar
 
     @classmethod
     def start(cls, config: LossScaleConfig | None) -> "LossScale":
@@ -40,10 +32,8 @@ class LossScale:
         good_steps = self.good_steps + 1
         grows = good_steps >= config.growth_every
         grown = jnp.where(grows, jnp.minimum(self.scale * config.growth, _LARGEST), self.scale)
-        shrunk = jnp.maximum(self.scale * config.backoff, config.floor)
-        return LossScale(
-            jnp.where(finite, grown, shrunk), jnp.where(finite & ~grows, good_steps, jnp.zeros_like(good_steps))
-        )
+        scale = jnp.where(finite, grown, jnp.maximum(self.scale * config.backoff, config.floor))
+        return LossScale(scale, jnp.where(finite & ~grows, good_steps, jnp.zeros_like(good_steps)))
 
     def stored(self, config: LossScaleConfig | None) -> "LossScale":
         """The form that is stored in a checkpoint."""

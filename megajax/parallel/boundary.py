@@ -31,20 +31,14 @@ TOKENS = 1  # the dim of x_BTD that sequence parallelism shards
 
 @dataclass(frozen=True)
 class RegionBoundary:
-    """The boundary of regions sharded over `tensor`, or over several axes with `tensor` the last of them.
+    """The boundary of regions sharded over `tensor`, or over several axes with `tensor` the last of them."""
 
-    Attributes:
-        vocabulary: axes that the rows of the embedding table are sharded over.
-        sequence_parallel: activations between the regions are sharded along the sequence, over `tensor`.
-        regather: what sequence parallelism gathered for a matrix product is not kept for the backward pass, but
-            gathered again. Without need where the layer as a whole is recomputed.
-        chosen: activations between the regions are those of chosen tokens (`of_chosen`).
-    """
-
-    vocabulary: Axes = TENSOR
-    sequence_parallel: bool = False
+    vocabulary: Axes = TENSOR  # axes that the rows of the embedding table are sharded over
+    sequence_parallel: bool = False  # activations between the regions are sharded along the sequence, over `tensor`
+    # What sequence parallelism gathered for a matrix product is not kept for the backward pass, but gathered again.
+    # Without need where the layer as a whole is recomputed.
     regather: bool = True
-    chosen: bool = False
+    chosen: bool = False  # activations between the regions are those of chosen tokens (`of_chosen`)
 
     @property
     def split(self) -> int | None:
@@ -57,8 +51,7 @@ class RegionBoundary:
         return self.sequence_parallel and self.regather
 
     def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
-        """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient is
-        reduce-scattered."""
+        """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient scattered."""
         if self.chosen:  # counts as varying where a weight has touched it, and the gradient is summed behind that
             return vary(x_BTD, (axes,) if isinstance(axes, str) else axes)
         if not self.sequence_parallel:
@@ -86,8 +79,8 @@ class RegionBoundary:
         return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
 
     def at_places(self, x_BTD: Array, places_BM: Array) -> Array:
-        """An activation between the regions at these places of the sequence, on every device of a tensor group,
-        [B, M, D]; with sequence parallelism each looks up those that it has, and `g` adds them up."""
+        """An activation between the regions at these places of the sequence, [B, M, D], on every device of a tensor
+        group; with sequence parallelism each looks up those that it has, and `g` adds them up."""
         if not self.sequence_parallel:
             return _rows_at(x_BTD, places_BM)
         size = x_BTD.shape[TOKENS]
@@ -108,8 +101,8 @@ class RegionBoundary:
 
     @property
     def of_chosen(self) -> "RegionBoundary":
-        """Those of what follows `at_places`, which is not sharded along the sequence. With sequence parallelism the
-        weights between the regions count as varying over `tensor` all the same."""
+        """That of what follows `at_places`, which is not sharded along the sequence, although the weights between the
+        regions count as varying over `tensor` with sequence parallelism."""
         return replace(self, sequence_parallel=False, chosen=True) if self.sequence_parallel else self
 
     def of_first_token(self, values: Any) -> Any:

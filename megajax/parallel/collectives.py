@@ -25,10 +25,8 @@ def f(x: Array, axes: Axes = TENSOR) -> Array:
 
 
 def g(x: Any, axes: Axes = TENSOR) -> Any:
-    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3).
-
-    A tree is summed in one collective.
-    """
+    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3); of a tree in one
+    collective."""
     return lax.psum(x, axes)
 
 
@@ -74,10 +72,8 @@ def own_shard(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
 
 
 def gather_shards(x: Array, dim: int, axes: Axes = BATCH_AXES, *, invariant: bool = False) -> Array:
-    """All-gather of the parts along `dim`; its transpose is `scatter_sum`.
-
-    The result counts as varying over the axes, or, `invariant`, as the same on all of their devices.
-    """
+    """All-gather of the parts along `dim`; its transpose is `scatter_sum`. The result counts as varying over the axes,
+    or, `invariant`, as the same on all of their devices."""
     return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
@@ -92,15 +88,13 @@ def exchange(x: Array, divided: int, joined: int, axis: str) -> Array:
 
 
 def broadcast_stage(x: Array, mine: Array | bool) -> Array:
-    """On every stage, what the one stage has where `mine` is true. Every stage has to take part."""
+    """On every stage, what the one stage has where `mine` is true. All stages have to take part."""
     return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)
 
 
 def send_up(x: Array, *, ring: bool) -> Array:
-    """Hand a stage's output to the next stage, in a `ring` the last one's to the first.
-
-    Never where stages may differ in taking part, as inside a conditional on the stage.
-    """
+    """Hand a stage's output to the next stage, in a `ring` the last one's to the first. All stages have to take
+    part."""
     return _send(x, +1, ring)
 
 

@@ -1,9 +1,9 @@
 """Products whose weight gradients are computed later: the backward pass hands out their factors instead.
 
 The backward pass of `Y = X A` has two products: `dX = dY Aᵀ`, for which the layer before waits, and `dA = Xᵀ dY`, for
-which nobody does. Here the second one is left out, and its two factors `X` and `dY` come out as the gradients of two
-arguments that are used for nothing else, the dummies. So the pullback of a layer is its input-gradient pass, whatever
-`jax.checkpoint` keeps of it, and the weight gradients are products of the factors at any later time.
+which nobody does. Here the second one is left out, and its factors `X` and `dY` come out as the gradients of two
+arguments that are used for nothing else, the dummies. So the pullback of a layer is its input-gradient pass, and the
+weight gradients are products of the factors at any later time.
 """
 
 from collections.abc import Callable, Mapping

@@ -147,8 +147,7 @@ def column_parallel(
 
     def linear_in_both(input_BTD: Array, weights: list[Array]) -> list[Array]:
         x_BTD = entered(input_BTD)
-        own = (linear.own(weight, 1) for linear, weight in zip(linears, weights, strict=True))
-        return [jnp.tensordot(x_BTD, weight, 1) for weight in own]
+        return [jnp.tensordot(x_BTD, linear.own(weight, 1), 1) for linear, weight in zip(linears, weights, strict=True)]
 
     def multiply(input_BTD: Array, weights: list[Array], adapters: list[tuple[Array, ...]]) -> list[Array]:
         x_BTD, outputs = entered(input_BTD), []

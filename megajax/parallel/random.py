@@ -1,11 +1,8 @@
 """Randomness that does not depend on the mesh: named keys for initialisation, counted bits for dropout.
 
 Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample, head, token, feature), so a device
-computes exactly its slice of the one mask that a single device would draw, whatever the mesh, the microbatch size or
-the process.
-
-The hash is an integer mixer in place of a cryptographic generator: a few multiplications per element, fused into its
-consumer. A mask needs good statistics, not unpredictability (they are tested).
+computes exactly its slice of the one mask that a single device would draw. The hash is an integer mixer, a few
+multiplications per element, fused into its consumer: a mask needs good statistics (tested), not unpredictability.
 """
 
 import dataclasses
@@ -70,9 +67,8 @@ class RandomBits:
     def fold(self, index: "int | Array") -> "RandomBits":
         """Fold one more coordinate in; an array broadcasts against the state."""
         word = jnp.uint32(index) if isinstance(index, int) else index.astype(jnp.uint32)
-        return RandomBits(
-            _mix_a(self.a ^ word * jnp.uint32(0x85EBCA6B)), _mix_b(self.b + word * jnp.uint32(0xC2B2AE35))
-        )
+        a, b = self.a ^ word * jnp.uint32(0x85EBCA6B), self.b + word * jnp.uint32(0xC2B2AE35)
+        return RandomBits(_mix_a(a), _mix_b(b))
 
     def __getitem__(self, index) -> "RandomBits":
         return RandomBits(self.a[index], self.b[index])
@@ -97,7 +93,6 @@ class Dropout:
 
     @classmethod
     def off(cls) -> "Dropout":
-        """None at all."""
         return cls(0.0, RandomBits.from_seed(0))
 
     def fold(self, index: int | Array) -> "Dropout":

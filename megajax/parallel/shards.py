@@ -24,12 +24,8 @@ NOT_SHARDED = 0  # in place of a dim
 
 @dataclass(frozen=True)
 class Shards:
-    """Which dim of every weight is sharded over the axes that divide a batch.
-
-    Attributes:
-        dims: tree of the weights' structure; dims are negative, counted from the last one, so that they hold with and
-            without the dims of stacked layers. `NOT_SHARDED` where there is none.
-    """
+    """Which dim of every weight is sharded over the axes that divide a batch, in a tree of the weights' structure:
+    negative, so that it holds with and without the dims of stacked layers. `NOT_SHARDED` where there is none."""
 
     dims: Tree
 

@@ -1,8 +1,8 @@
 """Sites: the named activations of a step.
 
 A name says which activation recomputation may save (a policy of `jax.checkpoint`), and which one is recorded: a step
-that is traced while `recording` sends the host what every device has at each site, forward and backward, from inside
-the one region, its loops and conditionals, whatever is recomputed. When not recording, a name costs nothing.
+that is traced while `recording` sends the host what every device has at each site, forward and backward. When not
+recording, a name costs nothing.
 """
 
 import contextlib
@@ -26,31 +26,18 @@ HEAD = "head"
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What one device had at a site.
-
-    Attributes:
-        site: its name.
-        backward: the gradient of the loss there, not the activation.
-        layer: global index of the layer; -1 in the head.
-        samples: rows of the global batch, [B].
-        value: [B · parts, …], `parts` sequences a sample; of a dim that devices share their part.
-        split: that dim; None where there is none.
-        first: where this device's part begins there.
-        shared: other devices have the same part, and its gradient here is one of several that add up to it.
-        device: its coordinates on the mesh axes, in the order of `AXES`.
-        turn: when it was traced; within a layer, or in the head, sites are traced in the order of computation.
-    """
+    """What one device had at a site."""
 
     site: str
-    backward: bool
-    layer: int
-    samples: np.ndarray
-    value: np.ndarray
-    split: int | None
-    first: int
-    shared: bool
-    device: tuple[int, ...]
-    turn: int = 0
+    backward: bool  # the gradient of the loss there, not the activation
+    layer: int  # global index; -1 in the head
+    samples: np.ndarray  # rows of the global batch, [B]
+    value: np.ndarray  # [B · parts, …], `parts` sequences a sample; of a dim that devices share their part
+    split: int | None  # that dim
+    first: int  # where this device's part begins there
+    shared: bool  # other devices have the same part, and its gradient here is one of several that add up to it
+    device: tuple[int, ...]  # its coordinates on the mesh axes, in the order of `AXES`
+    turn: int = 0  # when it was traced: in a layer, or in the head, in the order of computation
 
 
 Record = Callable[[SiteRecord], None]
@@ -90,15 +77,8 @@ def named(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, fi
 
 
 def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
-    """`x`, recorded under a name, if anything is.
-
-    Args:
-        x: rows first.
-        name: of the site.
-        split: the dim of which this device has a part only.
-        axes: mesh axes that share it.
-        first: where this device's part begins, which others may have, too; by default equal parts follow each other.
-    """
+    """`x`, rows first, recorded under a name, if anything is: of the dim `split` this device's part, which starts at
+    `first` and which others may have, too; by default equal parts over `axes` follow each other."""
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x

@@ -43,14 +43,7 @@ def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
 
 
 def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
-    """Check that a schedule's table is not too large to make.
-
-    Args:
-        pipeline: schedule and chunks.
-        pipe: stages.
-        microbatches: of a step.
-        name: of their number, for error messages.
-    """
+    """Check that a schedule's table is not too large to make; `name` is the microbatches' in the message."""
     if not has_table(pipeline, pipe, microbatches):
         size = pipe * pipeline.chunks * microbatches
         raise UserError(

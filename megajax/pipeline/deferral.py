@@ -24,13 +24,8 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Deferring:
-    """How weight gradients are deferred.
-
-    Attributes:
-        times: pass times that determine the placement.
-        most: limit of chunks per stage whose weight gradients are pending at the end of a tick; None: 2(p-1), more
-            never help. If fewer give the same time, fewer are pending.
-    """
+    """How weight gradients are deferred: placed by these pass times, with those of at most so many chunks pending on a
+    stage at the end of a tick, fewer where the time is the same; None: 2(p-1), more never help."""
 
     times: PassTimes = PassTimes()
     most: int | None = None
@@ -44,7 +39,9 @@ class Deferring:
 def place(
     forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose how many weight gradients every stage runs in every tick.
+    """How many weight gradients every stage runs in every tick, int32 [ticks, stages]: before the forward is sent, and
+    after the backward; by where it runs a forward and a backward, bool [ticks, stages]. In a `ring` the last stage
+    sends to the first, as with several chunks.
 
     A tick has two halves, because a hand-over to the neighbours ends it: the forward, or weight gradients in its place,
     and the backward with weight gradients after it. The first is as long as its slowest stage; the second begins on a
@@ -61,14 +58,6 @@ def place(
     (p-1)(tF + tB - tW)/v where tW is at most tF and tB; with at most c <= 2(p-1) pending chunks
     ((p-1)(tF + tB + tW) - c tW)/v; with a larger tW (p-1)/v times tF + tB or max(tF, tW) + max(tB, tW) - tW, whichever
     is less (tested).
-
-    Args:
-        forward, backward: whether a stage runs one, bool [ticks, stages].
-        deferring: times and limit.
-        ring: whether the last stage sends to the first, as with several chunks.
-
-    Returns:
-        Numbers before the forward is sent and after the backward, int32 [ticks, stages].
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
@@ -78,10 +67,9 @@ def place(
         tables = [_place(forward, backward, times, most, ring, widen) for widen in rules]
         return min(tables, key=lambda table: table[0])
 
-    most = deferring.waiting(forward.shape[1])
-    shortest = best = table(most)
-    enough, too_few = most, -1
-    number = most - 1  # where this is too few, as it mostly is, no others are tried
+    enough, too_few = deferring.waiting(forward.shape[1]), -1
+    shortest = best = table(enough)
+    number = enough - 1  # where this is too few, as it mostly is, no others are tried
     while too_few < number < enough:
         found = table(number)
         if found[0] <= shortest[0] * (1 + _ROUNDING):

@@ -27,11 +27,10 @@ def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
 
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
-    """Lines of the table: ticks from left to right, one row per stage. Every tick shows the forward, the backward, and
-    deferred weight gradients as `w3,4`; weight gradients that replace a forward are shown in its column.
-
-    A row longer than `width` characters continues below. A large schedule is drawn in excerpts, each under its name,
-    and the last line says what is left out.
+    """Lines of the table: ticks from left to right, one row per stage, continued below after `width` characters. Every
+    tick shows the forward, the backward, and deferred weight gradients as `w3,4`, in the column of the forward those
+    that replace one. A large schedule is drawn in excerpts, each under its name, and the last line says what is left
+    out.
     """
     from rich.text import Text
 

@@ -26,23 +26,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """What is drawn of a schedule.
-
-    Attributes:
-        parts: in order, not overlapping.
-        stages: in order.
-        of: number of ticks and stages of the schedule.
-        cells: number of passes of the schedule.
-    """
+    """What is drawn of a schedule: parts and stages, both in order."""
 
     parts: tuple[Part, ...]
     stages: tuple[int, ...]
-    of: tuple[int, int]
-    cells: int
+    of: tuple[int, int]  # ticks and stages of the schedule
+    cells: int  # its passes
 
     @property
     def is_complete(self) -> bool:
-        return self.of == (sum(part.past - part.first for part in self.parts), len(self.stages))
+        return not self.left_out()
 
     def left_out(self) -> str:
         """What is not drawn, in words; empty if nothing is left out."""

@@ -43,11 +43,8 @@ class Pipeline:
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
-        """Run the microbatches forward and backward as `schedule` says.
-
-        Returns the losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, as local sums:
-        not yet reduced over the axes that they vary over although losses, weights and figures do not.
-        """
+        """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, as local sums: not
+        yet reduced over the axes that they vary over although losses, weights and figures do not."""
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
         idle_x, no_figures = idle(self.x_type), self.no_figures()
@@ -88,11 +85,8 @@ class Pipeline:
         return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
-        """Run the microbatches forward only.
-
-        Returns what `finish(y, batch)` makes of the last virtual stage's output, every leaf [microbatches, …];
-        zeros on other stages, unless all run `finish` together.
-        """
+        """Forward only: what `finish(y, batch)` makes of the last virtual stage's output, every leaf [microbatches, …];
+        zeros on other stages, unless all run `finish` together."""
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
@@ -157,7 +151,7 @@ class Pipeline:
         return jax.tree.map(zeros_like_type, types)
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
-        """The ring buffer; `with_output`: also of chunks' outputs, for a head that runs later than its layers."""
+        """The ring buffer, with chunks' outputs for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
         return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # as the slots' numbers do
 
@@ -181,10 +175,8 @@ class Pipeline:
         return vary(self.ends.take(microbatch).context, (PIPE,))
 
     def send(self, send: Callable[..., Array], x: Array) -> Array:
-        """Hand over to a neighbour; in a pipe of one to nobody.
-
-        The barrier keeps it where it is called: XLA would move it to the start of the next tick, which then waits.
-        """
+        """Hand over to a neighbour, if there is one. The barrier keeps it where it is called: XLA would move it to the
+        start of the next tick, which then waits."""
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
     def _inbox(self, direction: Pass) -> Array | None:

@@ -23,16 +23,10 @@ def repeat_part(
 ) -> Array:
     """Run one part of a step repeatedly; returns a number that depends on the results.
 
-    Buffers are as large as in the step and their slots are used in turn, since a pass takes longer if its data is not
-    in a cache.
-
-    Args:
-        part: `forward`, `both` (and backward, where weight gradients are deferred without them) or `all` (and the
-            weight gradients that were deferred) of one microbatch through virtual stage `k`, which its stage runs while
-            the others skip it; `embed`, `head` or `embed_backward` of ends that all stages run together; `p2p_transfer`
-            up and down.
-        k: virtual stage; none is run where it is negative.
-        num_slots, num_factor_slots: of the schedule's table.
+    Buffers have the slots of the schedule's table, used in turn, since a pass takes longer if its data is not in a
+    cache. The part is `forward`, `both` (with the backward) or `all` (with deferred weight gradients) of one microbatch
+    through virtual stage `k`, which its stage runs while the others skip it, none where `k` is negative; `embed`,
+    `head` or `embed_backward` of ends that all stages run together; or `p2p_transfer`, up and down.
     """
     ends, alone, stages = pipeline.ends, not pipeline.ends.vocabulary_split, pipeline.num_stages
     first, last = alone & (k == 0), alone & (k == pipeline.num_chunks * stages - 1)

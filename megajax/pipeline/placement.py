@@ -1,9 +1,9 @@
-"""Which layers live on which stage, and the two forms of the stacked layers: canonical `[L, …]` and pipelined `[chunks,
-stages, n, …]`.
+"""Which layers live on which stage, and the two forms of the stacked layers: canonical `[L, …]`, as in checkpoints, and
+pipelined `[chunks, stages, n, …]`.
 
 Layers keep their canonical order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved
 placement. Where their number is not divisible, the first virtual stages hold one layer more and the others are padded
-with a layer that is never run. Checkpoints hold the canonical form.
+with a layer that is never run.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,7 @@ class Placement:
     def layer_index(self) -> np.ndarray:
         """Canonical index of the layer in each slot, -1 in a padded one; int32 [chunks, stages, layers per chunk]."""
         base, extra = divmod(self.num_layers, self.num_virtual)
-        index = np.full((self.num_virtual, self.layers_per_chunk), -1, np.int32)
-        first = 0
+        index, first = np.full((self.num_virtual, self.layers_per_chunk), -1, np.int32), 0
         for k in range(self.num_virtual):
             count = base + (k < extra)
             index[k, :count] = np.arange(first, first + count)

@@ -22,16 +22,7 @@ Predicate = Array | bool
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Work:
-    """What a stage runs in one direction.
-
-    Attributes:
-        runs: whether it runs anything.
-        microbatch, chunk: what.
-        slot: slot of the ring buffer for the residuals.
-        arrival: inbox slot for what the neighbour sent in the previous tick; a spare slot if it sent nothing.
-        source: inbox slot of the input; a spare slot if there is none.
-        factor_slot: slot of the factor buffer, where a backward leaves the factors of deferred weight gradients.
-    """
+    """What a stage runs in one direction, if it runs anything; slots as in `Pass`, spare ones in place of `IDLE`."""
 
     runs: Predicate
     microbatch: Number
@@ -39,7 +30,7 @@ class Work:
     slot: Number
     arrival: Number
     source: Number
-    factor_slot: Number = 0
+    factor_slot: Number = 0  # of the factor buffer, where a backward leaves the factors of deferred weight gradients
 
 
 @jax.tree_util.register_dataclass

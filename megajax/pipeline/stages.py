@@ -1,12 +1,11 @@
-"""What a stage does with a microbatch: run the layers of a chunk forward, keeping residuals for the backward, and run
-them backward.
+"""What a stage does with a microbatch: run the layers of a chunk forward, and backward from the residuals.
 
 A layer's forward is `jax.vjp`; the pullback it returns is a pytree whose leaves are either the layer's own weights,
 recognised by identity and not kept, or activations: the residuals, which are. The backward puts the weights back. So a
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 
-Where weight gradients are deferred, the pullback gives instead of those of the layer's products their factors
-(`parallel/deferred.py`), which are kept until `add_weight_gradients`.
+Where weight gradients are deferred, the pullback gives their factors instead (`parallel/deferred.py`), which are kept
+until `add_weight_gradients`.
 """
 
 from collections.abc import Callable
@@ -167,8 +166,7 @@ class Layers:
         return x, _summed(figures)
 
     def forward_with_residuals(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
-        """Run a chunk forward; returns its output with its figures, and all that `pull_back` needs, stacked over its
-        layers."""
+        """`run`, and all that `pull_back` needs, stacked over the chunk's layers."""
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, tuple[Figures, list[Array]]]:

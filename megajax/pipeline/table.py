@@ -24,22 +24,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One direction of a schedule. Tables are int32 [ticks, stages], `IDLE` where there is nothing.
-
-    Attributes:
-        microbatch, chunk: what runs.
-        slot: slot of the stage's ring buffer for the residuals: written by the forward, read by the backward.
-        arrival: inbox slot for what the neighbour sent in the previous tick.
-        source: inbox slot of the input; none at the virtual stage where the direction begins.
-        inbox_depth: number of inbox slots.
-    """
+    """One direction of a schedule. Tables are int32 [ticks, stages], `IDLE` where there is nothing."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
-    slot: np.ndarray
-    arrival: np.ndarray
-    source: np.ndarray
-    inbox_depth: int
+    slot: np.ndarray  # of the stage's ring buffer for the residuals: written by the forward, read by the backward
+    arrival: np.ndarray  # inbox slot for what the neighbour sent in the previous tick
+    source: np.ndarray  # inbox slot of the input; none at the virtual stage where the direction begins
+    inbox_depth: int  # number of inbox slots
 
     @property
     def active(self) -> np.ndarray:
@@ -55,40 +47,27 @@ class Pass:
 @dataclass(frozen=True)
 class Deferral:
     """When deferred weight gradients run. Every stage runs them in the order of its backwards, which then compute the
-    gradient of the input alone. Tables are int32.
+    gradient of the input alone. Tables are int32."""
 
-    Attributes:
-        early, late: numbers in a tick, before the forward is sent and after the backward; [ticks, stages].
-        microbatch, chunk: those of a stage's n-th backward and n-th weight gradient; [microbatches · chunks, stages].
-        num_slots: size of the ring buffer of factors; the n-th backward writes slot n mod num_slots.
-    """
-
-    early: np.ndarray
-    late: np.ndarray
-    microbatch: np.ndarray
+    early: np.ndarray  # how many in a tick before the forward is sent, [ticks, stages]
+    late: np.ndarray  # and after the backward
+    microbatch: np.ndarray  # of a stage's n-th backward and n-th weight gradient, [microbatches · chunks, stages]
     chunk: np.ndarray
-    num_slots: int
+    num_slots: int  # of the ring buffer of factors; the n-th backward writes slot n mod num_slots
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table of a step.
-
-    Attributes:
-        forward, backward: the two directions; a forward-only schedule has an empty `backward`.
-        num_chunks, num_microbatches: chunks per stage, microbatches per step.
-        num_slots: size of the ring buffer.
-        fused: a single stage runs a microbatch's backward in the tick of its forward, without a buffer for residuals.
-            (The last stage of a pipe could not: its forward would wait for the other stages' forwards of the tick, and
-            their backwards for it.)
-        deferral: when weight gradients run if they are deferred.
-    """
+    """The table of a step."""
 
     forward: Pass
-    backward: Pass
-    num_chunks: int
+    backward: Pass  # empty where the schedule is forward only
+    num_chunks: int  # per stage
     num_microbatches: int
-    num_slots: int
+    num_slots: int  # of the ring buffer
+    # A single stage runs a microbatch's backward in the tick of its forward, without a buffer for residuals. (The last
+    # stage of a pipe could not: its forward would wait for the others' forwards of the tick, and their backwards for
+    # it.)
     fused: bool
     deferral: Deferral | None = None
 

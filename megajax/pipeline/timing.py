@@ -15,23 +15,16 @@ from megajax.pipeline.table import Pass, Schedule, most_kept
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of the parts of a step.
-
-    Attributes:
-        forward, backward: one microbatch through one chunk, arrays [chunks, stages]; `backward` excludes deferred
-            weight gradients.
-        weight_gradient: deferred weight gradients of a chunk, [chunks, stages].
-        embed, head, embed_backward: ends that all stages compute together, each after the slowest stage is ready.
-        p2p_transfer: sending to one neighbour while receiving from the other.
-    """
+    """Times of the parts of a step: of one microbatch through one chunk, arrays [chunks, stages], and of ends that all
+    stages compute together, each after the slowest stage is ready."""
 
     forward: np.ndarray
-    backward: np.ndarray
-    weight_gradient: np.ndarray | float = 0.0
+    backward: np.ndarray  # without deferred weight gradients
+    weight_gradient: np.ndarray | float = 0.0  # deferred ones
     embed: float = 0.0
     head: float = 0.0
     embed_backward: float = 0.0
-    p2p_transfer: float = 0.0
+    p2p_transfer: float = 0.0  # sending to one neighbour while receiving from the other
 
     @classmethod
     def equal(cls, schedule: Schedule, times: PassTimes | None = None) -> "StageTimes":
@@ -128,10 +121,8 @@ def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chun
 
 
 def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int] | None:
-    """Chunks in flight per stage: all for GPipe; for Megatron-LM the warm-up forwards and the one that follows them.
-
-    None if nothing is published; Megatron-LM interleaves only if p divides m.
-    """
+    """Chunks in flight per stage: all for GPipe; for Megatron-LM, which interleaves only if p divides m, the warm-up
+    forwards and the one that follows them. None if nothing is published."""
     p, m, v = num_stages, num_microbatches, num_chunks
     if name not in ("gpipe", "1f1b", "interleaved") or (v > 1 and m % p):
         return None

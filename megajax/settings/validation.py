@@ -16,7 +16,7 @@ from megajax.errors import UserError
 from megajax.models.checks import check_lora, check_model
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES, Entry
-from megajax.optim.checks import check_cooldown
+from megajax.optim.config import check_cooldown
 from megajax.options import MOST, check, is_whole, options
 from megajax.pipeline.checks import check_schedule, check_table
 from megajax.tasks.registry import TASKS, Task

@@ -14,7 +14,7 @@ from megajax.errors import UserError
 from megajax.host.ending import keep_traces_in
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
-from megajax.optim.checks import check_cooldown
+from megajax.optim.config import check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
