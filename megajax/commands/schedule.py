@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megajax.commands.plots import check_plot, plot_atomically
 from megajax.options import Option, between
-from megajax.pipeline.checks import check_schedule, check_table
-from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.config import PipelineConfig, check_schedule, check_table
 from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import Schedule

@@ -1,11 +1,14 @@
-"""The pipeline, as configuration."""
+"""The pipeline, as configuration, and whether it is valid. No JAX here."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megajax.errors import UserError
 from megajax.options import MOST, between
 from megajax.pipeline.deferral import Deferring, PassTimes
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.pipeline.schedule import SCHEDULES, schedule_names
+
+_MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +40,48 @@ class PipelineConfig:
         if self.weight_gradients == "together":
             return None
         return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
+
+
+def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
+    """Check a schedule's chunks against the stages, and against the layers where there is a model."""
+    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
+    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
+    if num_layers is not None and pipe > num_layers:
+        raise UserError(
+            f"--mesh.pipe {pipe} with --model.num-layers {num_layers}, which leaves a stage without a layer; "
+            f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
+        )
+    if not SCHEDULES[pipeline.schedule].chunked:
+        if chunks != 1:
+            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
+            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
+        return
+    if pipe == 1:
+        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
+    most = None if num_layers is None else num_layers // pipe
+    if most is not None and most < 2:
+        raise UserError(
+            f"{schedule}: --model.num-layers {num_layers} are too few for 2 chunks on each of "
+            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
+        )
+    if chunks < 2 or (most is not None and chunks > most):
+        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
+        raise UserError(
+            f"--pipeline.chunks {chunks} with {schedule}{why}; "
+            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
+        )
+
+
+def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
+    """Whether a schedule's table is not too large to make."""
+    return pipe * pipeline.chunks * microbatches <= _MOST_CELLS and pipe**2 <= _MOST_CELLS
+
+
+def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
+    """Check that a schedule's table is not too large to make; `name` is the microbatches' in the message."""
+    if not has_table(pipeline, pipe, microbatches):
+        size = pipe * pipeline.chunks * microbatches
+        raise UserError(
+            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
+            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
+        )

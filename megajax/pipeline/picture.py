@@ -1,5 +1,5 @@
 """Draw the timeline of a schedule as a picture: every pass of every stage. A large schedule gets an overview of the
-step, and the passes of the excerpts (`excerpt.py`) below."""
+step, and the passes of the excerpts (`drawing.py`) below."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from megajax.host.pictures import save
-from megajax.pipeline.drawing import cell_name
-from megajax.pipeline.excerpt import Excerpt, Part, excerpt
+from megajax.pipeline.drawing import Excerpt, Part, cell_name, excerpt
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import Span, StageTimes, timeline
 

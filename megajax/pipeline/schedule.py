@@ -95,17 +95,7 @@ def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
 ) -> Schedule:
     """The schedule called `name`, checked; `deferring` says how weight gradients are deferred, if there are several
-    stages: a single one is never idle. Raises `ValueError` for an unknown name and for numbers that it does not take.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(sorted(SCHEDULES))}")
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages} and {num_microbatches}")
-    chunked = SCHEDULES[name].chunked
-    if (num_chunks > 1) != chunked or num_chunks < 1:
-        raise ValueError(f"{name} takes {'2 or more chunks' if chunked else '1 chunk'}, not {num_chunks}")
-    if num_chunks > 1 and num_stages == 1:
-        raise ValueError(f"{name} needs at least 2 stages")
+    stages: a single one is never idle. Numbers that it takes: `check_schedule` (`pipeline/config.py`)."""
     schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
     return schedule if deferring is None or num_stages == 1 else with_deferral(schedule, deferring)
 

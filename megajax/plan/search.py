@@ -16,8 +16,7 @@ from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.options import as_flag, options
-from megajax.pipeline.checks import has_table
-from megajax.pipeline.config import PipelineConfig
+from megajax.pipeline.config import PipelineConfig, has_table
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of

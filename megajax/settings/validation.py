@@ -18,7 +18,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES, Entry
 from megajax.optim.config import check_cooldown
 from megajax.options import MOST, check, is_whole, options
-from megajax.pipeline.checks import check_schedule, check_table
+from megajax.pipeline.config import check_schedule, check_table
 from megajax.tasks.registry import TASKS, Task
 from megajax.traits import Size, Through
 

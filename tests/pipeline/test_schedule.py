@@ -62,23 +62,3 @@ def test_a_wrong_schedule_is_not_made(monkeypatch, direction, where):
     monkeypatch.setitem(SCHEDULES, "wrong", ScheduleKind(lambda *_: Ticks(*ticks)))
     with pytest.raises(AssertionError):
         make_schedule("wrong", 4, 6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("1f2b", 2, 2), "unknown schedule '1f2b': choose one of 1f1b, gpipe"),
-        (("", 1, 1), "unknown schedule ''"),
-        (("1f1b", 0, 2), "at least 1 stage and 1 microbatch, not 0 and 2"),
-        (("gpipe", 2, 0), "at least 1 stage and 1 microbatch, not 2 and 0"),
-        (("interleaved", 4, 4), "interleaved takes 2 or more chunks, not 1"),
-        (("interleaved", 4, 4, 0), "interleaved takes 2 or more chunks, not 0"),
-        (("interleaved", 1, 4, 2), "interleaved needs at least 2 stages"),
-        (("1f1b", 4, 4, 2), "1f1b takes 1 chunk, not 2"),
-        (("gpipe", 4, 4, 0), "gpipe takes 1 chunk, not 0"),
-    ],
-)
-def test_what_no_schedule_can_be_is_refused(arguments, message):
-    """With an error that says what there is."""
-    with pytest.raises(ValueError, match=message):
-        make_schedule(*arguments)
