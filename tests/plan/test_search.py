@@ -12,7 +12,7 @@ from tiny import tiny_config
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host.pictures import is_marked
-from megajax.pipeline import checks
+from megajax.pipeline import config as pipeline_config
 from megajax.plan import ranking
 from megajax.plan.machines import MACHINES
 from megajax.plan.memory import backend_of, memory
@@ -110,7 +110,7 @@ def test_what_is_given_stays():
 
 def test_tables_too_large_to_make_are_left_out(monkeypatch):
     """Though fewer microbatches tell their buffers."""
-    monkeypatch.setattr(checks, "_MOST_CELLS", 200)
+    monkeypatch.setattr(pipeline_config, "_MOST_CELLS", 200)
     train, given = replace(CONFIG.train, global_batch=64), ["mesh.pipe", "train.microbatch", "train.remat"]
     config = replace(CONFIG, train=train, mesh=replace(CONFIG.mesh, pipe=2))
     for each in search(config, 2, H100, given=given, count=1).fitting:
