@@ -55,17 +55,10 @@ def initial() -> dict[str, np.ndarray]:
 
 def test_initial_weights_are_normal(initial):
     """Mean 0, standard deviation 0.02, or 0.02 / sqrt(2L) right before a residual addition; biases 0, norms 1."""
-    residual = 0.02 / (2 * WIDE.num_layers) ** 0.5
-    expected = {
-        "shared/table": 0.02,
-        "shared/positions": 0.02,
-        "blocks/attention/query/weight": 0.02,
-        "blocks/attention/key/weight": 0.02,
-        "blocks/attention/value/weight": 0.02,
-        "blocks/attention/output/weight": residual,
-        "blocks/mlp/up/weight": 0.02,
-        "blocks/mlp/down/weight": residual,
-    }
+    weight, residual = "blocks/{}/weight".format, 0.02 / (2 * WIDE.num_layers) ** 0.5
+    expected = {"shared/table": 0.02, "shared/positions": 0.02, weight("mlp/up"): 0.02, weight("mlp/down"): residual}
+    expected |= {weight(f"attention/{name}"): 0.02 for name in ("query", "key", "value")}
+    expected[weight("attention/output")] = residual
     for name, leaf in initial.items():
         if name in expected:
             std, error = expected.pop(name), leaf.size**-0.5  # of the estimates below, in units of std

@@ -17,10 +17,7 @@ from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_
 
 SIZES = [1, 2, 8]
 BATCH, LENGTH, HIDDEN = 2, 8, 6
-SPLITS = {
-    False: (F_AND_G, P()),
-    True: (RegionBoundary(sequence_parallel=True), P(None, "tensor")),
-}  # and the spec of x_BTD
+SPLITS = [(F_AND_G, P()), (RegionBoundary(sequence_parallel=True), P(None, "tensor"))]  # and the spec of x_BTD
 # (raw, padded): odd; a multiple already; the last of 8 devices has nothing but padding, the one before some.
 VOCABULARIES = [(101, 104), (64, 64), (101, 128)]
 
@@ -64,21 +61,6 @@ def test_lookup_equals_the_dense_one(size, sequence):
     np.testing.assert_allclose(grad_VD, expected_VD, rtol=1e-6, atol=1e-7)
 
 
-def head(size: int, raw: int, sequence: bool):
-    """Loss per token and gradients (of x and the table) of the loss weighted per token."""
-    split, spec = SPLITS[sequence]
-
-    @region(size, (spec, P("tensor"), P(), P()), (P(), spec, P("tensor")))
-    def run(x_BTD, table_VD, targets_BT, weight_BT):
-        def loss(x_BTD, table_VD):
-            return cross_entropy(output_logits(x_BTD, table_VD, raw, split, CPU), targets_BT)
-
-        loss_BT, pullback = jax.vjp(loss, x_BTD, table_VD)
-        return loss_BT, *pullback(weight_BT)
-
-    return run
-
-
 @partial(jax.jit, static_argnums=0)
 def dense_head(raw: int, x_BTD, table_VD, targets_BT, weight_BT):
     """The same with optax on the raw vocabulary."""
@@ -98,7 +80,17 @@ def test_head_equals_the_dense_one(size, sequence, raw, padded):
     """Loss per token and gradients of hidden states and table; ignored targets; padded rows have no gradient at all."""
     x_BTD, table_VD, targets_BT = sample(raw, padded, ignored=True)
     weight_BT = np.random.default_rng(2).uniform(0.5, 2, (BATCH, LENGTH)).astype(np.float32)
-    loss_BT, grad_BTD, grad_VD = head(size, raw, sequence)(x_BTD, table_VD, targets_BT, weight_BT)
+    split, spec = SPLITS[sequence]
+
+    @region(size, (spec, P("tensor"), P(), P()), (P(), spec, P("tensor")))
+    def head(x_BTD, table_VD, targets_BT, weight_BT):
+        def loss(x_BTD, table_VD):
+            return cross_entropy(output_logits(x_BTD, table_VD, raw, split, CPU), targets_BT)
+
+        loss_BT, pullback = jax.vjp(loss, x_BTD, table_VD)
+        return loss_BT, *pullback(weight_BT)
+
+    loss_BT, grad_BTD, grad_VD = head(x_BTD, table_VD, targets_BT, weight_BT)
     expected = dense_head(raw, x_BTD, table_VD, targets_BT, weight_BT)
     for actual, reference in zip((loss_BT, grad_BTD, grad_VD), expected, strict=True):
         np.testing.assert_allclose(actual, reference, rtol=2e-5, atol=2e-6)

@@ -45,8 +45,7 @@ class Stage:
         self.saved = Slots(schedule.num_slots)
         self.inboxes = Slots(schedule.forward.inbox_depth), Slots(schedule.backward.inbox_depth)
         self.wires: list[tuple | None] = [None, None]
-        self.forward_done: list[tuple[int, int]] = []
-        self.backward_done: list[tuple[int, int]] = []
+        self.done: tuple[list, list] = [], []  # forward and backward
         self.peak = 0  # of what it has run forward and not yet backward
 
     def receive(self, direction: int, table: Pass, slot: int) -> tuple:
@@ -82,7 +81,7 @@ def simulate(schedule: Schedule) -> list[Stage]:
                 x = (i, ()) if k == 0 else stage.receive(0, schedule.forward, up["source"])
                 assert x == (i, tuple(range(k))), "the input is not there"
                 y = (i, (*x[1], k))
-                stage.forward_done.append((i, k))
+                stage.done[0].append((i, k))
                 if k != last:
                     sent[0][(s + 1) % p] = y
                 if schedule.fused and k == last:
@@ -96,14 +95,13 @@ def simulate(schedule: Schedule) -> list[Stage]:
                 assert kept == (i, tuple(range(k + 1))), "what was saved is another's"
                 gradient = (i, ()) if k == last else stage.receive(1, schedule.backward, down["source"])
                 assert gradient == (i, tuple(range(last, k, -1))), "the gradient is not there"
-                stage.backward_done.append((i, k))
+                stage.done[1].append((i, k))
                 if k != 0:
                     sent[1][(s - 1) % p] = (i, (*gradient[1], k))
         for s, stage in enumerate(pipe):
             stage.wires = [sent[0][s], sent[1][s]]
     for s, stage in enumerate(pipe):
         work = sorted((i, c * p + s) for i in range(schedule.num_microbatches) for c in range(schedule.num_chunks))
-        assert sorted(stage.forward_done) == work, "not every forward once"
-        assert sorted(stage.backward_done) == (work if keeps else []), "not every backward once"
+        assert [sorted(done) for done in stage.done] == [work, work if keeps else []], "not every pass once"
         assert not any((*stage.saved, *stage.inboxes[0], *stage.inboxes[1], *stage.wires)), "something is left over"
     return pipe

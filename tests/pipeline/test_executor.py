@@ -186,19 +186,6 @@ def test_selective_recomputes_no_matrix_product():
     assert products["layer"] - products["none"] == layers_and_microbatches * (5 + attention)
 
 
-def compiled(remat: str, scan_layers: str) -> tuple:
-    """Program, its loss and gradients compiled, and the hand-written loop compiled; four microbatches."""
-    program = tiny_program(
-        tiny_config(
-            remat=remat, scan_layers=scan_layers, global_batch=4, hidden_size=64, num_heads=4, sequence_length=96
-        )
-    )
-    params = program.layout.shapes.params
-    arguments = (params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32"))
-    loops = (loss_and_gradients(program), hand_written(program))
-    return program, *(fast_compile(loop.lower(*arguments)) for loop in loops)
-
-
 LOOPS = [("none", "true"), pytest.param("layer", "false", marks=pytest.mark.full)]  # remat, scan_layers
 
 
@@ -206,9 +193,12 @@ LOOPS = [("none", "true"), pytest.param("layer", "false", marks=pytest.mark.full
 def test_it_is_the_hand_written_loop(remat, scan_layers):
     """On one device, loss and every gradient are those of accumulating `value_and_grad` over the microbatches, and the
     compiled program needs no more temporary bytes, within 5%."""
-    program, ours, plain = compiled(remat, scan_layers)
-    rng = np.random.default_rng(0)
+    size = {"hidden_size": 64, "num_heads": 4, "sequence_length": 96}
+    program = tiny_program(tiny_config(remat=remat, scan_layers=scan_layers, global_batch=4, **size))
     shapes = program.layout.shapes.params
+    types = shapes, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
+    ours, plain = (fast_compile(loop.lower(*types)) for loop in (loss_and_gradients(program), hand_written(program)))
+    rng = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
     arguments = (params, random_batch(program.config, 0), np.int32(0))
     (loss, gradients), (expected_loss, expected) = ours(*arguments), plain(*arguments)
