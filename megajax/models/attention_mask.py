@@ -3,6 +3,8 @@
 Letters: B batch, T queries, S keys, N heads of all samples, one after the other.
 """
 
+import functools
+import operator
 from dataclasses import dataclass, field
 
 import jax
@@ -13,19 +15,14 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMask:
-    """All of these at once, of positions in the sequence.
+    """All of these limits at once, of positions in the sequence."""
 
-    Attributes:
-        causal: a query sees the keys up to its own position; else all.
-        window: it sees its own position and `window - 1` keys on either side at most; None: any distance.
-        first_key_BT: the first key that each query sees, int32; None: key 0.
-        num_keys_B: how many keys a sample has, int32, the rest being padding; None: all.
-    """
-
+    # A query sees the keys up to its own position; else all.
     causal: bool = field(default=False, metadata={"static": True})
+    # It sees its own position and `window - 1` keys on either side at most; None: any distance.
     window: int | None = field(default=None, metadata={"static": True})
-    first_key_BT: Array | None = None
-    num_keys_B: Array | None = None
+    first_key_BT: Array | None = None  # the first key that each query sees, int32; None: key 0
+    num_keys_B: Array | None = None  # how many keys a sample has, int32, the rest being padding; None: all
 
     @classmethod
     def of_documents(cls, positions_BT: Array, window: int | None = None) -> "AttentionMask":
@@ -61,10 +58,7 @@ class AttentionMask:
             limits.append(self.first_key_BT[:, queries, None] <= key_S[None, None, :])
         if self.num_keys_B is not None:
             limits.append(key_S[None, None, :] < self.num_keys_B[:, None, None])
-        seen = None
-        for limit in limits:
-            seen = limit if seen is None else seen & limit
-        return seen
+        return functools.reduce(operator.and_, limits) if limits else None
 
 
 CAUSAL = AttentionMask(causal=True)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read, so that a new token is one token's work.
+"""The KV cache: keys and values of the tokens that a model has read.
 
 All rows of a batch move in step: the prompts lie in the first slots, each from slot 0 on, and whatever follows them
 takes the same slot in every row. The slots between a short prompt and those are never seen (`visible_slots`).

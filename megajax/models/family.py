@@ -189,9 +189,8 @@ def step_flops(config: ModelConfig, sequences: int) -> int:
     """Of a step over `sequences` sequences, as the paper counts, for GPT-2 `72 B s L h² (1 + s / 6h + V / 12Lh)`.
 
     Of a decoder in any words it is for every token 6 N of the N weights in products (all but norms, biases and an
-    embedding's table that is not the head) and 12 L H K S of attention: that counts as if every query saw every key,
-    whatever is causal, a window or a document. A row of a choice has as many sequences as there are texts. BERT's
-    logits are those of the tokens that can be masked.
+    embedding's table that is not the head) and 12 L H K S of attention, regardless of masking. A row of a choice has as
+    many sequences as there are texts. BERT's logits are those of the tokens that can be masked.
     """
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
 

@@ -31,8 +31,7 @@ class Adapters:
 
     Attributes:
         products: of a layer, those that have one, as paths in its weights.
-        shapes: `ShapeDtypeStruct`s, [L, …].
-        logical_specs: a `PartitionSpec` of logical dim names for each.
+        shapes, logical_specs: of the adapters, [L, …], as `CutModel`'s.
         num_inner: how many dims go into each product.
     """
 

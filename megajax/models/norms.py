@@ -1,7 +1,5 @@
-"""Normalization: of the residual stream, D, and of heads of queries and keys, K.
-
-The residual stream's, as dropout and the residual path, is duplicated on the devices of a tensor group (paper §3), or,
-with sequence parallelism, sharded along the sequence. Letters: B batch, T tokens, D model.
+"""Normalization: of the residual stream, which is duplicated on the devices of a tensor group (paper §3) or sharded
+along the sequence, and of heads of queries and keys. Letters: B batch, T tokens, D model.
 """
 
 from functools import partial

@@ -7,23 +7,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Entry:
-    """What must be known of a family before it is imported.
+    """What must be known of a family before it is imported."""
 
-    Attributes:
-        module: has the family as `FAMILY` (`models/family.py`).
-        samples: what it is trained on: "text", or "pairs" of segments.
-        tokenizer: kind that is trained where none is given, "bpe" or "wordpiece".
-        layer_orders: where a layer may have its LayerNorms, the first being the default: "pre", "post".
-        heads: what it can predict, `model.head`.
-        fixed: options of the model, fields of `ModelConfig`, that have one valid value, by name.
-    """
-
-    module: str
-    samples: Literal["text", "pairs"] = "text"
-    tokenizer: Literal["bpe", "wordpiece"] = "bpe"
-    layer_orders: tuple[str, ...] = ("pre",)
-    heads: tuple[str, ...] = ("pretraining",)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    module: str  # has the family as `FAMILY` (`models/family.py`)
+    samples: Literal["text", "pairs"] = "text"  # what it is trained on: text, or pairs of segments
+    tokenizer: Literal["bpe", "wordpiece"] = "bpe"  # the kind that is trained where none is given
+    layer_orders: tuple[str, ...] = ("pre",)  # where a layer may have its norms, the first being the default
+    heads: tuple[str, ...] = ("pretraining",)  # what it can predict, `model.head`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options of `ModelConfig` that have one valid value
 
     @property
     def continues_text(self) -> bool:

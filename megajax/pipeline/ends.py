@@ -32,35 +32,21 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """Embedding and head, bound to one step's weights and batch.
+    """Embedding and head, bound to one step's weights and batch."""
 
-    Attributes:
-        embed: (shared weights, *microbatch) -> x_BTD.
-        linear_embedding: `embed` is linear in the weights, so that its backward needs nothing of its forward.
-        losses: (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in
-            the step.
-        trained: for every name whether the gradient is taken of it; the others are only added up.
-        loss_scale: what the backward pass starts from; the gradients, not the losses, are multiplied by it.
-        shared: the weights of both ends as they are kept.
-        storage: how they are; they are gathered just for an end.
-        frozen: they have no gradient.
-        microbatches: the batch, and its rows' numbers in the global batch; leaves [microbatches, rows of a
-            microbatch, …], the same on every stage.
-        context: (batch, rows' numbers) -> what every layer gets of them.
-        vocabulary_split: all stages run both ends of a microbatch at once, each on its share of the vocabulary; the
-            shared weights then do not vary over `pipe`, but for the vocabulary.
-    """
-
-    embed: Callable[[Tree, Batch, Tree], Array]
-    linear_embedding: bool
+    embed: Callable[[Tree, Batch, Tree], Array]  # (shared weights, *microbatch) -> x_BTD
+    linear_embedding: bool  # it is linear in the weights, so that its backward needs nothing of its forward
+    # (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in the step
     losses: Callable[[Tree, Array, Batch, Tree], dict[str, Array]]
-    trained: dict[str, bool]
-    loss_scale: Array
-    shared: Tree
-    storage: Shards
-    frozen: bool
-    microbatches: tuple[Batch, Array]
-    context: Callable[[Batch, Array], Tree]
+    trained: dict[str, bool]  # for every name whether the gradient is taken of it; the others are only added up
+    loss_scale: Array  # what the backward pass starts from; the gradients, not the losses, are multiplied by it
+    shared: Tree  # the weights of both ends as they are kept
+    storage: Shards  # how they are; they are gathered just for an end
+    frozen: bool  # they have no gradient
+    microbatches: tuple[Batch, Array]  # and the rows' numbers in the global batch, [microbatches, rows of one, …]
+    context: Callable[[Batch, Array], Tree]  # (batch, rows' numbers) -> what every layer gets of them
+    # All stages run both ends of a microbatch at once, each on its share of the vocabulary; the shared weights then do
+    # not vary over `pipe`, but for the vocabulary.
     vocabulary_split: bool
 
     @property

@@ -72,30 +72,17 @@ class Products:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a stage as a pair of functions of one chunk, forward and backward.
+    """The layers of a stage as a pair of functions of one chunk, forward and backward."""
 
-    Attributes:
-        function: one layer.
-        weights: stacked [v · n, …]: n slots a chunk, chunk after chunk.
-        layer_index: global index of the layer in every slot, -1 in a padded one, which passes its input on; int32
-            [v, n], this stage's.
-        unroll: unroll the loop over layers in the compiled program.
-        padded: some slot of some stage holds no layer.
-        storage: how the weights of a layer are kept; they are gathered just for it, forward and again backward.
-        recompute_stage: keep a stage's input only, and run its forward again in the backward pass.
-        products: those whose weight gradients are deferred; None: no weight gradient is.
-        frozen: weights that have no gradient.
-    """
-
-    function: LayerFunction
-    weights: Tree
-    layer_index: Array
-    unroll: bool
-    padded: bool
-    storage: Shards
-    recompute_stage: bool = False
-    products: Products | None = None
-    frozen: frozenset[Path] = frozenset()
+    function: LayerFunction  # one layer
+    weights: Tree  # stacked [v · n, …]: n slots a chunk, chunk after chunk
+    layer_index: Array  # of every slot, -1 in a padded one, which passes its input on; int32 [v, n], this stage's
+    unroll: bool  # the loop over layers in the compiled program
+    padded: bool  # some slot of some stage holds no layer
+    storage: Shards  # how the weights of a layer are kept; they are gathered just for it, forward and again backward
+    recompute_stage: bool = False  # keep a stage's input only, and run its forward again in the backward pass
+    products: Products | None = None  # those whose weight gradients are deferred; None: no weight gradient is
+    frozen: frozenset[Path] = frozenset()  # weights that have no gradient
 
     @property
     def num_chunks(self) -> int:
