@@ -134,7 +134,7 @@ class Pipeline:
             # Seen to be unchanged, the factors would pass by the loop; then XLA copies all of them in every tick.
             return Sums(sums.total, lax.optimization_barrier(sums.factors))
 
-        return lax.fori_loop(turns.first, turns.first + turns.count, run, sums)
+        return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""

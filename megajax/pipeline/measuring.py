@@ -1,6 +1,5 @@
 """Run the parts of a pipeline step one by one, to measure them."""
 
-import dataclasses
 from typing import Any, Literal, get_args
 
 import jax
@@ -45,7 +44,7 @@ def repeat_part(
         microbatch, oldest = work.microbatch, work_of(repeat, (repeat - in_flight) % num_slots)
         at_first, at_last = (End(here=here, anywhere=True, microbatch=microbatch) for here in (first, last))
         row = Row(work, oldest, embed=at_first, finish=at_last, head=at_last, embed_backward=at_first)
-        end = dataclasses.replace(at_first, here=pipeline.stage == 0)
+        end = at_first._replace(here=pipeline.stage == 0)
         on_first = Row(work, work, embed=end, finish=end, head=end, embed_backward=end)
         if part == "p2p_transfer":
             x = pipeline.send(send_down, pipeline.send(send_up, x))
@@ -79,7 +78,7 @@ def repeat_part(
         deferred = pipeline.layers.products is not None
         total, blocks = pipeline.sums(grad_dtype, num_factor_slots if deferred else 0)
         # Zeros in their place would take less time on some devices.
-        blocks = dataclasses.replace(blocks, factors=jax.tree.map(_filled, blocks.factors))
+        blocks = blocks._replace(factors=jax.tree.map(_filled, blocks.factors))
         buffer = pipeline.buffer(num_slots, with_output=False)
         if one_stage:
             buffer = fill(x, buffer)

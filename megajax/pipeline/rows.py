@@ -5,8 +5,7 @@ others are scalars from the rows that the loop scans over.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,7 @@ Number = Array | int
 Predicate = Array | bool
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a stage runs in one direction, if it runs anything; slots as in `Pass`, spare ones in place of `IDLE`."""
 
     runs: Predicate
@@ -33,18 +30,14 @@ class Work:
     factor_slot: Number = 0  # of the factor buffer, where a backward leaves the factors of deferred weight gradients
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Turns:
-    """Which of a stage's deferred weight gradients run: `count`, starting with number `first`."""
+class Turns(NamedTuple):
+    """Which of a stage's deferred weight gradients run: this `number`, starting with number `first`."""
 
     first: Number
-    count: Number
+    number: Number
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """Whether a pass reaches an end of the model on this stage, or on any, and of which microbatch."""
 
     here: Predicate
@@ -52,9 +45,7 @@ class End:
     microbatch: Number
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One tick of one stage."""
 
     forward: Work

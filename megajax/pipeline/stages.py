@@ -10,7 +10,7 @@ until `add_weight_gradients`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,7 @@ def rematerialized(
     return function
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What the backward passes of a stage leave behind."""
 
     total: Tree  # sums of the gradients of the layers' weights, [v · n, …]
