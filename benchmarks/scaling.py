@@ -103,7 +103,7 @@ def count(case: Case, devices) -> dict:
     """What a case's step sends, holds and waits for."""
     from megajax.mesh import make_mesh
     from megajax.models.family import count_parameters, step_flops
-    from megajax.pipeline.timing import bubble_overhead
+    from megajax.pipeline.timing import step_time
     from megajax.program.memory import residual_bytes, state_bytes
     from megajax.program.program import Program
 
@@ -124,7 +124,7 @@ def count(case: Case, devices) -> dict:
         "sent_gb": {axes: size / 1e9 for axes, size in sent.items()},
         "state_gib": sum(state_bytes(program).values()) / 2**30,
         "kept_gib": slots * residual_bytes(program) / 2**30,
-        "bubble": bubble_overhead(program.schedule),
+        "bubble": step_time(program.schedule).bubble,
         "paper": case.paper,
     }
 

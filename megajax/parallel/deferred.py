@@ -21,7 +21,7 @@ NO_FACTORS: Factors = {}
 
 
 class FactorProbe(dict[str, Pair]):
-    """In the place of dummies: takes down what each product gets and gives, which has the types of its factors."""
+    """In place of dummies: takes down what each product gets and gives, which has the types of its factors."""
 
     def __bool__(self) -> bool:
         return True

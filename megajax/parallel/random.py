@@ -40,14 +40,8 @@ def _mix(x: Array, first: int, second: int, shifts: tuple[int, int, int]) -> Arr
     return x ^ (x >> jnp.uint32(shifts[2]))
 
 
-def _mix_a(x: Array) -> Array:
-    return _mix(x, 0x7FEB352D, 0x846CA68B, (16, 15, 16))
-
-
-def _mix_b(x: Array) -> Array:
-    return _mix(x, 0x21F0AAAD, 0xD35A2D97, (16, 15, 15))
-
-
+_mix_a = partial(_mix, first=0x7FEB352D, second=0x846CA68B, shifts=(16, 15, 16))
+_mix_b = partial(_mix, first=0x21F0AAAD, second=0xD35A2D97, shifts=(16, 15, 15))
 _GOLDEN = 0x9E3779B9
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax import Array
 from jax.typing import DTypeLike
 
 from megajax.parallel.collectives import gather_shards, own_shard, scatter_sum
@@ -47,7 +46,4 @@ class Shards:
         return self._map(scatter_sum, jax.tree.map(lambda grad: grad.astype(dtype), grads))
 
     def _map(self, function, tree: Tree) -> Tree:
-        def leaf(x: Array, dim: int) -> Array:
-            return x if dim == NOT_SHARDED else function(x, dim)
-
-        return jax.tree.map(leaf, tree, self.dims)
+        return jax.tree.map(lambda x, dim: x if dim == NOT_SHARDED else function(x, dim), tree, self.dims)

@@ -73,8 +73,9 @@ class StepTime:
         return self.idle / self.busy
 
 
-def step_time(schedule: Schedule, times: StageTimes) -> StepTime:
-    """The time that follows from the table."""
+def step_time(schedule: Schedule, times: StageTimes | None = None) -> StepTime:
+    """The time that follows from the table; by default the forward and the two halves of the backward take 1 each."""
+    times = times or StageTimes.equal(schedule)
     return StepTime(wall_time(schedule, times), float(times.busy(schedule).max()))
 
 
@@ -86,11 +87,6 @@ def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
 def wall_time(schedule: Schedule, times: StageTimes) -> float:
     """Time from the first forward to the end of the last work on any stage."""
     return _run(schedule, times)[0]
-
-
-def bubble_overhead(schedule: Schedule, times: StageTimes | None = None) -> float:
-    """The bubble; by default the forward and the two halves of the backward take 1 each."""
-    return step_time(schedule, times or StageTimes.equal(schedule)).bubble
 
 
 def in_flight(schedule: Schedule) -> list[int]:

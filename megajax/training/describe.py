@@ -9,7 +9,7 @@ from megajax.config import Config
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
-from megajax.pipeline.timing import StageTimes, bubble_overhead, pending_weights, step_time
+from megajax.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.plan.memory import memory
 from megajax.program.memory import factor_bytes, state_bytes
 from megajax.program.program import Program
@@ -49,7 +49,7 @@ def pipeline_lines(program: Program) -> list[str]:
         return [] if deferring is None else [nothing]
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
-    bubble = f"{bubble_overhead(table):.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
+    bubble = f"{step_time(table).bubble:.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
     lines = [
         f"pipeline: {pipeline.schedule}, {table.size}; bubble over "
         f"ideal {bubble} where forward, input gradient and weight gradient take the same time"

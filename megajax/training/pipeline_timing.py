@@ -18,7 +18,7 @@ from megajax.host.processes import is_first_process, of_first_process
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.measuring import Part
 from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.timing import StageTimes, bubble_overhead, published_bubble, wall_time
+from megajax.pipeline.timing import StageTimes, published_bubble, step_time, wall_time
 from megajax.program.memory import factor_bytes, residual_bytes
 from megajax.program.program import Batch, Program
 from megajax.program.synthetic import placed_batch
@@ -69,7 +69,7 @@ def measure(program: Program) -> Profile:
     own = times if schedule.deferral is None or apart is None else apart
     without = dataclasses.replace(own, p2p_transfer=0.0)
     predicted = wall_time(schedule, without), wall_time(schedule, own)
-    bubbles = bubble_overhead(schedule, without), bubble_overhead(schedule)
+    bubbles = step_time(schedule, without).bubble, step_time(schedule).bubble
     return Profile(times, apart, statistics.median(step), *predicted, *bubbles)
 
 

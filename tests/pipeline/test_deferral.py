@@ -18,12 +18,12 @@ from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.table import IDLE, Deferral, Schedule, check
 from megajax.pipeline.timing import (
     StageTimes,
-    bubble_overhead,
     deferred_bubble,
     in_flight,
     kept_entries,
     pending_weights,
     published_zero_bubble,
+    step_time,
     timeline,
     wall_time,
 )
@@ -43,7 +43,7 @@ def one_f_one_b(p: int, m: int, v: int, times: PassTimes, most: int | None = Non
 
 def idle(schedule: Schedule, times: PassTimes) -> float:
     """Bubble as a time."""
-    return bubble_overhead(schedule, StageTimes.equal(schedule, times)) * schedule.num_microbatches * total(times)
+    return step_time(schedule, StageTimes.equal(schedule, times)).bubble * schedule.num_microbatches * total(times)
 
 
 def idle_by_ticks(schedule: Schedule, times: PassTimes) -> float:

@@ -20,10 +20,10 @@ from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule
 from megajax.pipeline.timing import (
     StageTimes,
-    bubble_overhead,
     in_flight,
     published_bubble,
     published_in_flight,
+    step_time,
     timeline,
     wall_time,
 )
@@ -151,7 +151,7 @@ def test_the_bubble_is_the_published_one(name, p, v):
     """(p-1)/(v·m) of the ideal time for every m from p on, whether p divides it or not; also if tB is not 2 tF."""
     for m in range(p, 4 * p + 3):
         schedule = make_schedule(name, p, m, v)
-        assert bubble_overhead(schedule) == pytest.approx((p - 1) / (v * m), rel=1e-12)
+        assert step_time(schedule).bubble == pytest.approx((p - 1) / (v * m), rel=1e-12)
         assert published_bubble(name, p, m, v) == (p - 1) / (v * m)
         assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(3 * (m + (p - 1) / v), rel=1e-12)
         times = StageTimes.equal(schedule, PassTimes(5, 2, 2))
@@ -194,7 +194,7 @@ def test_a_timeline_by_hand():
         (1, "B0", 4, 8), (1, "B1", 11, 15), (1, "F0", 1, 4), (1, "F1", 8, 11),
     ]  # fmt: skip
     assert wall_time(schedule, times) == 17
-    assert bubble_overhead(schedule, times) == pytest.approx(3 / 14)
+    assert step_time(schedule, times).bubble == pytest.approx(3 / 14)
 
 
 def test_a_timeline_with_a_common_head_by_hand():
@@ -204,7 +204,7 @@ def test_a_timeline_with_a_common_head_by_hand():
     backwards = sorted((x.stage, x.microbatch, x.start, x.end) for x in timeline(schedule, times) if x.part)
     assert backwards == [(0, 0, 10, 14), (0, 1, 15, 19), (0, 2, 19, 23), (1, 0, 5, 6), (1, 1, 10, 11), (1, 2, 15, 16)]
     assert wall_time(schedule, times) == 23
-    assert bubble_overhead(schedule, times) == pytest.approx(5 / 18)
+    assert step_time(schedule, times).bubble == pytest.approx(5 / 18)
 
 
 @given(all_arguments, st.integers(0, 2**32 - 1))
@@ -229,7 +229,7 @@ def test_a_timeline_can_be_run(arguments, seed):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(own))
     wall = wall_time(schedule, times)
     assert wall == max(span.end for span in spans) >= m * (forward + backward).sum(0).max()
-    assert bubble_overhead(schedule, times) == pytest.approx(wall / (m * (forward + backward).sum(0).max()) - 1)
+    assert step_time(schedule, times).bubble == pytest.approx(wall / (m * (forward + backward).sum(0).max()) - 1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -259,7 +259,7 @@ def test_ends_of_the_last_stage_or_of_all(name, p, m, v):
     pipe, work = 3 * (p - 1) / v, m * (3 + head / p + 0.75)
     assert wall_time(schedule, alone) == pytest.approx(m * (3 + head) + pipe)
     assert wall_time(schedule, together) == pytest.approx(work + pipe)
-    assert bubble_overhead(schedule, together) == pytest.approx(pipe / work)
+    assert step_time(schedule, together).bubble == pytest.approx(pipe / work)
 
 
 def test_evaluation_takes_the_forwards_time():
