@@ -26,8 +26,8 @@ _SITE = 0xFFFF_FFFE  # of dropout: stands where the layers' own has their index
 class Pooler(nnx.Module):
     """A dense layer and tanh on the sequence's first token; pretrained with the order of two segments."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary, size = boundary, config.hidden_size
+    def __init__(self, config: ModelConfig, key: NamedKey, backend: Backend):
+        size = config.hidden_size
         self.dense = Linear(normal(key / "pair" / "pooler", config.init_std), size, size, backend)
 
     def __call__(self, x_BTD: Array) -> Array:
@@ -54,7 +54,7 @@ class ClassesHead(nnx.Module):
     name = "classes"
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary, self.pooler = boundary, Pooler(config, key, boundary, backend)
+        self.boundary, self.pooler = boundary, Pooler(config, key, backend)
         self.output = Linear(normal(key / self.name, config.init_std), config.hidden_size, config.num_classes, backend)
 
     def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
@@ -87,7 +87,7 @@ class ChoiceHead(ClassesHead):
     name = "choice"
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary, self.pooler = boundary, Pooler(config, key, boundary, backend)
+        self.boundary, self.pooler = boundary, Pooler(config, key, backend)
         self.output = Scorer(normal(key / self.name, config.init_std), config.hidden_size, 1, backend)
 
     def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:

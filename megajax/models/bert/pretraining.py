@@ -20,8 +20,6 @@ from megajax.parallel.random import Dropout, NamedKey
 from megajax.parallel.sites import named
 from megajax.parallel.vocabulary import cross_entropy, output_logits, target_scores
 
-IN_ORDER, SWAPPED = 0, 1  # the classes of the order of two segments
-
 
 class MaskedHead(nnx.Module):
     """Dense layer, GeLU, LayerNorm, all duplicated on the devices of a tensor group, and the output product tied to the
@@ -46,7 +44,7 @@ class PretrainingHead(nnx.Module):
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.boundary = boundary
         self.masked = MaskedHead(config, key / "masked", backend)
-        self.pooler = Pooler(config, key, boundary, backend)
+        self.pooler = Pooler(config, key, backend)
         self.order = Linear(normal(key / "pair" / "output", config.init_std), config.hidden_size, 2, backend)
 
     def logits(self, x_BTD: Array, table_VD: Array) -> tuple[Array, Array]:
