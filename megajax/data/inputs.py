@@ -38,7 +38,7 @@ def check_input(path: str, flag: str) -> None:
     if scheme(path) == HUB:
         HubSplit.parse(path, flag)
     elif scheme(path):
-        remote.check_scheme(path, flag)
+        remote.file_system(path, flag)
     else:
         check_path(path, flag)
 

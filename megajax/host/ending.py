@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 from megajax.errors import RunError, UserError
@@ -36,40 +36,41 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While entered, the first signal raises `Stopped` in the main thread, or ends the process at once if a module is
-    being imported; a second one always ends it at once. Inside `deferred()` the first one only sets `number`."""
+    """Inside `handled()`, the first signal raises `Stopped` in the main thread, or ends the process at once if a module
+    is being imported; a second one always ends it at once. Inside `deferred()` the first one only sets `number`."""
 
-    def __init__(self) -> None:
+    number = 0
+    _deferred = ""
+    _handled = False
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals of the main thread."""
         self.number = 0
-        self._deferred = ""
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            self._reading, self._writing = os.pipe()
-            os.set_blocking(self._writing, False)
-            # The interpreter's handler waits until the main thread leaves XLA; this thread sees the signal at once.
-            self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(self._reading,), daemon=True).start()
-            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        # The interpreter's handler waits until the main thread leaves XLA; this thread sees the signal at once.
+        wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._handled = True
+        try:
             self.take()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._writing)  # ends the thread
-            self._before = {}
+            yield
+        finally:
+            self._handled = False
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(writing)  # ends the thread
 
     def take(self) -> None:
         """Handle the signals, even if a library has taken them since."""
-        if self._before:
-            for number in SIGNALS:
-                signal.signal(number, self._handle)
+        for number in SIGNALS if self._handled else ():
+            signal.signal(number, self._handle)
 
     @contextlib.contextmanager
     def deferred(self, promise: str) -> Iterator[None]:
@@ -105,69 +106,48 @@ class StopSignals:
 
 def _imports(frame: FrameType | None) -> bool:
     """Whether the code of a frame runs in an import."""
-    while frame:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
+    while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 stop_signals = StopSignals()  # a process has its signals once
 
 
-class _End:
-    """How the process is left."""
+class Exit:
+    """How the process is left; whoever knows better sets it."""
 
-    traces: Path | None = None  # the folder for traces of unexpected errors
-    of_threads: ClassVar[list[str]] = []  # traces from libraries' threads
-    together: Callable[[bool], None] | None = None
-    at_once = False
-
-
-def keep_traces_in(folder: Path) -> None:
-    """Write the trace of an unexpected error to a file in `folder`, which exists."""
-    _End.traces = folder
+    traces: ClassVar[Path | None] = None  # the folder for traces of unexpected errors, which exists
+    together: ClassVar[Callable[[bool], None] | None] = None  # called at the end, with whether the process succeeded
+    at_once: ClassVar[bool] = False  # without what libraries do at the exit: a thread of one hangs
 
 
-def leave_together(leave: Callable[[bool], None]) -> None:
-    """Call `leave` at the end of the process, with whether it succeeded."""
-    _End.together = leave
-
-
-def leave_threads_behind() -> None:
-    """Let the process end without what libraries do at its exit: a thread of one hangs."""
-    _End.at_once = True
+_of_threads: list[str] = []  # traces from libraries' threads
 
 
 def run(main: Callable[[], None]) -> None:
     """Call `main` and end the process with an exit code and, unless it is 0, one line on standard error."""
     code = 1
-    _End.traces, _End.of_threads = None, []
+    Exit.traces = None
+    _of_threads.clear()
     silent = logging.getLogger("absl"), logging.getLogger("asyncio")
     for logger in silent:  # Orbax logs an error before it raises it
         logger.setLevel(logging.CRITICAL)
     try:
-        with stop_signals, _quiet_threads():
-            stop_signals.number = 0
+        with stop_signals.handled(), _quiet_threads():
             main()
-            if _End.together:
-                _End.together(True)
+            if Exit.together:
+                Exit.together(True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except UserError as error:
+    except (UserError, RunError) as error:
         print_final_error(f"error: {error}")
-        code = 2
-    except RunError as error:
-        print_final_error(f"error: {error}")
-    except Stopped as stop:
+        code = 2 if isinstance(error, UserError) else 1
+    except (Stopped, KeyboardInterrupt) as error:
+        stop = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
         print_final_error(str(stop))
         code = 128 + stop.number
-    except KeyboardInterrupt:  # not in the main thread, whose signals these are
-        print_final_error("stopped by SIGINT; what was written is kept")
-        code = 128 + signal.SIGINT
-    except MemoryError as error:
-        print_final_error(f"error: out of memory; {_where_the_trace_is(error)}")
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             code = 128 + signal.SIGPIPE
@@ -176,9 +156,9 @@ def run(main: Callable[[], None]) -> None:
     _nobody_reads()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and _End.together:
-        _End.together(False)
-    if code or _End.at_once:
+    if code and Exit.together:
+        Exit.together(False)
+    if code or Exit.at_once:
         os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for, nothing more to say
     sys.exit(0)
 
@@ -214,7 +194,7 @@ def _quiet_threads() -> Iterator[None]:
 
     def keep(failure: Any) -> None:
         lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-        _End.of_threads.append("".join(lines))
+        _of_threads.append("".join(lines))
 
     threading.excepthook = sys.unraisablehook = keep
     try:
@@ -225,17 +205,13 @@ def _quiet_threads() -> Iterator[None]:
 
 def _where_the_trace_is(error: BaseException) -> str:
     """Write the full trace to a file; returns the end of the last line, which names it."""
-    text = "\n".join(["".join(traceback.format_exception(error)), *_End.of_threads])
+    text = "\n".join(["".join(traceback.format_exception(error)), *_of_threads])
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for folder in (_End.traces, Path(tempfile.gettempdir())):
-        if folder is None:
-            continue
+    for folder in filter(None, (Exit.traces, Path(tempfile.gettempdir()))):
         file = folder / f"error-{now}-{os.getpid()}.txt"
-        try:
+        with contextlib.suppress(OSError):
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
             return f"the trace is in {file}"
-        except OSError:
-            continue
     return "its trace could not be written"
 
 
@@ -244,6 +220,8 @@ def _plain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         return f"{' -> '.join(names) or 'a file'}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory"
     if any(word in text for word in _DISK_FULL):
         return f"no space left on the disk ({text[:200]})"
     if any(word in text for word in _LOST):

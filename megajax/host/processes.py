@@ -61,9 +61,7 @@ def sums_over_processes(numbers: list[int]) -> list[int]:
 
 def all_agree(value: bool) -> bool:
     """Whether `value` holds on every process."""
-    if jax.process_count() == 1:
-        return value
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(value))))
+    return sums_over_processes([value]) == [jax.process_count()]
 
 
 class Poll:

@@ -67,11 +67,7 @@ def names(folder: str | Path) -> set[str]:
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """A regular file, open to read. Nothing else is opened: a named pipe would wait for a writer.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
+    """A regular file, open to read; an `OSError` for anything else: a named pipe would wait for a writer."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -82,11 +78,7 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
-    """The content of a file of at most `most` bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The content of a file of at most `most` bytes; an `OSError` where it cannot be read."""
     with open_file(path) as file:
         try:
             return whole(file, most)
@@ -114,14 +106,8 @@ def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
 
 
 def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
-    """The lines of a file, each with its end.
-
-    Raises:
-        TooLong: one has more than `most` bytes.
-    """
-    number = 0
-    while line := content.readline(most + 1):
-        number += 1
+    """The lines of a file, each with its end; `TooLong` where one has more than `most` bytes."""
+    for number, line in enumerate(iter(lambda: content.readline(most + 1), b""), start=1):
         if len(line) > most:
             raise TooLong(f"line {number} has more than {_size(most)}; valid: at most that")
         yield line
@@ -132,19 +118,13 @@ class TooLong(ValueError):
 
 
 def whole(content: IO[bytes], most: int) -> bytes:
-    """All of a file.
-
-    Raises:
-        TooLong: it has more than `most` bytes.
-    """
-    found = []
-    room = most
+    """All of a file; `TooLong` where it has more than `most` bytes."""
+    found = bytearray()
     while block := content.read(_BLOCK_BYTES):
-        room -= len(block)
-        if room < 0:
+        found += block
+        if len(found) > most:
             raise TooLong(f"more than {_size(most)} as one text; valid: at most that")
-        found.append(block)
-    return b"".join(found)
+    return bytes(found)
 
 
 def _size(count: int) -> str:
@@ -174,11 +154,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or larger than what is read.
-    """
+    """The value of a JSON text; a `ValueError` where it is not JSON, or larger than what is read."""
     if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
         bare = _JSON_STRING.sub("", text)
         if bare.count(",") > _VALUES or bare.count("[") + bare.count("{") > _LISTS + len(text) // 8:
@@ -205,11 +181,7 @@ _TOML_NUMBER = re.compile(rf"\b[0-9][0-9A-Za-z_]{{{_DIGITS},}}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text.
-
-    Raises:
-        ValueError: it is not TOML, or larger than what is read.
-    """
+    """The tables of a TOML text; a `ValueError` where it is not TOML, or larger than what is read."""
     if len(text) > _TOML_CHARACTERS:
         raise ValueError(f"more than {_TOML_CHARACTERS} characters")
     bare = _TOML_STRING.sub("s", text)

@@ -4,10 +4,11 @@ Nothing is written there. A run directory needs a file system (locks, atomic ren
 into memory where it lies.
 """
 
+import contextlib
 import errno
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -36,23 +37,16 @@ class RemoteFile:
         return self.url
 
     def open(self) -> IO[bytes]:
-        """The file, open to read from any place.
-
-        Raises:
-            OSError: the store's library raises any error, also while reading.
-        """
-        return io.BufferedReader(_Stream(self.url), _BLOCK_BYTES)
-
-
-def check_scheme(url: str, name: str) -> None:
-    """Check that the library for a URL's scheme is installed; `name` is its flag, for the error."""
-    _file_system(url, name)
+        """The file, open to read from any place. Whatever error its library raises is an `OSError`, also while reading."""
+        system, path = file_system(self.url, "")
+        with _os_errors(self.url):
+            return io.BufferedReader(_Stream(system.open(path, "rb"), self.url), _BLOCK_BYTES)
 
 
 def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
     """The file at a URL, or all files below it except hidden ones, in the order of their paths; and whether the URL is
     a file."""
-    system, path = _file_system(url, flag)
+    system, path = file_system(url, flag)
     try:
         try:
             there = system.info(path)
@@ -82,8 +76,8 @@ def read_bytes(url: str, flag: str) -> bytes:
         raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a file that you may read") from None
 
 
-def _file_system(url: str, flag: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path there."""
+def file_system(url: str, flag: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there; an error where its library is not installed."""
     import fsspec
 
     for name in _LOUD:
@@ -103,14 +97,20 @@ def _described(system: Any, info: Mapping[str, Any]) -> RemoteFile:
     return RemoteFile(system.unstrip_protocol(info["name"]), int(info.get("size") or 0), version)
 
 
-class _Stream(io.RawIOBase):
-    """A remote file whose errors are all `OSError`s with a number."""
+@contextlib.contextmanager
+def _os_errors(url: str) -> Iterator[None]:
+    """Make errors of the store's library `OSError`s with a number."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(errno.EIO, reason(error), url) from None
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._file: Any = None
-        system, path = _file_system(url, "")
-        self._file = self._tell_errors(lambda: system.open(path, "rb"))
+
+class _Stream(io.RawIOBase):
+    """A remote file with such errors."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
 
     def readable(self) -> bool:
         return True
@@ -119,23 +119,16 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        block = self._tell_errors(lambda: self._file.read(len(buffer)))
+        with _os_errors(self._url):
+            block = self._file.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return self._tell_errors(lambda: self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return self._file.tell()
+        with _os_errors(self._url):
+            return self._file.seek(offset, whence)
 
     def close(self) -> None:
-        if self._file is not None and not self.closed:
+        if not self.closed:
             self._file.close()
         super().close()
-
-    def _tell_errors(self, function: Any) -> Any:
-        try:
-            return function()
-        except Exception as error:  # of the store's library
-            raise OSError(errno.EIO, reason(error), self._url) from None

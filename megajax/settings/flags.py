@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from megajax.axes import AXES
@@ -93,7 +94,8 @@ class Parser(argparse.ArgumentParser):
         if action is None:
             raise UserError(f"{message}; valid: {self.usage}")
         if reason.startswith("expected "):
-            raise UserError(f"{name} needs a value; valid: {getattr(action.type, 'valid', action.help)}")
+            valid = action.type.args[0].valid if isinstance(action.type, partial) else action.help
+            raise UserError(f"{name} needs a value; valid: {valid}")
         if reason.startswith("ignored explicit argument"):
             raise UserError(f"{name} takes no value; valid: {' or '.join(action.option_strings)}")
         raise UserError(f"{name} {reason}")
@@ -104,54 +106,32 @@ class Parser(argparse.ArgumentParser):
         return {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
 
 
-class _Value:
-    """Converts the text of a flag to its value, for argparse's `type`."""
-
-    def __init__(self, option: Option) -> None:
-        self.option = option
-        self.valid = option.valid
-
-    def __call__(self, text: str) -> Any:
-        try:
-            value = self.option.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {self.valid}") from None
-        if problem := self.option.problem(value):
-            raise argparse.ArgumentTypeError(problem)
-        return value
+def _value(option: Option, text: str) -> Any:
+    """The value of a flag's text, for argparse's `type`."""
+    try:
+        value = option.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {option.valid}") from None
+    if problem := option.problem(value):
+        raise argparse.ArgumentTypeError(problem)
+    return value
 
 
 def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
     """Add an option's flag to a parser or a group of it; `--help` shows `default`."""
-    shown = (
-        "required"
-        if required
-        else "set by the preset"
-        if default is MISSING
-        else f'"{default}"'
-        if isinstance(default, str)
-        else "none"
-        if default == ()
-        else str(default)
-    )
-    settings: dict[str, Any] = {
-        "dest": option.key,
-        "default": argparse.SUPPRESS,
-        "help": f"{option.help} [{shown}]".replace("%", "%%"),
-    }
+    words = {MISSING: "set by the preset", (): "none"}.get(default, default)
+    words = "required" if required else f'"{default}"' if isinstance(default, str) else words
+    settings = {"dest": option.key, "default": argparse.SUPPRESS, "help": f"{option.help} [{words}]".replace("%", "%%")}
     if option.kind is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
-    else:
-        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else ""
-        if option.is_list:
-            group.add_argument(
-                option.flag, type=_Value(option), metavar="TEXT", nargs="+", required=required, **settings
-            )
-            return
-        metavar = metavar or ("TOML" if option.record else {int: "N", float: "X", str: "TEXT"}[option.kind])
-        flag = group.add_argument(option.flag, type=_Value(option), metavar=metavar, required=required, **settings)
-        if metavar != "TEXT":  # which may be a path
-            completion.offer(flag, lambda: map(str, option.choices))
+        return
+    metavar = {int: "N", float: "X"}.get(option.kind, "TOML" if option.record else "TEXT")
+    if option.choices:
+        metavar = "{" + ",".join(map(str, option.choices)) + "}"
+    settings |= {"type": partial(_value, option), "metavar": metavar, "nargs": "+" if option.is_list else None}
+    flag = group.add_argument(option.flag, required=required, **settings)
+    if metavar != "TEXT":  # which may be a path
+        completion.offer(flag, lambda: map(str, option.choices))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from functools import partial
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.host.ending import fail, leave_together, stop_signals
+from megajax.host.ending import Exit, fail, stop_signals
 from megajax.host.relay import Relay
 from megajax.private import backends_are_initialized
 
@@ -100,7 +101,7 @@ def start(config: Config) -> None:
             else:
                 initialize()
         stop_signals.take()
-        leave_together(_leave)
+        Exit.together = _leave
     except (RuntimeError, ValueError) as error:
         found = str(error).splitlines()[0]
         raise UserError(f"{where}: the processes did not find each other: {found}; {valid}") from error
@@ -235,8 +236,8 @@ def reductions_are_faulty() -> bool:
 
 def _has_faulty_reductions() -> bool:
     first, fixed = _FAULTY_REDUCTIONS
-    numbers = importlib.metadata.version("jaxlib").split(".")[:3]
-    return first <= tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers) < fixed
+    numbers = re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3]
+    return first <= tuple(map(int, numbers)) < fixed
 
 
 def _set_flags(defaults: Mapping[str, object]) -> None:

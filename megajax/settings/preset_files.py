@@ -72,7 +72,5 @@ def parse_toml(content: bytes, place: str) -> dict[str, Any]:
         return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
-    except UserError:
-        raise
     except ValueError as error:
         raise UserError(f"{place}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None

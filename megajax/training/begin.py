@@ -11,7 +11,7 @@ import jax
 from megajax.config import Config, DistributedConfig, to_toml
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
-from megajax.host.ending import keep_traces_in
+from megajax.host.ending import Exit
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.optim.config import check_cooldown
@@ -83,7 +83,7 @@ def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_
     display = Display(is_first_process())
     with watched(display.phase):
         (began_with,) = on_first_process(begin)
-    keep_traces_in(run_dir)
+    Exit.traces = run_dir
     with display.phase("reading the data", announced=False):
         data = open_data(config, run_dir / "data")
     program = Program(in_steps(config, data.train, began_with), program.mesh)

@@ -18,7 +18,7 @@ from typing import Any
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host import reading
-from megajax.host.ending import leave_threads_behind
+from megajax.host.ending import Exit
 from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
@@ -74,7 +74,7 @@ class LibraryTracker(Tracker):
             self._thread.join(_LAST if finished else _LAST_OF_STOPPED)
         finally:
             if self._thread.is_alive():
-                leave_threads_behind()
+                Exit.at_once = True
                 self._problem = "it did not end in time; what it has not sent is in the run directory"
         if self._problem:
             raise OSError(self._problem)

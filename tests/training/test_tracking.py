@@ -79,7 +79,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "packages" / "wandb.py").write_text(FAKE.format(how=how, file=str(calls)))
         monkeypatch.syspath_prepend(tmp_path / "packages")
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
-        monkeypatch.setattr(ending._End, "at_once", False)
+        monkeypatch.setattr(ending.Exit, "at_once", False)
         (tmp_path / "run").mkdir()
         return calls
 
