@@ -103,47 +103,34 @@ def pairs_form() -> BatchSpec:
     )
 
 
-_PAIR = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}  # of one input `[CLS] A [SEP] B [SEP]`
+def _pairs(loss: str, *targets: str, options: int = 0) -> BatchSpec:
+    """Inputs `[CLS] A [SEP] B [SEP]`, with `options` as many in a row, and numbers of a row that are to be found.
+
+    Of every input `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and `length`, its tokens
+    without padding.
+    """
+    dims: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}
+    of_options = ("options",) if options else ()
+    return BatchSpec(
+        {name: Entry((*of_options, *own)) for name, own in dims.items()} | dict.fromkeys(targets, Entry((), IGNORED)),
+        targets={loss: targets[0]},
+        measures={f"accuracy/{loss}": targets[0]},
+        sizes={"options": lambda _: options} if options else {},
+    )
 
 
 def classes_form() -> BatchSpec:
-    """A pair of texts, `[CLS] A [SEP] B [SEP]`, and its class.
-
-    `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and of every row `length`, its tokens
-    without padding, and `label`, the class.
-    """
-    inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
-    return BatchSpec(
-        inputs | {"label": Entry((), IGNORED)},
-        targets={"classes": "label"},
-        measures={"accuracy/classes": "label"},
-    )
+    """A pair of texts, and its class, `label`."""
+    return _pairs("classes", "label")
 
 
 def span_form() -> BatchSpec:
-    """A question and a window of its context, and where the answer lies in it.
-
-    As `classes_form`, but with `start` and `end`, the first and the last token of the answer, both 0, which is `[CLS]`,
-    where the window does not have it.
-    """
-    inputs = {name: Entry(dims) for name, dims in _PAIR.items()}
-    return BatchSpec(
-        inputs | {"start": Entry((), IGNORED), "end": Entry((), IGNORED)},
-        targets={"span": "start"},
-        measures={"accuracy/span": "start"},
-    )
+    """A question and a window of its context, and the first and the last token of the answer in it, `start` and `end`:
+    both 0, which is `[CLS]`, where the window does not have it."""
+    return _pairs("span", "start", "end")
 
 
 def choice_form(options: int) -> BatchSpec:
-    """A question with each of its options, and an article: up to so many inputs, of which one is right.
-
-    `tokens` and `token_types` [options, T], `length` [options], 0 where there is no such option, and of every row
-    `label`, the number of the right one.
-    """
-    inputs = {name: Entry(("options", *dims)) for name, dims in _PAIR.items()}
-    return BatchSpec(
-        inputs | {"label": Entry((), IGNORED)},
-        targets={"choice": "label"},
-        measures={"accuracy/choice": "label"},
-        sizes={"options": lambda _: options},
-    )
+    """A question with each of its options, and an article: up to so many inputs, of which the one at `label` is right;
+    `length` is 0 where there is no such option."""
+    return _pairs("choice", "label", options=options)

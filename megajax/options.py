@@ -117,10 +117,9 @@ class Option:
             return f"TOML as in [{{ {entries} }}, …]"
         if self.is_list:
             return "one text or more, each in UTF-8, without NUL"
-        if self.kind in (bool, str):
-            return {bool: "true or false", str: "text in UTF-8, without NUL"}[self.kind]
-        words = {int: "a whole number", float: "a finite number"}[self.kind]
-        return f"{words}, {self._range.words}" if self._range.words else words
+        words = {bool: "true or false", str: "text in UTF-8, without NUL", int: "a whole number"}
+        word = words.get(self.kind, "a finite number")
+        return f"{word}, {self._range.words}" if self.kind in (int, float) and self._range.words else word
 
     @property
     def _range(self) -> Range:
@@ -129,11 +128,7 @@ class Option:
         return self.declared if isinstance(self.declared, Range) else default
 
     def convert(self, value: Any) -> Any:
-        """`value` as this field's type; "8" is no number.
-
-        Raises:
-            ValueError: it has another type.
-        """
+        """`value` as this field's type; a `ValueError` where it has another one: "8" is no number."""
         if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)
@@ -160,11 +155,7 @@ class Option:
         return value
 
     def parse(self, text: str) -> Any:
-        """The text of a flag as this field's type; of a list, of one of its arguments.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """The text of a flag, of a list one of its arguments, as this field's type; a `ValueError` where it is none."""
         if self._literals:
             return self.convert({str(choice): choice for choice in self._literals}.get(text, text))
         if self.kind is bool:
@@ -182,11 +173,7 @@ class Option:
 
 
 def number(text: str, kind: type[int] | type[float] = int) -> Any:
-    """The number that a text is, in the digits 0 to 9.
-
-    Raises:
-        ValueError: it is none, or longer than any number needs.
-    """
+    """The number that a text is, in the digits 0 to 9; a `ValueError` where it is none, or longer than any needs."""
     if not text.isascii() or len(text) > _LONGEST or text != text.strip():
         raise ValueError(text)
     return kind(text)
@@ -220,11 +207,7 @@ _SHOWN.maxlong = 100
 
 
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:
-    """A list of tables, or of records, as records.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A list of tables, or of records, as records; a `ValueError` where it is none."""
     if not isinstance(value, list | tuple):
         raise ValueError(value)
     known, records = options(kind), []

@@ -6,7 +6,6 @@ scheduler sees a job to start again, not a finished one.
 
 import contextlib
 import datetime
-import logging
 import os
 import select
 import signal
@@ -130,9 +129,6 @@ def run(main: Callable[[], None]) -> None:
     code = 1
     Exit.traces = None
     _of_threads.clear()
-    silent = logging.getLogger("absl"), logging.getLogger("asyncio")
-    for logger in silent:  # Orbax logs an error before it raises it
-        logger.setLevel(logging.CRITICAL)
     try:
         with stop_signals.handled(), _quiet_threads():
             main()

@@ -37,7 +37,7 @@ class RemoteFile:
         return self.url
 
     def open(self) -> IO[bytes]:
-        """The file, open to read from any place. Whatever error its library raises is an `OSError`, also while reading."""
+        """The file, open to read from any place. Any error of its library, also while reading, is an `OSError`."""
         system, path = file_system(self.url, "")
         with _os_errors(self.url):
             return io.BufferedReader(_Stream(system.open(path, "rb"), self.url), _BLOCK_BYTES)

@@ -121,7 +121,11 @@ def add_flag(group: Any, option: Option, default: Any, required: bool = False) -
     """Add an option's flag to a parser or a group of it; `--help` shows `default`."""
     words = {MISSING: "set by the preset", (): "none"}.get(default, default)
     words = "required" if required else f'"{default}"' if isinstance(default, str) else words
-    settings = {"dest": option.key, "default": argparse.SUPPRESS, "help": f"{option.help} [{words}]".replace("%", "%%")}
+    settings: dict[str, Any] = {
+        "dest": option.key,
+        "default": argparse.SUPPRESS,
+        "help": f"{option.help} [{words}]".replace("%", "%%"),
+    }
     if option.kind is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
         return

@@ -61,7 +61,7 @@ def start(config: Config) -> None:
         _warn_of_reductions(why, os.environ.get("XLA_FLAGS", ""))
     _set_flags({} if runs else _PATIENCE)
     if not config.simulate_devices and may_use_gpus(os.environ):
-        _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
+        _set_gpu_flags(config)
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both together
             os.environ.setdefault(*GPU_MEMORY)
     else:
@@ -138,12 +138,9 @@ def imagine_devices(config: Config, count: int | None = None) -> None:
     """Set up JAX, before any other use, to trace and compile for devices that are not there: it simulates `count` of
     them, or as many as the mesh has, and sets the flags for GPUs."""
     avoid_known_faults()
-    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count or config.mesh.num_devices)
+    if _has_cuda():
+        _set_gpu_flags(config)
+    _simulate(count or config.mesh.num_devices)
     _set_precision(config)
 
 
@@ -248,6 +245,15 @@ def _set_flags(defaults: Mapping[str, object]) -> None:
     )
 
 
+def _set_gpu_flags(config: Config) -> None:
+    _set_flags(GPU_FLAGS | (DETERMINISTIC_FLAGS if config.deterministic else {}))
+
+
+def _has_cuda() -> bool:
+    """Whether JAX's CUDA plugin is installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
 def _keep_freed_memory() -> None:
     """Keep freed memory for the next allocation instead of returning it to the system.
 
@@ -270,7 +276,7 @@ def may_use_gpus(environment: Mapping[str, str]) -> bool:
     """Whether JAX will look for NVIDIA GPUs: its CUDA plugin is installed, and JAX_PLATFORMS does not rule it out."""
     platforms = environment.get("JAX_PLATFORMS", "").split(",")
     wanted = platforms == [""] or any(platform in ("cuda", "gpu") for platform in platforms)
-    return wanted and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return wanted and _has_cuda()
 
 
 def gpu_flags() -> list[str]:

@@ -17,7 +17,7 @@ from megajax.models.checks import check_lora, check_model
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES, Entry
 from megajax.optim.config import check_cooldown
-from megajax.options import MOST, check, is_whole, options
+from megajax.options import MOST, as_flag, check, is_whole, options
 from megajax.pipeline.config import check_schedule, check_table
 from megajax.tasks.registry import TASKS, Task
 from megajax.traits import Size, Through
@@ -32,20 +32,15 @@ def check_values(config: Config) -> None:
     family = FAMILIES[model.family]
     if not config.pretrains and not _fits(TASKS[config.task.name], family):
         able = (name for name, entry in FAMILIES.items() if _fits(TASKS[config.task.name], entry))
-        raise UserError(
-            f"--task.name {config.task.name} with --model.family {model.family}; valid: --model.family "
-            f"{' or '.join(able)}"
-        )
+        raise _conflict(config, "task.name", "model.family", valid=f"--model.family {' or '.join(able)}")
     check_model(model)
     check_lora(config.lora, model)
     _check_task(config)
     _check_length(config)
     _check_ramp(config)
     if config.data.reset_attention and not family.continues_text:
-        raise UserError(
-            f"--data.reset-attention with --model.family {model.family}, whose samples are of one document each; "
-            "valid: --no-data.reset-attention"
-        )
+        why = ", whose samples are of one document each"
+        raise _conflict(config, "data.reset_attention", "model.family", why=why, valid="--no-data.reset-attention")
     if optimizer.ends_decay and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
         raise UserError(
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
@@ -55,24 +50,25 @@ def check_values(config: Config) -> None:
     if optimizer.schedule != "constant":
         _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")
     if optimizer.gradient_dtype not in ("fp32", config.precision):
-        halves = f"--precision {optimizer.gradient_dtype}"
-        raise UserError(
-            f"--optimizer.gradient-dtype {optimizer.gradient_dtype} with --precision {config.precision}; "
-            f"valid: fp32, or {halves}"
-        )
+        valid = f"fp32, or --precision {optimizer.gradient_dtype}"
+        raise _conflict(config, "optimizer.gradient_dtype", "precision", valid=valid)
     _check_data(config.data)
     _check_order(config, "loss_scale.floor", "loss_scale.initial")
     keys = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
     if _all_given(config, keys) and distributed.process_id >= distributed.num_processes:
-        raise UserError(
-            f"--distributed.process-id {distributed.process_id} with --distributed.num-processes "
-            f"{distributed.num_processes}; valid: 0 to {distributed.num_processes - 1}"
-        )
+        valid = f"0 to {distributed.num_processes - 1}"
+        raise _conflict(config, "distributed.process_id", "distributed.num_processes", valid=valid)
     host, _, port = distributed.coordinator.rpartition(":")
     if distributed.coordinator and not (host and is_whole(port) and 0 < int(port) < 2**16):
         raise UserError(
             f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
         )
+
+
+def _conflict(config: Config, *keys: str, valid: object, why: str = "") -> UserError:
+    """The error of options whose values do not go together."""
+    given = " with ".join(as_flag(key, attrgetter(key)(config)) for key in keys)
+    return UserError(f"{given}{why}; valid: {valid}")
 
 
 def _check_order(config: Config, lower: str, upper: str) -> None:
@@ -102,31 +98,23 @@ def _check_task(config: Config) -> None:
     """What a task needs, and what is for tasks only."""
     model, data, name = config.model, config.data, config.task.name
     if config.pretrains:
-        tasks = f"--task.name {' or '.join(TASKS)}"
-        of_tasks = {
-            "--data.train": bool(data.train),
-            "--data.dev": bool(data.dev),
-            "--train.epochs": config.train.epochs > 0,
-            "--seeds": config.seeds > 1,
-        }
-        for flag, given in of_tasks.items():
-            if given:
-                raise UserError(f"{flag} without a task; valid: {tasks}, or without {flag}")
+        for key in ("data.train", "data.dev", "train.epochs", "seeds"):
+            option = options(Config)[key]
+            if attrgetter(key)(config) != option.default:
+                valid = f"--task.name {' or '.join(TASKS)}, or without {option.flag}"
+                raise UserError(f"{option.flag} without a task; valid: {valid}")
         return
     task = TASKS[name]
     if model.head != task.head:
-        raise UserError(f"--model.head {model.head} with --task.name {name}; valid: {task.head}")
+        raise _conflict(config, "model.head", "task.name", valid=task.head)
     if model.num_classes != task.classes:
-        raise UserError(f"--model.num-classes {model.num_classes} with --task.name {name}; valid: {task.classes}")
+        raise _conflict(config, "model.num_classes", "task.name", valid=task.classes)
     if task.continues_text and not data.reset_attention:
-        raise UserError(
-            f"--no-data.reset-attention with --task.name {name}, of which several records share a row; valid: "
-            "--data.reset-attention"
-        )
-    of_corpora = {"--data.path": data.path, "--data.sources": data.sources, "--data.validation": data.validation}
-    for flag, corpora in of_corpora.items():
-        if corpora:
-            raise UserError(f"{flag} with --task.name {name}; valid: --data.train and --data.dev")
+        why = ", of which several records share a row"
+        raise _conflict(config, "data.reset_attention", "task.name", why=why, valid="--data.reset-attention")
+    for field in ("path", "sources", "validation"):
+        if getattr(data, field):
+            raise UserError(f"--data.{field} with --task.name {name}; valid: --data.train and --data.dev")
 
 
 def _check_length(config: Config) -> None:
@@ -147,9 +135,7 @@ def _check_ramp(config: Config) -> None:
     full, start = train.global_batch, train.ramp_start
     if start >= full:
         valid = f"1 to {full - 1}" if full > 1 else "0"
-        raise UserError(
-            f"--train.ramp-start {start} with --train.global-batch {full}, to which it grows; valid: {valid}"
-        )
+        raise _conflict(config, "train.ramp_start", "train.global_batch", why=", to which it grows", valid=valid)
     if (full - start) % train.ramp_increment:
         raise UserError(
             f"--train.ramp-increment {train.ramp_increment} does not lead from --train.ramp-start {start} to "
@@ -182,9 +168,7 @@ def validate(config: Config, num_devices: int) -> None:
 
 
 def validate_imagined(config: Config) -> None:
-    """`validate` where there are as many devices as the mesh asks for. Of a mesh that the model, its batch or its
-    schedule cannot have, the nearest that they can have is named.
-    """
+    """`validate` with as many devices as the mesh asks for; the error names the nearest mesh that is valid."""
     check_values(config)
     try:
         _check_training_on_mesh(config, config.mesh.num_devices)
@@ -236,8 +220,8 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
                 f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
                 f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
             )
-    divisors = [*(f"--mesh.{axis}" for axis in ROW_AXES), "--train.microbatch"]
-    name = f"--train.global-batch / ({' x '.join(divisors)})"
+    divisors = " x ".join([*(f"--mesh.{axis}" for axis in ROW_AXES), "--train.microbatch"])
+    name = f"--train.global-batch / ({divisors})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     length, tensor = config.model.sequence_length, config.mesh.tensor
     if config.sequence_parallel and length % tensor:
@@ -266,19 +250,17 @@ def validate_mesh(config: Config, num_devices: int) -> None:
             f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
             f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
-    common = math.gcd(*(each.size for each in split.values() if not each.repeated))
-    divisors = _divisors(common)
+    divisors = _divisors(math.gcd(*(each.size for each in split.values() if not each.repeated)))
     for dim, part in split.items():
         if part.size % mesh.tensor == 0 or (part.repeated and mesh.tensor % part.size == 0):
             continue
         others = [other.size for other in split.values() if other is not part and not other.repeated]
+        fit = [size for size in divisors if part.size % size == 0 or size % part.size == 0]
+        valid = ", ".join(map(str, fit))
         if part.repeated:
-            fit = [str(size) for size in divisors if part.size % size == 0 or size % part.size == 0]
             raise UserError(
-                f"--mesh.tensor {mesh.tensor} does not divide {part.words}, nor is it a multiple of it; "
-                f"valid: {', '.join(fit)}"
+                f"--mesh.tensor {mesh.tensor} does not divide {part.words}, nor is it a multiple of it; valid: {valid}"
             )
-        valid = ", ".join(map(str, divisors))
         if dim == "vocabulary" and all(size % mesh.tensor == 0 for size in others):
             valid += f"; or in a new run --model.vocab-multiple {math.lcm(model.vocab_multiple, mesh.tensor)}"
         raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {part.words}; valid: {valid}")
@@ -297,9 +279,9 @@ def _split_sizes(model: ModelConfig) -> dict[str, _SplitSize]:
     """Those of a model by their dims."""
     found = {}
     for name, option in options(ModelConfig).items():
-        size, through, flag = option.trait(Size), option.trait(Through), f"--model.{name.replace('_', '-')}"
+        size, through = option.trait(Size), option.trait(Through)
         if size and size.split:
-            value = getattr(model, through.name if through else name)
+            value, flag = getattr(model, through.name if through else name), f"--model.{name.replace('_', '-')}"
             words = f"{through.words} of {value} (see {flag})" if through else f"{flag} {value}"
             found[size.dim] = _SplitSize(value, words, size.repeated)
     return found

@@ -18,7 +18,7 @@ from megajax.host.paths import identity
 
 FOLDER = "processes"
 COMPUTING, COMPILING = "computing", "compiling"  # either may wait for the other processes
-_WRITTEN_EVERY, _FROZEN_AFTER = 5.0, 30.0  # seconds
+_LOOKS_EVERY, _WRITTEN_EVERY, _GRACE, _FROZEN_AFTER = 0.5, 5.0, 2.0, 30.0  # seconds
 _SLOWEST = 10  # times the longest step so far is not yet too long
 
 
@@ -74,7 +74,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         written = 0.0
-        while not self._ended.wait(0.5):
+        while not self._ended.wait(_LOOKS_EVERY):
             now = time.monotonic()
             self._listen(now)
             if now - written >= _WRITTEN_EVERY:
@@ -90,8 +90,8 @@ class Watchdog:
 
     def _hear_all(self) -> None:
         """Give the others time to report again, and go on reporting meanwhile."""
-        end = time.monotonic() + _WRITTEN_EVERY + 2
-        while time.monotonic() < end and not self._ended.wait(0.5):
+        end = time.monotonic() + _WRITTEN_EVERY + _GRACE
+        while time.monotonic() < end and not self._ended.wait(_LOOKS_EVERY):
             self._write()
             self._listen(time.monotonic())
 

@@ -1,19 +1,28 @@
 """Fine-tuning commands with a small model on files that are made up, and what they leave behind."""
 
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from made_up_tasks import SUFFIXES, WRITERS
 from mistakes import redundant
 from processes import Commands, Finished, made_once, records
 
+from megajax.config import to_toml
+from megajax.data.tokenizers import train_tokenizer
 from megajax.host.ending import stop_signals
+from megajax.program.program import Program
+from megajax.runs.checkpoint import Checkpoints
+from megajax.runs.ownership import mark
+from megajax.settings.flags import parse
 from megajax.training.run_log import RunLog
 
 KEYS = {
@@ -33,7 +42,9 @@ TRAIN, DEV, BATCH = 40, 24, 8  # records, records, and rows of a step
 MODEL = ("--model.num-layers", 1, "--model.hidden-size", 32, "--model.num-heads", 4, "--model.vocab-size", 512)
 MODEL += ("--model.vocab-multiple", 64, "--model.sequence-length", 48, "--train.global-batch", BATCH)
 SIZE = (*MODEL, "--train.microbatch", 2, "--train.epochs", 2, "--train.log-every", 1, "--task.doc-stride", 8)
-MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+STEPS = 2
+PRETRAINING = ("--task.name", "pretraining", "--train.epochs", 0, "--train.steps", STEPS, "--precision", "bf16")
+PRETRAINING += ("--optimizer.schedule", "constant", "--optimizer.warmup-fraction", 0, "--model.sequence-length", 64)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Finetuning:
     def train(self, task: str, run_dir: Path, *flags: object) -> Finished:
         """train.py with the task's files; must succeed."""
         done = self.start(task, run_dir, *flags)
-        assert done.code == 0, (done.code, done.out, done.err)
+        done.ok()
         return done
 
     def predictions(self, task: str, file: Path, *runs: Path) -> bytes:
@@ -70,11 +81,32 @@ class Finetuning:
         self.commands.evaluate(task, *runs, "--data", self.file(task, "dev"), "--predictions", file)
         return file.read_bytes()
 
-    def run(self, task: str) -> Path:
-        """A run of two epochs on one device: look, don't write."""
+    def told(self, task: str) -> tuple[Path, str]:
+        """A run of two epochs on one device, look, don't write, and what it printed."""
         folder = self.folder / task
-        made_once(folder, lambda: self.train(task, folder))
+        made = made_once(folder, lambda: self.train(task, folder))
+        return folder, made.out if made else ""
+
+    def run(self, task: str) -> Path:
+        """This run."""
+        return self.told(task)[0]
+
+    def pretrained(self) -> Path:
+        """A BERT in bf16 of more positions as pretraining leaves it on two devices, its moments other than zero. It was
+        not trained, which would take seconds to compile; `test_from_pretraining_to_a_task` has one that was."""
+        folder = self.folder / "pretrained"
+        made_once(folder, lambda: make_pretrained(folder, self.file("mnli", "pretraining")))
         return folder
+
+    def finish_seeds(self, folder: Path, figures: dict[int, float]) -> None:
+        """Runs of mnli of seeds with such accuracies, as if each had been trained."""
+        for seed, accuracy in figures.items():
+            run = shutil.copytree(self.run("mnli"), folder / f"seed-{seed}")
+            preset, metrics = run / "config.toml", run / "metrics.jsonl"
+            text, count = re.subn(r"^seed = 0$", f"seed = {seed}", preset.read_text(), flags=re.M)
+            assert count == 1
+            preset.write_text(text)
+            metrics.write_text(re.sub(r'"dev/accuracy": [0-9.]+', f'"dev/accuracy": {accuracy}', metrics.read_text()))
 
     def figures(self, task: str, *runs_and_flags: object) -> dict[str, Any]:
         """What eval.py prints of the dev file, without the task and the step; must succeed."""
@@ -83,6 +115,21 @@ class Finetuning:
         assert found.pop("task") == task
         del found["step"]
         return found
+
+
+def make_pretrained(folder: Path, words: Path) -> None:
+    flags = map(str, (*MODEL, *PRETRAINING, "--mesh.data", 2, "--train.microbatch", 2, "--data.path", "x"))
+    config = parse([PRESET, "--run-dir", str(folder), *flags], "", "")
+    layout = Program.on(config, jax.devices()[:2]).layout
+    state = layout.init()
+    state = replace(state, optimizer=jax.tree.map(lambda x: x + jax.numpy.ones_like(x), state.optimizer))
+    checkpoints = Checkpoints(folder, layout, keep=1)
+    checkpoints.save(STEPS, state)
+    checkpoints.wait()
+    checkpoints.close()
+    train_tokenizer([words.read_text()], config.model.vocab_size, "wordpiece").save(folder / "data" / "tokenizer")
+    mark(folder)
+    (folder / "config.toml").write_text(to_toml(config))
 
 
 def dev_of(run_dir: Path) -> dict[str, float]:

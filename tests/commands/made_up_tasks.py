@@ -14,6 +14,13 @@ def text(rng: random.Random, least: int, most: int) -> str:
     return " ".join(rng.choices(_WORDS, k=rng.randint(least, most)))
 
 
+def write_documents(file: Path) -> Path:
+    """Sixty documents of one to twelve sentences."""
+    rng = random.Random(5)
+    texts = [" ".join(text(rng, 3, 9).capitalize() + "." for _ in range(1 + n % 12)) for n in range(60)]
+    return _written(file, "".join(json.dumps({"text": each}) + "\n" for each in texts))
+
+
 def write_mnli(file: Path, count: int, seed: int, first: int = 0) -> Path:
     """Pairs of two genres, one of `matched` and one of `mismatched`, in turn."""
     rng = random.Random(seed)

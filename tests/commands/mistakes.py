@@ -58,7 +58,9 @@ def assert_refused(commands: Commands, line: str, words: list[str], names: Mappi
     def filled(text: str) -> str:
         return re.sub(r"\b[A-Z]+\b", lambda match: str(names.get(match[0], match[0])), text)
 
-    said = mistake(commands, *filled(line).split())
+    done = commands.run(*filled(line).split())
+    said = one_line(done)
+    assert line.startswith("train.py") or not done.out
     assert_says(said, *(filled(word) for word in words))
     assert len(said) < 600, "a long value is not repeated"
     assert [unlocked(path) for path in places] == before, "written to"

@@ -18,6 +18,8 @@ from inside import call
 ROOT = Path(__file__).parents[2]
 SECONDS = 400  # no command takes a tenth of this alone on a core
 
+MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
+
 PRESET = """\
 [model]
 num_layers = 3  # not divisible by a pipe of 2
@@ -62,6 +64,11 @@ class Finished:
     out: str
     err: str
 
+    def ok(self) -> str:
+        """What a command printed that must have succeeded."""
+        assert self.code == 0, (self.code, self.out, self.err)
+        return self.out
+
 
 @dataclass(frozen=True)
 class Run:
@@ -89,14 +96,14 @@ class Commands:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         }
 
-    def start(self, script: str, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+    def start(self, script: object, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
         """`python SCRIPT ARGUMENTS...` in the repository's root."""
-        line = [sys.executable, script, *map(str, arguments)]
+        line = [sys.executable, str(script), *map(str, arguments)]
         return subprocess.Popen(
             line, cwd=ROOT, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
         )
 
-    def run_process(self, script: str, *arguments: object) -> Finished:
+    def run_process(self, script: object, *arguments: object) -> Finished:
         """Start a command as a process and wait for its end."""
         return finish(self.start(script, *arguments))
 
@@ -108,7 +115,7 @@ class Commands:
         """Train in `run_dir` by the tests' preset; must succeed."""
         run = self.run_process if process else self.run
         done = run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
-        assert done.code == 0, (done.code, done.out, done.err)
+        done.ok()
         return done
 
     def perplexity(self, run_dir: Path, *arguments: object) -> dict[str, Any]:
@@ -117,9 +124,7 @@ class Commands:
 
     def evaluate(self, task: str, run_dir: Path, *arguments: object) -> dict[str, Any]:
         """What `eval.py TASK` prints as its last line; must succeed."""
-        done = self.run("eval.py", task, "--checkpoint", run_dir, *arguments)
-        assert done.code == 0, (done.code, done.out, done.err)
-        return json.loads(done.out.splitlines()[-1])
+        return json.loads(self.run("eval.py", task, "--checkpoint", run_dir, *arguments).ok().splitlines()[-1])
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 from hugging_face import SETTINGS, random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
-from processes import Commands, Finished, checkpoint_steps, validation
+from processes import Commands, checkpoint_steps, validation
 from safetensors.numpy import load_file
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 
 
-def convert(commands: Commands, *arguments: object) -> Finished:
-    done = commands.run("-m", "megajax", "convert", *arguments)
-    assert done.code == 0, (done.code, done.out, done.err)
-    return done
+def convert(commands: Commands, *arguments: object) -> str:
+    return commands.run("-m", "megajax", "convert", *arguments).ok()
 
 
 def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path: Path) -> None:
@@ -28,20 +26,18 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     sizes = {"vocab_size": 300, "n_layer": 1}
     tensors = random_tensors(SETTINGS | sizes)
     write_model(model, tensors, **sizes)
-    told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64).out
+    told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64)
     assert f"megajax train {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
 
     flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--train.eval-batches", 0)
     still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0)
     mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
-    done = commands.run("train.py", run / "config.toml", *flags, *still, *mesh)
-    assert done.code == 0, (done.out, done.err)
-    assert "resumed from step 0" in done.out
+    assert "resumed from step 0" in commands.run("train.py", run / "config.toml", *flags, *still, *mesh).ok()
     assert load_tokenizer(run / "data" / "tokenizer") == tokenizer
     imported = commands.perplexity(run, "--step", 0)
     assert imported["step"] == 0 and imported["loss"] == pytest.approx(validation(run)[2], rel=1e-6)
 
-    figures = json.loads(convert(commands, "export-hf", run, tmp_path / "back", "--json").out)
+    figures = json.loads(convert(commands, "export-hf", run, tmp_path / "back", "--json"))
     assert figures == {"path": str(tmp_path / "back"), "step": 2, "parameters": sum(x.size for x in tensors.values())}
     for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
         np.testing.assert_allclose(tensor, tensors[name.removeprefix("transformer.")], rtol=0, atol=1e-9, err_msg=name)
@@ -53,9 +49,9 @@ def test_a_bert_without_the_order_head(commands: Commands, tmp_path: Path) -> No
     left_out = ("bert.pooler", "cls.seq_relationship")
     tensors = {name: tensor for name, tensor in bert_tensors("post").items() if not name.startswith(left_out)}
     write_bert(tmp_path / "hf", "post", tensors, architectures=["BertForMaskedLM"])
-    told = convert(commands, "import-hf", tmp_path / "hf", tmp_path / "run").out
+    told = convert(commands, "import-hf", tmp_path / "hf", tmp_path / "run")
     assert "not in the safetensors, so drawn anew: the pooler and the order head\n" in told
     convert(commands, "export-hf", tmp_path / "run", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
-    again = json.loads(convert(commands, "import-hf", tmp_path / "back", tmp_path / "again", "--json").out)
+    again = json.loads(convert(commands, "import-hf", tmp_path / "back", tmp_path / "again", "--json"))
     assert again["fresh"] == [] and again["parameters"] == sum(x.size for x in bert_tensors("post").values())

@@ -1,12 +1,16 @@
-"""What is not the user's mistake: damaged checkpoints, and a loss that is not finite."""
+"""What goes wrong beside the command line: damaged or changed files, losses that are not finite, no memory, no disk."""
 
 import errno
+import json
 import math
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mistakes import assert_says, mistake, redundant, train_mistake
 from processes import (
     Commands,
     Run,
@@ -17,34 +21,30 @@ from processes import (
     training,
     validation,
 )
+from saved_tokenizers import write_pair
 
+from megajax.data.tokenizers import load_tokenizer
+from megajax.program import memory
+from megajax.runs.failures import forget_abandoned
 from megajax.runs.writing import Write
 
 TOO_FAST = ("--optimizer.learning-rate", 1e30)  # finite weights, but nothing that can be computed with them
 
 
-def largest(folder: Path) -> Path:
-    """The largest file below a folder."""
-    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+def damage(checkpoint: Path, how: Callable[[bytes], bytes] | None) -> None:
+    """Change the bytes of the largest file of a checkpoint, or remove it."""
+    files = (file for file in checkpoint.rglob("*") if file.is_file())
+    largest = max(files, key=lambda file: file.stat().st_size)
+    if how:
+        largest.write_bytes(how(largest.read_bytes()))
+    else:
+        largest.unlink()
 
 
-def truncate(checkpoint: Path) -> None:
-    """Cut the largest file in half."""
-    file = largest(checkpoint)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def remove(checkpoint: Path) -> None:
-    """Delete the largest file."""
-    largest(checkpoint).unlink()
-
-
-def flip(checkpoint: Path) -> None:
-    """Change three bytes in the middle of the largest file; its size stays."""
-    data = bytearray(largest(checkpoint).read_bytes())
-    for place in range(3):
-        data[len(data) // 2 + 100 * place] ^= 0xFF
-    largest(checkpoint).write_bytes(data)
+def flipped(data: bytes) -> bytes:
+    """With three other bytes in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 0xFF for byte in data[middle : middle + 3]) + data[middle + 3 :]
 
 
 def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, tmp_path: Path) -> None:
@@ -52,13 +52,14 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     of them is whole, the run goes on from there to the right numbers."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     checkpoints = run / "checkpoints"
-    for step, damage in ((20, truncate), (15, remove), (10, flip)):
-        damage(checkpoints / str(step))
+    for step, how in ((20, lambda data: data[: len(data) // 2]), (15, None), (10, flipped)):
+        damage(checkpoints / str(step), how)
     before = contents(checkpoints)
     done = commands.run("train.py", commands.preset, "--run-dir", run)
     assert done.code == 1, (done.out, done.err)
     last = done.err.splitlines()[-1]
     assert "no checkpoint" in last and str(checkpoints) in last
+    forget_abandoned()  # reads of Orbax, which this process would else hear of at any time
     assert contents(checkpoints) == before
 
     shutil.rmtree(checkpoints / "10")
@@ -71,18 +72,6 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     assert curve(run) == curve(straight.folder)
     assert validation(run) == validation(straight.folder)
     assert {10, 15, 20} <= set(checkpoint_steps(run))
-    assert_same_checkpoint(run, straight.folder, 20)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("damage", [truncate, remove, flip])
-def test_each_damage_by_itself(commands: Commands, straight: Run, damage, tmp_path: Path) -> None:
-    """Only the newest checkpoint is damaged: the run goes on from the one before."""
-    run = shutil.copytree(straight.folder, tmp_path / "run")
-    damage(run / "checkpoints" / "20")
-    done = commands.train(run)
-    assert "step 15" in done.out and "damaged" in done.out
-    assert curve(run) == curve(straight.folder)
     assert_same_checkpoint(run, straight.folder, 20)
 
 
@@ -135,7 +124,7 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(11, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [20, redundant(11)])
 def test_no_checkpoint_of_weights_that_give_no_finite_loss(
     commands: Commands, half: Run, steps: int, tmp_path: Path
 ) -> None:
@@ -162,3 +151,77 @@ def test_without_any_checkpoint_yet(commands: Commands, tmp_path: Path) -> None:
     step, loss, _ = curve(run)[-1]
     assert loss is None and f"step {step}" in last and "none" in last
     assert checkpoint_steps(run) == []
+
+
+def test_what_no_memory_holds(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
+    """Each number may be valid and their product too large: the state of a training, the weights of an evaluation and
+    its microbatch."""
+    large = ("--model.hidden-size", 1_000_000, "--model.num-layers", 10_000)
+    sizes = r"--model\.num-layers 10000, --model\.hidden-size 1000000"
+    assert_says(train_mistake(commands, tmp_path / "run", *large), sizes, r"need [\d,.]+ GiB on each of 1", "have")
+    assert_says(train_mistake(commands, tmp_path / "run", *large, "--profile-pipeline"), r"need [\d,.]+ GiB", "valid")
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**20)  # the weights take 250 KiB
+    evaluate = ("eval.py", "perplexity", "--checkpoint", straight.folder)
+    assert_says(mistake(commands, *evaluate, "--train.microbatch", 1000), r"--train\.microbatch 1000 need", "valid")
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**16)
+    for line in (evaluate, ("-m", "megajax", "generate", "--prompt", "a", *evaluate[2:])):
+        assert_says(mistake(commands, *line), r"need [\d,.]+ GiB", "valid")
+    assert not list(tmp_path.iterdir())
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replaced(old: str, new: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(file.read_text().replace(old, new, 1))
+
+
+CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
+    ("metrics.jsonl", pipe, "FILE.* is a named pipe"),
+    ("metrics.jsonl", lambda file: file.write_text("Dear diary\n" * 20), "FILE.* holds no figures of a run"),
+    ("metrics.jsonl", lambda file: file.write_text("x" * 100_000), "FILE.* line 1 has more than 65536 bytes"),
+    ("config.toml", lambda file: file.write_text("a = " + "[" * 10_000), "FILE.* nested"),
+    ("config.toml", lambda file: file.write_text("seed = " + "9" * 5000), "FILE.* digits"),
+    ("config.toml", replaced("num_layers = 3", "num_layers = 5"), "FILE: model.num_layers is 5; valid: 3"),
+    ("data/tokens.bin", lambda file: file.write_bytes(bytes(file.stat().st_size)), "FILE.* not what was written"),
+    ("data/tokenizer/tokenizer.json", Path.unlink, "FILE.* No such file"),
+    ("data/report.json", pipe, "FILE.* not the report of a corpus"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "problem"), CHANGED, ids=[f"{name} {said}" for name, _, said in CHANGED])
+def test_changed_files_of_a_run(
+    commands: Commands, half: Run, name: str, change: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
+    """Training does not go on with them, and the run stays as it is; a configuration larger than the checkpoint is no
+    damage, for evaluation either: the key that was changed is named, with the number that would be right."""
+    run = shutil.copytree(half.folder, tmp_path / "run")
+    change(run / name)
+    before = contents(run / "checkpoints")
+    preset = run / name if "is 5" in problem else commands.preset
+    lines = [mistake(commands, "train.py", preset, "--run-dir", run)]
+    if "is 5" in problem:
+        lines.append(mistake(commands, "eval.py", "perplexity", "--checkpoint", run))
+    for line in lines:
+        assert_says(line, problem.replace("FILE", str(run / name)))
+        assert "damaged" not in line
+    assert contents(run / "checkpoints") == before
+
+
+def test_a_run_without_a_checkpoint(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    shutil.copy(straight.folder / "config.toml", tmp_path)
+    assert_says(mistake(commands, "eval.py", "perplexity", "--checkpoint", tmp_path), str(tmp_path))
+    shutil.copytree(straight.folder / "data", tmp_path / "data")
+    assert_says(mistake(commands, "eval.py", "perplexity", "--checkpoint", tmp_path), str(tmp_path), "no checkpoint")
+
+
+def test_tokens_that_no_model_has(commands: Commands, half: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_pair(folder, load_tokenizer(half.folder / "data" / "tokenizer"))
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {"large": 2**40}))
+    line = train_mistake(commands, tmp_path / "run", "--tokenizer.path", folder)
+    assert_says(line, "vocab.json: no vocabulary; valid: one JSON object of token: id")

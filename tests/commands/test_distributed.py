@@ -9,18 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
+from finetuning import PRESET, SIZE, Finetuning, dev_of
 from processes import (
+    MESH_222,
     Commands,
     Finished,
     Run,
     assert_close_losses,
+    checkpoint_steps,
+    contents,
     curve,
     finish,
     records,
     validation,
 )
+from test_seeds import report
 
-MESH = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
+MESH = (*MESH_222[:6], "--train.microbatch", 2)
 UNPIPED = ("--mesh.data", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
 
 
@@ -33,15 +38,19 @@ def start_two(commands: Commands, *line: object) -> list[subprocess.Popen[str]]:
     return [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(2)]
 
 
-def two_processes(commands: Commands, *line: object) -> list[Finished]:
-    """What both said at their end."""
-    return [finish(process) for process in start_two(commands, *line)]
+def two_processes(commands: Commands, *line: object, code: int = 0) -> list[Finished]:
+    """What both said at their end, which has this exit code."""
+    ended = [finish(process) for process in start_two(commands, *line)]
+    assert [process.code for process in ended] == [code, code], ended
+    return ended
 
 
-def train_as_two(commands: Commands, run: Path, *arguments: object, mesh: tuple = MESH) -> list[Finished]:
+def train_as_two(
+    commands: Commands, run: Path, *arguments: object, mesh: tuple = MESH, code: int = 0
+) -> list[Finished]:
     """A run of train.py as two processes, each with half of the mesh's devices."""
     line = ("train.py", commands.preset, "--run-dir", run, "--simulate-devices", 4 if mesh == MESH else 2, *mesh)
-    return two_processes(commands, *line, *arguments)
+    return two_processes(commands, *line, *arguments, code=code)
 
 
 def assert_silent(process: Finished) -> None:
@@ -55,7 +64,6 @@ def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straig
     long test of a resume has a pipe as well."""
     run = tmp_path / "run"
     first, second = train_as_two(commands, run, "--train.steps", 6, mesh=UNPIPED)
-    assert first.code == second.code == 0, (first, second)
     assert_close_losses(curve(run), curve(straight.folder)[:6])
     assert commands.perplexity(run)["loss"] == pytest.approx(validation(run)[6], rel=1e-6)
     assert len(records(run)) == 7, "each step once, and the validation at the end"
@@ -67,20 +75,21 @@ def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straig
 def test_a_mistake_ends_both_processes(commands: Commands, tmp_path: Path) -> None:
     """Process 0 finds it while the other waits: both end with exit code 2 and one line, and nothing is written."""
     run = tmp_path / "run"
-    for done in train_as_two(commands, run, "--data.path", tmp_path / "no.txt"):
-        assert done.code == 2, done
+    for done in train_as_two(commands, run, "--data.path", tmp_path / "no.txt", code=2):
         assert len(done.err.splitlines()) == 1
     assert not run.exists()
 
 
-FAULTY = """
-import sys
+SCRIPT = """
+import os, signal, sys
 sys.path.insert(0, ".")
 import jax
 from megajax.commands import train
 from megajax.host.ending import run
 from megajax.runs.writing import Write
-
+from megajax.training.loop import Run
+"""
+FAULTY = f"""{SCRIPT}
 def failing(plain, faults):
     def method(self):
         if (jax.process_index(), self.step) in faults:
@@ -89,8 +98,8 @@ def failing(plain, faults):
     return method
 
 if __name__ == "__main__":
-    Write._write_part = failing(Write._write_part, {(1, 2)})
-    Write._finish = failing(Write._finish, {(0, 4)})
+    Write._write_part = failing(Write._write_part, [(1, 2)])
+    Write._finish = failing(Write._finish, [(0, 4)])
     run(lambda: train.main(sys.argv[1:]))
 """
 
@@ -104,7 +113,6 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
     flags = (*MESH, "--train.steps", 6, "--checkpoint.every", 2, "--sample.tokens", 0, "--simulate-devices", 4)
     run = tmp_path / "run"
     first, second = two_processes(commands, script, commands.preset, "--run-dir", run, *flags)
-    assert first.code == second.code == 0, (first, second)
     told = [line for line in first.out.splitlines() if "could not be written" in line]
     assert [line.partition(":")[0] for line in told] == [
         f"the checkpoint of step {step} could not be written" for step in (2, 4)
@@ -112,25 +120,17 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
     assert told[0].endswith("another process could not write its part; training goes on (1 of 3 in a row)")
     assert told[1].endswith("no space left on device; training goes on (2 of 3 in a row)")
     assert first.err == second.err == ""
-    assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["6"]
+    assert checkpoint_steps(run) == [6]
 
     run = tmp_path / "short"
     line = (script, commands.preset, "--run-dir", run, *flags, "--checkpoint.max-failures", 1)
-    for done in two_processes(commands, *line):
-        assert done.code == 1, done
+    for done in two_processes(commands, *line, code=1):
         assert "the checkpoint of step 2 could not be written: " in done.err.splitlines()[-1]
         assert "Traceback" not in done.err
     assert list((run / "checkpoints").iterdir()) == []
 
 
-SIGNALLED = """
-import os, signal, sys
-sys.path.insert(0, ".")
-import jax
-from megajax.commands import train
-from megajax.host.ending import run
-from megajax.training.loop import Trainer
-
+SIGNALLED = f"""{SCRIPT}
 def compiling(plain):
     def method(self, step, program, batch):
         if step > 1 and jax.process_index() == 1:
@@ -155,12 +155,10 @@ def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_p
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     commands.train(straight, *sizes, *rare)
     flags = (*sizes, *rare, *UNPIPED, "--simulate-devices", 2)
-    stopped = two_processes(commands, script, commands.preset, "--run-dir", parts, *flags)
-    assert {done.code for done in stopped} == {128 + signal.SIGTERM}, stopped
-    (step,) = (int(entry.name) for entry in (parts / "checkpoints").iterdir())
+    two_processes(commands, script, commands.preset, "--run-dir", parts, *flags, code=128 + signal.SIGTERM)
+    (step,) = checkpoint_steps(parts)
     assert 2 <= step <= 4 and len(curve(parts)) == step
     first, second = train_as_two(commands, parts, *sizes, *rare, "--profile", "5:6", mesh=UNPIPED)
-    assert first.code == second.code == 0, (first, second)
     assert_silent(second)
     assert "profile of steps 5 to 6" in first.out and list((parts / "profile").rglob("*.xplane.pb"))
     assert_close_losses(curve(parts), curve(straight))
@@ -195,7 +193,6 @@ def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
     """Its figures are those of one process; process 0's last line is the JSON object."""
     flags = ("perplexity", "--checkpoint", straight.folder, "--simulate-devices", 4, *MESH)
     first, second = two_processes(commands, "eval.py", *flags)
-    assert first.code == second.code == 0, (first, second)
     loss = json.loads(first.out.splitlines()[-1])["loss"]
     assert loss == pytest.approx(validation(straight.folder)[20], rel=1e-6)
     assert_silent(second)
@@ -203,16 +200,21 @@ def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
 
 @pytest.mark.full
 def test_generate_as_two_processes(commands: Commands, straight: Run) -> None:
-    """Both run to the end, rows and heads split over them; process 0 alone prints, what one device prints."""
-    prompts = ("--prompt", "the end", "--prompt", "A", "--prompt", "nor", "--max-tokens", 20)
-    line = ("-m", "megajax", "generate", "--checkpoint", straight.folder, *prompts)
+    """Both run to the end, rows and heads split over them; process 0 alone prints, what one device prints. Text alone
+    is standard output, as it was sampled at the end of training; the run is only read."""
+    before = contents(straight.folder)
+    line = ("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "the end", "--max-tokens")
+    one = commands.run_process(*line, 8)
+    assert straight.finished.out.partition("a sample:\n")[2].startswith(one.ok()) and one.out.startswith("the end")
+    assert len(one.err.splitlines()) == 1 and "tokens/s" in one.err
+    line = (*line, 20, "--prompt", "A", "--prompt", "nor")
     alone = commands.run(*line)
-    assert alone.code == 0 and alone.out.startswith("--- 1 of 3\nthe end") and "tokens/s" in alone.err, alone
+    assert alone.ok().startswith("--- 1 of 3\nthe end") and "tokens/s" in alone.err, alone
     for mesh in (("--mesh.data", 2, "--mesh.tensor", 2), ("--mesh.tensor", 4)):
         first, second = two_processes(commands, *line, *mesh, "--simulate-devices", 2)
-        assert first.code == second.code == 0, (first, second)
         assert re.sub(r"\[Gloo\][^\n]*\n", "", first.out) == alone.out
         assert second.err == "" and "the end" not in second.out
+    assert contents(straight.folder) == before
 
 
 @pytest.mark.full
@@ -220,7 +222,18 @@ def test_the_number_of_processes_may_change_on_resume(commands: Commands, straig
     """Steps 1-5 as one process, 6-12 as two, the rest as one on one device."""
     run = tmp_path / "run"
     commands.train(run, "--train.steps", 5)
-    for done in train_as_two(commands, run, "--train.steps", 12):
-        assert done.code == 0, done
+    train_as_two(commands, run, "--train.steps", 12)
     commands.train(run)
     assert_close_losses(curve(run), curve(straight.folder))
+
+
+@pytest.mark.full
+def test_a_task_with_two_seeds(tuning: Finetuning, tmp_path: Path) -> None:
+    """The losses of one process; the second one says nothing."""
+    run = tmp_path / "seeds"
+    line = ("train.py", PRESET, "--run-dir", run, *SIZE, *tuning.data("mnli"), "--seeds", 2)
+    _, second = two_processes(tuning.commands, *line, "--mesh.data", 2, "--simulate-devices", 1)
+    assert_silent(second)
+    assert_close_losses(curve(run / "seed-0"), curve(tuning.run("mnli")))
+    found = report(run)["seeds"]
+    assert [entry["accuracy"] for entry in found] == [dev_of(Path(entry["run"]))["accuracy"] for entry in found]

@@ -22,8 +22,8 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def tried(commands: Commands, *arguments: object) -> str:
     """What a dry run prints; it must succeed."""
     done = commands.run("train.py", *arguments, "--dry-run")
-    assert done.code == 0 and not done.err, done.err
-    return done.out
+    assert not done.err
+    return done.ok()
 
 
 def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
@@ -48,16 +48,12 @@ def without_decay(commands: Commands, folder: Path) -> Path:
 
 
 def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
-    """With the end of the decay that it began with, where no other is given."""
+    """With the end of the decay that it began with, where no other is given; and one that is finished."""
     before = contents(straight.folder)
+    assert "nothing to train" in tried(commands, straight.folder / "config.toml")
     out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, "--train.steps", 30)
     assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "trains steps 21 to 30 in")
     assert contents(straight.folder) == before and not list(temporary.iterdir())
-
-
-@pytest.mark.full
-def test_a_run_that_is_finished(commands: Commands, straight: Run) -> None:
-    assert "nothing to train" in tried(commands, straight.folder / "config.toml")
 
 
 def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
@@ -79,9 +75,8 @@ def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_p
 
 @pytest.mark.full
 def test_a_task_with_several_seeds(tuning: Finetuning, tmp_path: Path, temporary: Path) -> None:
-    done = tuning.start("mnli", tmp_path / "run", "--seeds", 2, "--dry-run")
-    assert done.code == 0, done.err
-    assert_says(done.out, "mnli train: ", rf"in {tmp_path / 'run' / 'seed-0'}")
+    out = tuning.train("mnli", tmp_path / "run", "--seeds", 2, "--dry-run").out
+    assert_says(out, "mnli train: ", rf"in {tmp_path / 'run' / 'seed-0'}")
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
 
 

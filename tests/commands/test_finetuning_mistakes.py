@@ -5,19 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from finetuning import MODEL, PRESET, SIZE, Finetuning
+from finetuning import MODEL, PRESET, SIZE, STEPS, Finetuning
 from made_up_tasks import SUFFIXES
 from mistakes import assert_refused, assert_says, by_line, one_line
 from processes import Run, made_once
 
 NAMES = "pretraining, mnli, qqp, squad1, squad2, race"
 ANY_TASK = "--task.name mnli or qqp or squad1 or squad2 or race"
+FOREIGN = ["{}", '{"kind": "others"}', "not JSON", ""]  # in place of the report of several seeds
 
 
 @pytest.fixture(scope="session")
 def files(tuning: Finetuning) -> Path:
-    """A folder with train and dev of every task, dev once more cut in the middle as by an interrupted download, and
-    some of their mistakes."""
+    """A folder with train and dev of every task, dev once more cut in the middle as by an interrupted download, some of
+    their mistakes, and folders of something else."""
     folder = tuning.folder / "files"
 
     def make() -> None:
@@ -30,9 +31,26 @@ def files(tuning: Finetuning) -> Path:
         rows[6] = rows[6].rsplit("\t", 1)[0] + "\tmaybe"
         (folder / "maybe.tsv").write_text("\n".join([header, *rows]) + "\n")
         (folder / "again.tsv").write_bytes((folder / "mnli-dev.tsv").read_bytes())
+        for number, content in enumerate(FOREIGN):
+            (folder / f"foreign{number}").mkdir()
+            (folder / f"foreign{number}" / "seeds.json").write_text(content)
+        (folder / "thesis").mkdir()
+        (folder / "thesis" / "thesis.txt").write_text("precious")
 
     made_once(folder, make)
     return folder
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory, tuning: Finetuning, straight: Run, files: Path) -> dict[str, Path]:
+    """TUNED is a run of mnli, SEEDS one of a seed, BERT a pretrained one, BARE it without a checkpoint, all of which no
+    other worker of pytest locks; GPT one of GPT-2; FILES the folder of files."""
+    folder = tmp_path_factory.mktemp("runs")
+    names = {"TUNED": tuning.run("mnli"), "BERT": tuning.pretrained(), "BARE": tuning.pretrained()}
+    names = {name: shutil.copytree(run, folder / name) for name, run in names.items()}
+    shutil.rmtree(names["BARE"] / "checkpoints")
+    tuning.finish_seeds(folder / "SEEDS", {0: 50.0})
+    return names | {"SEEDS": folder / "SEEDS", "GPT": straight.folder, "FILES": files}
 
 
 def tune(task: str) -> str:
@@ -45,6 +63,7 @@ MNLI = tune("mnli")
 AGAIN = MNLI.replace("FILES/new", "TUNED")
 PRETRAIN = f"train.py {PRESET} --run-dir FILES/new {' '.join(map(str, MODEL))} --train.microbatch 2 --train.epochs 0"
 PRETRAIN += " --task.name pretraining --train.steps 2 --optimizer.decay-steps 2"
+INIT = f"{MNLI} --init"
 EVAL = "eval.py mnli --checkpoint TUNED"
 PERPLEXITY = "eval.py perplexity --checkpoint"
 
@@ -63,58 +82,44 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{MNLI} --model.vocab-size 40", r"--model\.vocab-size 40", "valid: 100 or more"),
     (f"{MNLI} --model.sequence-length 4", r"--model\.sequence-length 4", "valid: 5 or more"),
     (f"{MNLI} --task.doc-stride 0", r"--task\.doc-stride 0", "valid: 1 to"),
-    (f"{MNLI} --data.validation-fraction 1", r"--data\.validation-fraction 1", "less than 1"),
     (f"{MNLI} --mesh.data 2 --simulate-devices 2 --train.microbatch 8", r"--train\.global-batch 8"),
     (f"{MNLI} --data.train", r"--data\.train needs a value"),
-    (f"{MNLI} --data.train no.tsv", r"--data\.train: no\.tsv does not exist", "valid: a file of mnli"),
-    (f"{MNLI} --data.dev no.tsv", r"--data\.dev: no\.tsv does not exist", "valid: a file of mnli"),
+    *((f"{MNLI} --data.{kind} no.tsv", f"--data.{kind}: no.tsv does not exist") for kind in ("train", "dev")),
     (f"train.py {PRESET} --run-dir FILES/new", r"--data\.train missing", r"valid: files of --task\.name qqp"),
-    (f"{PRETRAIN} --data.train x.tsv", r"--data\.train without a task", ANY_TASK),
-    (f"{PRETRAIN} --data.dev x.tsv", r"--data\.dev without a task", ANY_TASK),
-    (f"{PRETRAIN} --train.epochs 2", r"--train\.epochs without a task", ANY_TASK),
-    (f"{PRETRAIN} --seeds 2", "--seeds without a task", ANY_TASK),
-    (f"{PRETRAIN} --model.head classes", r"--model\.head classes without a task", ANY_TASK),
+    *(
+        (f"{PRETRAIN} {flags}", f"{flags.split()[0]} .*without a task", ANY_TASK)
+        for flags in ("--data.train x", "--data.dev x", "--train.epochs 2", "--seeds 2", "--model.head classes")
+    ),
     (PRETRAIN, r"--data\.path missing"),
     # The file of another task: the line says of which one.
     *(
         (
             f"{tune(task)} --data.{kind} FILES/{given}-dev{SUFFIXES[given]}",
-            rf"--data\.{kind}: .*looks like a file of .*{given}.*, not of .*{task}",
-            "valid: ",
+            rf"--data\.{kind}: .*looks like a file of .*{given}.*, not of .*{task}; valid: ",
         )
-        for task, given in (
-            ("mnli", "qqp"),
-            ("mnli", "squad1"),
-            ("squad2", "race"),
-            ("race", "squad1"),
-            ("qqp", "mnli"),
-        )
+        for line in ("mnli qqp", "mnli squad1", "squad2 race", "race squad1", "qqp mnli")
+        for task, given in [line.split()]
         for kind in ("train", "dev")
     ),
     # What cannot be seen from the beginning of a file: the first question without an answer.
     (
         f"{tune('squad1')} --data.train FILES/squad2-train.json",
-        r"--data\.train: .*question \d+ \(id q\d+\)",
-        "squad2",
-        "valid: ",
+        r"--data.train: .*question \d+ \(id q\d+\).*squad2",
     ),
     *(
         (
             f"{tune(task)} --data.{kind} FILES/{task}-cut{SUFFIXES[task]}",
-            f"--data.{kind}: FILES/{task}-cut",
-            "ends in the middle|truncated",
-            "valid: ",
+            f"--data.{kind}: FILES/{task}-cut.*(ends in the middle|truncated).*valid: ",
         )
         for task in ("mnli", "squad2", "race")
         for kind in ("train", "dev")
     ),
     (
         f"{MNLI} --data.dev FILES/maybe.tsv",
-        "--data.dev: FILES/maybe.tsv:8",
-        'label "maybe"',
+        'FILES/maybe.tsv:8.*label "maybe"',
         "valid: entailment, neutral, contradiction",
     ),
-    # The directory of a run that was trained otherwise.
+    # The directory of a run that was trained otherwise, of several, or of something else.
     *(
         (f"{again} {flags}", f"--run-dir TUNED holds a run with ({key}|model.num_classes) ", "valid: the same")
         for again, key, flags in (
@@ -126,18 +131,52 @@ TRAINING: list[tuple[str, ...]] = [
             (AGAIN, "task.doc_stride", "--task.doc-stride 3"),
         )
     ),
+    (f"{AGAIN} --seeds 2", "--run-dir TUNED is the directory of one run; valid: a new folder, or without --seeds"),
+    (MNLI.replace("FILES/new", "SEEDS"), "--run-dir SEEDS.*valid: "),
+    (f"{tune('qqp').replace('FILES/new', 'SEEDS')} --seeds 2", "task.name mnli, not qqp|model.num_classes 3, not 2"),
+    *(
+        (
+            f"{MNLI} --run-dir FILES/foreign{number} --seeds 2",
+            "seeds.json was not written by --seeds.*another --run-dir",
+        )
+        for number in range(len(FOREIGN))
+    ),
+    *(
+        (f"{MNLI} --run-dir {place} --data.dev no.tsv {flags}", f"--run-dir {place}.*valid: ")
+        for place in ("FILES/maybe.tsv", "FILES/thesis")
+        for flags in ("", "--seeds 2")
+    ),
+    (f"{MNLI} --seeds 0", "--seeds 0; valid: 1 to 1000"),
+    (f"{MNLI} --seeds 3 --seed {2**31 - 2}", "--seeds 3.*--seed 2147483646.*valid: "),
+    (f"{MNLI} --seeds many", "--seeds.*valid: a whole number"),
+    # The weights of another model, and what has none.
+    (f"{INIT} BERT --model.hidden-size 64", "--init.*hidden_size 32, .* not 64.*valid: --model.hidden-size 32"),
+    (f"{INIT} BERT --model.vocab-size 600", "--init.*vocab_size 512, not 600.*valid: --model.vocab-size 512"),
+    (f"{INIT} BERT --model.sequence-length 96", "--init.*64, not 96.*valid: --model.sequence-length 64"),
+    (f"{INIT} BERT --model.layer-order post", "--init.*layer_order pre, not post.*valid: --model.layer-order pre"),
+    (f"{INIT} BERT --model.num-layers 2", "--init.*num_layers 1, not 2.*valid: --model.num-layers 1"),
+    (f"{INIT} BERT --model.num-heads 2", "--init.*num_heads 4, .*not 2.*valid: --model.num-heads 4"),
+    (f"{INIT} BERT --model.vocab-multiple 1024", "--init.*padded_vocab_size 512, not 1024.*vocab-multiple 64"),
+    (f"{INIT} BERT --precision fp64", "--precision fp64.*holds a run in bf16"),
+    (
+        f"{INIT} BERT --tokenizer.path TUNED/data/tokenizer",
+        "--tokenizer.path.*not the tokenizer of --init.*valid: ",
+    ),
+    (f"{INIT} BARE", "--init BARE.*no checkpoint.*valid: "),
+    (f"{INIT} GPT", "--init GPT.*model.family decoder.*valid: "),
+    *(
+        (f"{INIT} {place}", f"--init {place}.*no config.toml.*valid: ")
+        for place in ("FILES/maybe.tsv", "FILES/no", "FILES", f"BERT/checkpoints/{STEPS}", "SEEDS")
+    ),
 ]
 
 EVALUATING: list[tuple[str, ...]] = [
     ("eval.py mnli", "--checkpoint"),
     ("eval.py cola --checkpoint TUNED", "TASK 'cola'; valid: .*mnli.*qqp.*race.*squad1.*squad2"),
-    (
-        "eval.py qqp --checkpoint TUNED --data FILES/qqp-dev.tsv",
-        "--checkpoint TUNED: a run of mnli",
-        "fine-tuned on qqp",
-    ),
+    ("eval.py qqp --checkpoint TUNED --data FILES/qqp-dev.tsv", "--checkpoint TUNED: a run of mnli.*fine-tuned on qqp"),
     ("eval.py race --checkpoint TUNED", "--checkpoint TUNED: a run of mnli", "valid: a run .* race"),
     ("eval.py mnli --checkpoint GPT --data FILES/mnli-dev.tsv", "--checkpoint GPT", "fine-tuned on mnli"),
+    ("eval.py mnli --checkpoint SEEDS --data FILES/mnli-dev.tsv", "--checkpoint SEEDS.*valid: "),
     (f"{EVAL} GPT --data FILES/mnli-dev.tsv", "--checkpoint GPT", "fine-tuned on mnli"),
     (f"{EVAL} FILES/none --data FILES/mnli-dev.tsv", r"--checkpoint FILES/none: no config\.toml"),
     (f"{EVAL} --data FILES/qqp-dev.tsv", "--data: FILES/qqp-dev.tsv looks like a file of qqp, not of mnli"),
@@ -149,8 +188,7 @@ EVALUATING: list[tuple[str, ...]] = [
     # Records of one name, as MNLI's two dev files have them.
     (
         f"{EVAL} --data FILES/mnli-dev.tsv FILES/again.tsv --predictions FILES/new.tsv",
-        "--predictions: two records have the name",
-        "valid: ",
+        "--predictions: two records have the name.*valid: ",
     ),
     (f"{PERPLEXITY} TUNED", "--checkpoint TUNED: a run of mnli", "valid: megajax eval mnli"),
     ("eval.py lambada --checkpoint TUNED --data FILES/mnli-dev.tsv", "--checkpoint TUNED", "valid: "),
@@ -160,18 +198,9 @@ EVALUATING: list[tuple[str, ...]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory, tuning: Finetuning) -> Path:
-    """A run of mnli that no other worker of pytest locks."""
-    return shutil.copytree(tuning.run("mnli"), tmp_path_factory.mktemp("tuned") / "run")
-
-
 @pytest.mark.parametrize(("line", "words"), by_line(TRAINING + EVALUATING))
-def test_one_line_and_nothing_written(
-    tuning: Finetuning, straight: Run, tuned: Path, files: Path, line: str, words: list[str]
-) -> None:
-    """TUNED is a run of mnli, GPT one of GPT-2, FILES a folder of files of tasks."""
-    names = {"TUNED": tuned, "GPT": straight.folder, "FILES": files}
+def test_one_line_and_nothing_written(tuning: Finetuning, names: dict[str, Path], line: str, words: list[str]) -> None:
+    """`names` are explained by its fixture."""
     assert_refused(tuning.commands, line, words, names)
 
 
@@ -185,9 +214,8 @@ def test_an_answer_that_is_not_at_its_offset(tuning: Finetuning, tmp_path: Path)
     file.write_text(json.dumps(value))
     place = f"question {questions.index(moved) + 1} .id {moved['id']}"
     run = tuning.run("squad2")
-    done = tuning.commands.run("eval.py", "squad2", "--checkpoint", run, "--data", file)
-    assert done.code == 0
-    assert_says(done.out, f"1 answers that are not at their offset.*, first --data: {file}: {place}")
+    told = tuning.commands.run("eval.py", "squad2", "--checkpoint", run, "--data", file).ok()
+    assert_says(told, f"1 answers that are not at their offset.*, first --data: {file}: {place}")
     line = one_line(tuning.commands.run("eval.py", "squad2", "--checkpoint", run, "--data", file, "--task.strict"))
     assert_says(line, f"--data: {file}: {place}", "not at their offset", "valid: ")
 

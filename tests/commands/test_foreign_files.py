@@ -77,9 +77,9 @@ def test_a_picture_replaces_only_another_timeline(commands: Commands, elsewhere:
     """Not a picture of another program, a link to a timeline, or a folder."""
     draw = ("-m", "megajax", "schedule", "--mesh.pipe", 2, "--microbatches", 2, "--plot")
     picture, link, folder = (elsewhere / f"{name}.{suffix}" for name in ("drawn", "link", "folder"))
-    assert commands.run(*draw, picture).code == 0
+    commands.run(*draw, picture).ok()
     first = picture.read_bytes()
-    assert commands.run(*draw[:-2], 3, "--plot", picture).code == 0
+    commands.run(*draw[:-2], 3, "--plot", picture).ok()
     assert picture.read_bytes() != first
     link.symlink_to(picture)
     folder.mkdir()

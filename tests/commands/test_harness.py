@@ -1,12 +1,10 @@
 """A run in EleutherAI's `lm-eval` harness: its figures are those of `eval.py`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, Commands, Run, finish
+from processes import ROOT, Commands, Run
 
 pytestmark = pytest.mark.peer
 
@@ -64,7 +62,9 @@ run(main)
 """
 
 
-def test_the_harness_sees_what_eval_sees(commands: Commands, straight: Run, corpus: Path, tmp_path: Path) -> None:
+def test_the_harness_sees_what_eval_sees(
+    commands: Commands, straight: Run, corpus: Path, tmp_path: Path, monkeypatch
+) -> None:
     """A task of last words, by name and flags, on a pipe of two; whole texts; and generation, which stops at a text
     and refuses what it cannot do."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -75,7 +75,10 @@ def test_the_harness_sees_what_eval_sees(commands: Commands, straight: Run, corp
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "last_word.yaml").write_text(TASK.format(file=file))
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = harness(commands, tmp_path / "script.py", straight.folder, tmp_path / "tasks", cache=tmp_path)
+    offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for name, value in offline.items():
+        monkeypatch.setenv(name, value)
+    done = commands.run_process(tmp_path / "script.py", straight.folder, tmp_path / "tasks")
     assert done.code == 2 and "top_k; valid: until" in done.err.splitlines()[-1], (done.out, done.err)
     found = json.loads(done.out.splitlines()[-1])
     expected = commands.evaluate("lambada", straight.folder, "--data", file)
@@ -87,17 +90,3 @@ def test_the_harness_sees_what_eval_sees(commands: Commands, straight: Run, corp
     on_a_pipe, without = found["long"]
     assert on_a_pipe == without and on_a_pipe[0] != on_a_pipe[1], "a prompt longer than the context"
     assert found["stopped"] == found["written"].split(found["stop"])[0]
-
-
-def harness(commands: Commands, *line: object, cache: Path):
-    """Run a script with nothing from the network."""
-    environment = commands.environment() | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, line)],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return finish(process)

@@ -4,23 +4,19 @@ In the tests' process, where what `ending.run` makes of it is seen; `test_proces
 What only the parser or the configuration looks at is tested with them: test_flags.py, test_options.py, test_config.py.
 """
 
-import json
 import os
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mistakes import assert_refused, assert_says, by_line, mistake, one_line, train_mistake
-from processes import Commands, Run, contents
-from saved_tokenizers import write_pair
+from mistakes import assert_refused, assert_says, by_line, one_line
+from processes import Commands, Run
 
 from megajax.data.indexed import IndexedWriter
-from megajax.data.tokenizers import load_tokenizer
-from megajax.program import memory
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +44,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
     texts = {"empty": b"", "blank": b" \n\n \t\n", "short": b"Two words.\n\nFour more.\n", "few": b"some text"}
     for name, text in (texts | {"latin": "naïve text, ".encode("latin-1") * 500}).items():
         (folder / f"{name}.txt").write_bytes(text)
+    (folder / "other.png").write_bytes(b"\x89PNG")
     (folder / "bad.jsonl").write_text('{"text": "a b"}\n{"words": "a b"}\n')
     (folder / "run" / "data").mkdir(parents=True)
     (folder / "run" / "notes.txt").write_text("mine")
@@ -87,22 +84,20 @@ LOADED = "--tokenizer.path TRAINED/data/tokenizer"
 
 TRAINING: list[tuple[str, ...]] = [
     (f"{TRAIN} --mesh.data 3", r"--mesh\.data 3", "devices", "valid"),
-    (f"{TRAIN} --mesh.tensor 8 --simulate-devices 8", r"--mesh\.tensor 8", r"--model\.num-heads 4", "valid: 1, 2, 4"),
     (f"{TRAIN} --train.steps 0", r"--train\.steps 0", "1 to 1000000000"),
-    (f"{TRAIN} --train.steps=", "--train.steps ''; valid: a whole number, 0 to 1000000000"),
     (f"{TRAIN} --train.steps {DIGITS}", "; valid: a whole number, 0 to 1000000000"),
     (f"{TRAIN} --optimizer.weight-decay {DIGITS}", "; valid: a finite number, 0 to 1000"),
     (f"{TRAIN} --data.sources {'[' * 3000}", "^error: --data.sources .*; valid: TOML as in"),
     (f"{TRAIN} --data.path=a\0b", "; valid: arguments without NUL"),
+    (f"{TRAIN} --model.layer-order post", "--model.layer-order post with --model.family decoder; valid: pre"),
     ("train.py ODD/nul.toml", r"nul\.toml: run_dir", "valid: text in UTF-8, without NUL"),
-    ("train.py", r"\bPRESET\b", "demo"),
-    ("train.py no-such", "no-such", "demo"),
     ("train.py ODD/no.toml", r"no\.toml", "demo"),
     (f"{TRAIN} --resume must", "--resume", "checkpoint", "valid"),
     (f"{TRAIN} --train.global-batch 1000000", "a table of 1000000 forwards; valid: at most 250000"),
     (f"{TRAIN} --tokenizer.path /does/not/exist", "/does/not/exist"),
     (f"{TRAIN} {LOADED} --model.vocab-size 270", r"--model\.vocab-size 270", "300"),
     (f"{TRAIN} --model.vocab-size 256", r"--model\.vocab-size 256", "257"),
+    *((f"{TRAIN} --profile {steps}", f"^error: --profile {steps}; valid: FIRST:LAST") for steps in ("3:2", "101", "x")),
     # A corpus that is missing, unreadable, empty, of the wrong encoding or form, or shorter than a sequence.
     (f"{TRAIN} --data.path=", r"--data\.path", "folder|file"),
     *(
@@ -134,6 +129,8 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{AGAIN} --model.num-layers 4", "num.layers", r"\b3\b", r"\b4\b", "run-dir"),
     (f"{AGAIN} --model.vocab-multiple 128", "vocab", "320", "384"),
     (f"{AGAIN} --precision fp64", "fp32", "fp64"),
+    (f"{AGAIN} --train.ramp-start 4 --train.ramp-increment 4 --train.ramp-samples 12", "ramp_start 0, not 4; valid"),
+    (f"{AGAIN} --train.steps 30 --profile 9:12", "--profile 9:12: this start takes the steps 21 to 30; valid: some of"),
     (f"{AGAIN} --resume never", "--resume never", "not empty", "valid"),
     (f"{AGAIN} --mesh.data 2", r"--mesh\.data 2", "devices"),
     (f"{AGAIN} --data.path python-stdlib", r"--data\.path", "python-stdlib"),
@@ -147,27 +144,21 @@ TRAINING: list[tuple[str, ...]] = [
     (f"train.py TINY --run-dir= --data.path ODD/{LONG}", "--data.path", "; valid: "),
 ]
 
-COMMANDS: list[tuple[str, ...]] = [
+OTHERS = "instructions, lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103"
+EVALUATING: list[tuple[str, ...]] = [
     ("eval.py", "TASK"),
     ("eval.py perplexity", "--checkpoint"),
     ("eval.py perplexity --checkpoint ODD", r"config\.toml"),
     ("eval.py perplexity --checkpoint ODD/no-run", "--checkpoint", "no-run", r"config\.toml"),
     (f"eval.py perplexity --checkpoint {LONG}", "File name too long; valid: names of at most 255 bytes"),
     ("eval.py perplexity --checkpoint=", "--checkpoint is empty; valid: "),
-    (
-        "eval.py perplexitty --checkpoint TRAINED",
-        r"TASK 'perplexitty'; did you mean perplexity\? valid: instructions, lambada, mnli, perplexity, qqp, race, "
-        "squad1, squad2, wikitext103",
-    ),
+    ("eval.py perplexitty --checkpoint TRAINED", rf"TASK 'perplexitty'; did you mean perplexity\? valid: {OTHERS}"),
     (f"{EVAL} --train.steps 3", r"--train\.steps"),
     (f"{EVAL} --mesh.data 2", r"--mesh\.data 2", "devices"),
     (f"{EVAL} --train.microbatch {10**11}", "--train.microbatch 100000000000; valid: 1"),
-    *(
-        (f"{EVAL} --step {step}", "valid: latest, best, or one of 10, 15, 20")
-        for step in ("11", "newest", "١٠", DIGITS)
-    ),
+    *((f"{EVAL} --step {step}", "valid: latest, best, or one of 10, 15, 20") for step in ("11", "new", "١٠", DIGITS)),
     *((f"{EVAL} --overlap {overlap}", f"--overlap {overlap}", "1 to 32") for overlap in (0, 33)),
-    *((f"{EVAL} --overlap {overlap}", "--overlap", "; valid: a whole number") for overlap in ("x", DIGITS)),
+    (f"{EVAL} --overlap {DIGITS}", "--overlap", "; valid: a whole number"),
     (f"{EVAL} --data ODD/no.txt", "--data", r"no\.txt"),
     (f"{EVAL} --data ODD/latin.txt", "--data", r"latin\.txt", "UTF-8"),
     (f"{EVAL} --data ODD/empty.txt", "--data", r"empty\.txt", "no text"),
@@ -178,27 +169,81 @@ COMMANDS: list[tuple[str, ...]] = [
     ("eval.py wikitext103 --checkpoint TRAINED", "--data"),
     ("eval.py wikitext103 --checkpoint TRAINED --data ODD/bad.jsonl", "--data", r"bad\.jsonl", "plain text"),
     ("eval.py wikitext103 --checkpoint TRAINED --data ODD/empty.txt --overlap 33", "--overlap 33", "1 to 32"),
-    (
-        f"-m megajax generate --checkpoint TRAINED --prompt a --max-tokens {10**10}",
-        "--max-tokens 10000000000; valid: 1 to",
-    ),
+]
+
+GENERATE = "-m megajax generate --checkpoint TRAINED"
+PREPARE = "-m megajax prepare ODD/few.txt --output ODD"
+SCHEDULE = "-m megajax schedule --microbatches 2"
+PLAN = "-m megajax plan gpt2-8.3b"
+SEARCH = "-m megajax plan gpt2-355m --no-compile --search --devices"
+VERIFY = "-m megajax verify demo"
+OF_GPUS = "h100, h200, a100, v100, b200"
+OTHER_COMMANDS: list[tuple[str, ...]] = [
+    (f"{GENERATE} --prompt a --max-tokens {10**10}", "--max-tokens 10000000000; valid: 1 to"),
+    (f"{GENERATE} --prompt {'a' * 1000}", "valid: at most 32"),
+    (f"{GENERATE} --prompt-file {LONG}", "--prompt-file 'aaa"),
     (f"-m megajax generate --checkpoint {LONG} --prompt a", "--checkpoint 'aaa"),
-    (f"-m megajax generate --checkpoint TRAINED --prompt-file {LONG}", "--prompt-file 'aaa"),
-    ("-m megajax prepare ODD/few.txt --output ODD/o --workers 100000", "--workers 100000; valid: 1 to 1024, or 0"),
-    (f"-m megajax prepare ODD/few.txt --output ODD/o --vocab-size {2**31 - 1}", "--vocab-size 2147483647; valid: 1 to"),
-    (f"-m megajax prepare ODD/few.txt --output ODD/{LONG}", "File name too long; valid: "),
+    (f"{PREPARE}/o --workers 100000", "--workers 100000; valid: 1 to 1024, or 0"),
+    (f"{PREPARE}/o --vocab-size {2**31 - 1}", "--vocab-size 2147483647; valid: 1 to"),
+    (f"{PREPARE}/{LONG}", "File name too long; valid: "),
     (f"-m megajax prepare {LONG} --output ODD/o", "INPUT 'aaa"),
-    ("-m megajax prepare ODD/few.txt --output ODD/few.txt/o", "ODD/few.txt is no folder; valid: "),
-    ("-m megajax prepare ODD/few.txt --output ODD/o --decontaminate", "--decontaminate needs a value; valid: "),
+    (f"{PREPARE}/few.txt/o", "ODD/few.txt is no folder; valid: "),
+    (f"{PREPARE}/o --decontaminate", "--decontaminate needs a value; valid: "),
     (f"-m megajax convert import-hf ODD/{LONG} ODD/new", "PATH 'ODD/aaa"),
     (f"-m megajax convert import-hf ODD ODD/{LONG}", "RUN 'ODD/aaa"),
     ("-m megajax convert export-hf TRAINED ODD/few.txt/hf", "PATH ODD/few.txt/hf: ODD/few.txt is no folder; valid: "),
+    ("-m megajax convert export-hf TRAINED ODD/out --adapter", "--adapter: RUN .* was trained without; valid: a run"),
+    ("-m megajax schedule --mesh.pipe 2", "--microbatches missing; valid:"),
     (f"-m megajax schedule --microbatches {10**12}", "--microbatches 1000000000000; valid: 1 to"),
-    (f"-m megajax schedule --microbatches 2 --plot ODD/{LONG}.png", "--plot 'ODD/aaa"),
+    ("-m megajax schedule --microbatches 0", "--microbatches 0; valid: 1 to"),
+    ("-m megajax schedule --microbatches 100000000 --mesh.pipe 4", "a table of 400000000 forwards; valid: at most 250"),
+    (f"{SCHEDULE} --plot ODD/{LONG}.png", "--plot 'ODD/aaa"),
+    (f"{SCHEDULE} --plot ODD/a.pdf", r"--plot \S+: unknown kind of picture; valid: a name that ends in .png or .svg"),
+    (f"{SCHEDULE} --plot ODD/no/folder.png", "--plot ODD/no/folder.png: cannot be written"),
+    (f"{SCHEDULE} --mesh.pipe 0", "--mesh.pipe 0; valid: 1 to 100000"),
+    (f"{SCHEDULE} --mesh.pipe 100000", "and 500 stages"),
+    (f"{SCHEDULE} --pipeline.schedule zigzag", "'zigzag'; valid: 1f1b, gpipe, interleaved"),
+    (f"{SCHEDULE} --pipeline.schedule interleaved --pipeline.chunks 2", "--mesh.pipe 1; valid: --mesh.pipe 2"),
+    (f"{SCHEDULE} --pipeline.schedule interleaved --mesh.pipe 2", "--pipeline.chunks 1 with"),
+    (f"{SCHEDULE} --pipeline.chunks 2 --mesh.pipe 2", "--pipeline.chunks 2 with --pipeline.schedule 1f1b"),
+    (f"{SCHEDULE} --forward-time 0", "--forward-time 0.0; valid: 1e-06 to 1000000"),
+    (f"{SCHEDULE} --input-gradient-time=-1", "--input-gradient-time -1.0; valid: 1e-06 to"),
+    *(
+        (f"{SCHEDULE} --weight-gradient-time {time}", f"time '{time}'; valid: a finite number, 1e-06 to")
+        for time in ("nan", "inf")
+    ),
+    (f"{SCHEDULE} --pipeline.weight-gradients later", "'later'; valid: together, deferred"),
+    (f"{SCHEDULE} --pipeline.max-deferred -2", "--pipeline.max-deferred -2; valid: -1 to"),
+    (f"{SCHEDULE} --microbatch 2", r"--microbatch: unknown flag; did you mean --microbatches\?"),
+    ("-m megajax plan", "PRESET missing; valid: "),
+    ("-m megajax plan nothing", "nothing"),
+    (f"{PLAN} --gpus h100", "--gpus: unknown flag"),
+    (f"{PLAN} --gpu h300", f"--gpu 'h300'.*; valid: {OF_GPUS}"),
+    (f"{PLAN} --gpu v100", "--precision bf16 with --gpu v100.*; valid: .*fp16"),
+    (f"{PLAN} --mesh.tensor 7", "valid: 1, 2, 4.*; the nearest valid mesh: .*--mesh.tensor 8$"),
+    (f"{PLAN} --mesh.data 3", "valid: a multiple of 24; the nearest valid mesh: --mesh.data 4 "),
+    (f"{PLAN} --devices 2", "--devices without --search; valid: --search, or without --devices"),
+    (f"{SEARCH} 0", "--devices 0"),
+    (f"{SEARCH} 2 --plot ODD/a.pdf", "unknown kind of picture; valid: a name that ends in .png"),
+    (f"{SEARCH} 2 --plot ODD/few.txt", "unknown kind of picture"),
+    (f"{SEARCH} 2 --plot ODD/other.png", "is there already and is no picture of megajax plan; valid: another name"),
+    (f"{SEARCH} 2 --gpu h1", f"--gpu 'h1'; valid: {OF_GPUS}"),
+    (f"{SEARCH} 1009", "--devices 1009: no mesh of so many"),
+    (f"{SEARCH} 2 --gpu v100 --precision bf16", "which has no such products"),
+    ("-m megajax verify", "PRESET missing; valid: a TOML file, or one of"),
+    ("-m megajax verify gpt2-8.3bb", r"no preset 'gpt2-8.3bb'; did you mean gpt2-"),
+    ("-m megajax verify smollm2-135m --mesh.tensor 2", ": --mesh.data 1 --mesh.pipe 1 --mesh.tensor 3"),
+    (f"{VERIFY} --device 8", r"--device: unknown flag; did you mean --devices\?"),
+    (f"{VERIFY} --devices 0", "--devices 0; valid: 1 to 512"),
+    (f"{VERIFY} --steps many", "--steps 'many'; valid: a whole number, 1 to 100"),
+    (f"{VERIFY} --mesh.data 3", "valid: a multiple of 3; the nearest valid mesh: --mesh.data 4"),
+    (f"{VERIFY} --mesh.tensor 3", "--mesh.tensor 3 does not divide --model.num-heads 8; valid: 1, 2, 4, 8"),
+    (f"{VERIFY} --mesh.data 8 --mesh.pipe 2 --devices 3", "--devices 3 for a mesh of 8 x 2 x 1; valid: 4"),
+    (f"{VERIFY} --mesh.pipe 2 --pipeline.chunks 2", "--pipeline.chunks 2 with --pipeline.schedule 1f1b"),
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), by_line(TRAINING + COMMANDS))
+@pytest.mark.parametrize(("line", "words"), by_line(TRAINING + EVALUATING + OTHER_COMMANDS))
 def test_one_line_and_nothing_written(
     commands: Commands, trained: Path, odd: Path, tmp_path: Path, line: str, words: list[str]
 ) -> None:
@@ -214,103 +259,15 @@ def unreadable(file: Path) -> Path:
     return Path("/proc/self/mem") if os.access(file, os.R_OK) else file
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    by_line(
-        [
-            ("train.py TINY --run-dir ODD/new --nonsense", "--nonsense"),
-            ("eval.py perplexity --checkpoint ODD/no-run", "--checkpoint", "no-run", r"config\.toml"),
-            ("-m megajax schedule --mesh.pipe 2 --microbatches 0", "--microbatches 0; valid: 1 to 1000000000"),
-        ]
-    ),
-)
-def test_processes(commands: Commands, line: str, words: list[str], tmp_path: Path) -> None:
-    """Exit code and the one line of a process, early and late mistakes."""
-    line = line.replace("TINY", str(commands.preset)).replace("ODD", str(tmp_path))
-    assert_says(one_line(commands.run_process(*line.split())), *words)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_no_memory_holds(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
-    """Each number may be valid and their product too large: the state of a training, the weights of an evaluation and
-    its microbatch."""
-    large = ("--model.hidden-size", 1_000_000, "--model.num-layers", 10_000)
-    line = train_mistake(commands, tmp_path / "run", *large)
-    assert_says(
-        line, r"--model\.num-layers 10000, --model\.hidden-size 1000000", r"need [\d,.]+ GiB on each of 1", "have"
-    )
-    assert_says(train_mistake(commands, tmp_path / "run", *large, "--profile-pipeline"), r"need [\d,.]+ GiB", "valid")
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**20)  # the weights take 250 KiB
-    rows = mistake(
-        commands, "eval.py", "perplexity", "--checkpoint", straight.folder, "--train.microbatch", 1000, "--mesh.data", 1
-    )
-    assert_says(rows, r"--train\.microbatch 1000 need", "valid")
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**16)
-    for script in (("eval.py", "perplexity"), ("-m", "megajax", "generate", "--prompt", "a")):
-        assert_says(mistake(commands, *script, "--checkpoint", straight.folder), r"need [\d,.]+ GiB", "valid")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
-def test_a_run_directory_below_a_folder_that_may_not_be_entered(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0)
-    line = mistake(commands, "train.py", commands.preset, "--run-dir", tmp_path / "closed" / "run")
-    assert_says(line, "--run-dir", "Permission denied", "valid")
-
-
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def replaced(old: str, new: str) -> Callable[[Path], object]:
-    return lambda file: file.write_text(file.read_text().replace(old, new, 1))
-
-
-CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
-    ("metrics.jsonl", pipe, "FILE.* is a named pipe"),
-    ("metrics.jsonl", lambda file: file.write_text("Dear diary\n" * 20), "FILE.* holds no figures of a run"),
-    ("metrics.jsonl", lambda file: file.write_text("x" * 100_000), "FILE.* line 1 has more than 65536 bytes"),
-    ("config.toml", lambda file: file.write_text("a = " + "[" * 10_000), "FILE.* nested"),
-    ("config.toml", lambda file: file.write_text("seed = " + "9" * 5000), "FILE.* digits"),
-    ("config.toml", replaced("num_layers = 3", "num_layers = 5"), "FILE: model.num_layers is 5; valid: 3"),
-    ("data/tokens.bin", lambda file: file.write_bytes(bytes(file.stat().st_size)), "FILE.* not what was written"),
-    ("data/tokenizer/tokenizer.json", Path.unlink, "FILE.* No such file"),
-    ("data/report.json", pipe, "FILE.* not the report of a corpus"),
+PROCESSES = [
+    ("train.py TINY --run-dir ODD/new --nonsense", "--nonsense"),
+    ("eval.py perplexity --checkpoint ODD/no", "no"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "problem"), CHANGED, ids=[f"{name} {said}" for name, _, said in CHANGED])
-def test_changed_files_of_a_run(
-    commands: Commands, half: Run, name: str, change: Callable[[Path], object], problem: str, tmp_path: Path
-) -> None:
-    """Training does not go on with them, and the run stays as it is; a configuration larger than the checkpoint is no
-    damage, for evaluation either: the key that was changed is named, with the number that would be right."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
-    change(run / name)
-    before = contents(run / "checkpoints")
-    preset = run / name if "is 5" in problem else commands.preset
-    lines = [mistake(commands, "train.py", preset, "--run-dir", run)]
-    if "is 5" in problem:
-        lines.append(mistake(commands, "eval.py", "perplexity", "--checkpoint", run))
-    for line in lines:
-        assert_says(line, problem.replace("FILE", str(run / name)))
-        assert "damaged" not in line
-    assert contents(run / "checkpoints") == before
-
-
-def test_a_run_without_a_checkpoint(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    shutil.copy(straight.folder / "config.toml", tmp_path)
-    assert_says(mistake(commands, "eval.py", "perplexity", "--checkpoint", tmp_path), str(tmp_path))
-    shutil.copytree(straight.folder / "data", tmp_path / "data")
-    assert_says(mistake(commands, "eval.py", "perplexity", "--checkpoint", tmp_path), str(tmp_path), "no checkpoint")
-
-
-def test_tokens_that_no_model_has(commands: Commands, half: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    write_pair(folder, load_tokenizer(half.folder / "data" / "tokenizer"))
-    vocabulary = json.loads((folder / "vocab.json").read_text())
-    (folder / "vocab.json").write_text(json.dumps(vocabulary | {"large": 2**40}))
-    line = train_mistake(commands, tmp_path / "run", "--tokenizer.path", folder)
-    assert_says(line, "vocab.json: no vocabulary; valid: one JSON object of token: id")
+@pytest.mark.parametrize(("line", "word"), PROCESSES)
+def test_processes(commands: Commands, line: str, word: str, tmp_path: Path) -> None:
+    """Exit code and the one line of a process, early and late mistakes."""
+    line = line.replace("TINY", str(commands.preset)).replace("ODD", str(tmp_path))
+    assert_says(one_line(commands.run_process(*line.split())), word.replace("ODD", str(tmp_path)))
+    assert not list(tmp_path.iterdir())

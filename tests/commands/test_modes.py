@@ -1,28 +1,21 @@
-"""Other precisions, schedules and forms of the model: a few steps each."""
+"""Other precisions, schedules, forms of the model and of attention: a few steps each."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
-from processes import Commands, Run, assert_close_losses, curve, validation
+from mistakes import redundant
+from processes import Commands, Run, assert_close_losses, assert_same_checkpoint, curve, training, validation
 
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.full)])
-def test_recomputed_unrolled_layers_on_two_stages(
-    commands: Commands, straight: Run, schedule: str, tmp_path: Path
-) -> None:
-    """`--pipeline.schedule`, `--train.remat layer` and unrolled layers give the numbers of one device."""
-    flags = ("--pipeline.schedule", schedule, "--train.remat", "layer", "--model.scan-layers", "false")
-    commands.train(tmp_path, *flags, "--mesh.pipe", 2, "--simulate-devices", 2, "--train.steps", 3)
-    assert_close_losses(curve(tmp_path), curve(straight.folder)[:3])
+TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)
 
 
 @pytest.mark.parametrize(
     ("precision", "flags"),
     [
         ("bf16", "--pipeline.schedule gpipe --train.remat layer"),
-        pytest.param("fp64", "--model.dropout 0 --model.scan-layers false", marks=pytest.mark.full),
+        redundant("fp64", "--model.dropout 0 --model.scan-layers false"),
     ],
 )
 def test_precisions_and_forms(commands: Commands, straight: Run, precision: str, flags: str, tmp_path: Path) -> None:
@@ -34,3 +27,84 @@ def test_precisions_and_forms(commands: Commands, straight: Run, precision: str,
     assert losses[2] < losses[0]
     relative = 1e-3 if precision == "bf16" else 1e-9
     assert commands.perplexity(tmp_path)["loss"] == pytest.approx(validation(tmp_path)[3], rel=relative)
+
+
+FP16 = ("--precision", "fp16", "--loss-scale.initial", 2.0**26, "--loss-scale.growth-every", 4)
+FP16 += ("--optimizer.gradient-dtype", "fp16", "--optimizer.zero", 3, "--sequence-parallel")
+
+
+@pytest.mark.full
+def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> None:
+    """The first steps overflow and are counted, the learning rate waits for them, the scale comes down and later grows;
+    a run that stopped among them goes on bit for bit. What it leaves is evaluated in fp32 on another mesh."""
+    straight, stopped, steps = tmp_path / "straight", tmp_path / "stopped", 14
+    flags = ("--checkpoint.every", 2, "--train.eval-every", 20, *FP16)
+    commands.train(straight, *flags, "--train.steps", steps)
+    commands.train(stopped, *flags, "--train.steps", 2)
+    commands.train(stopped, *flags, "--train.steps", steps)
+    lines = {name: [line[name] for line in training(straight)] for name in training(straight)[0]}
+    number = lines["skipped_steps"][-1]
+    assert 3 <= number <= steps - 5
+    assert lines["skipped_steps"] == [*range(1, number + 1), *[number] * (steps - number)]
+    assert lines["learning_rate"][: number + 1] == [0.0] * (number + 1) and lines["learning_rate"][number + 1] > 0
+    assert lines["loss_scale"][: number + 1] == [2.0 ** (26 - step) for step in range(number + 1)]
+    assert lines["loss_scale"][number + 4] == 2 * lines["loss_scale"][number]
+    for name in lines.keys() - {"seconds", "tokens_per_second", "tflops_per_device", "data_seconds"}:
+        assert [line[name] for line in training(stopped)] == lines[name]
+    assert_same_checkpoint(stopped, straight, steps)
+    result = commands.perplexity(straight, "--precision", "fp32", *TWO)
+    assert result["loss"] == pytest.approx(validation(straight)[steps], rel=1e-3)
+
+
+@pytest.mark.full
+def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """Interleaved, then 1F1B with a split vocabulary, selective recomputation: the numbers of one device.
+
+    What the interleaved run left is evaluated on one device, and by two that split the vocabulary.
+    """
+    layers = ("--model.num-layers", 4)
+    interleaved = ("--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, *layers)
+    split = ("--pipeline.vocabulary", "split")
+    commands.train(tmp_path / "one", *layers, "--train.steps", 10)
+    commands.train(tmp_path / "two", *interleaved, *TWO, "--train.steps", 5)
+    for flags in ((), (*TWO, *split)):
+        result = commands.perplexity(tmp_path / "two", *flags)
+        assert result["step"] == 5
+        assert result["loss"] == pytest.approx(validation(tmp_path / "two")[5], rel=1e-6)
+    selective = ("--train.remat", "selective", "--train.microbatch", 2)
+    commands.train(tmp_path / "two", *layers, *split, *selective, *TWO, "--train.steps", 10)
+    assert_close_losses(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    assert validation(tmp_path / "two")[10] == pytest.approx(validation(tmp_path / "one")[10], rel=1e-6)
+
+
+def forgetful(run: Path, copy: Path) -> Path:
+    """A copy of a run whose configuration does not know that attention is reset."""
+    shutil.copytree(run, copy)
+    text = (copy / "config.toml").read_text()
+    assert "reset_attention = true" in text
+    (copy / "config.toml").write_text(text.replace("reset_attention = true", "reset_attention = false"))
+    return copy
+
+
+@pytest.mark.full
+def test_training_and_evaluation_reset_attention(commands: Commands, tmp_path: Path) -> None:
+    """`eval.py` measures what validation did; without the reset the loss is another."""
+    run = tmp_path / "run"
+    commands.train(run, "--data.reset-attention", "--train.steps", 1, "--data.validation-fraction", 0.3)
+    expected = validation(run)[1]
+    assert commands.perplexity(run)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert commands.perplexity(forgetful(run, tmp_path / "copy"))["loss"] != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full
+def test_any_text_is_evaluated_with_attention_reset(commands: Commands, tmp_path: Path) -> None:
+    """`--data FOLDER`: its files are documents, kept apart if those of the run were."""
+    run, text = tmp_path / "run", tmp_path / "text"
+    commands.train(run, "--data.reset-attention", "--train.steps", 1)
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"Document {number}: short. " * (1 + number % 2))
+    kept_apart = commands.perplexity(run, "--data", text)
+    joined = commands.perplexity(forgetful(run, tmp_path / "copy"), "--data", text)
+    assert kept_apart["tokens"] == joined["tokens"] > 100
+    assert kept_apart["loss"] != pytest.approx(joined["loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""`--profile STEPS`: a trace that tools open, and a table of parts; a run trains as without it."""
+"""`--profile STEPS`, a trace that tools open and a table of parts, and `--profile-pipeline`."""
 
 import gzip
 import json
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from mistakes import redundant
 from processes import Commands, Run, curve
+
+from megajax.training import pipeline_timing
 
 
 def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path) -> None:
@@ -32,16 +35,35 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     assert 'profile = ""' in (tmp_path / "config.toml").read_text(), "a start's, not the run's"
 
 
-@pytest.mark.parametrize("text", ["3:2", "0:4", "1-3", "1:1000", "101", "x"])
-def test_steps_that_are_none(text: str, commands: Commands, tmp_path: Path) -> None:
-    done = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "run", "--profile", text)
-    assert done.code == 2 and done.err.startswith(f"error: --profile {text}; valid: FIRST:LAST")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4 --train.remat layer",
+        redundant("--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred"),
+    ],
+)
+def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; what
+    deferred weight gradients would change; no run."""
+    monkeypatch.setattr(pipeline_timing, "ROUNDS", 3)
+    monkeypatch.setattr(pipeline_timing, "SECONDS_PER_MEASUREMENT", 0.03)
+    arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, "--model.dropout", 0, *flags.split())
+    done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
-
-
-def test_steps_that_this_start_does_not_take(commands: Commands, half: Run) -> None:
-    before = (half.folder / "metrics.jsonl").read_bytes()
-    done = commands.run("train.py", commands.preset, "--run-dir", half.folder, "--profile", "9:12")
-    assert done.code == 2
-    assert done.err == "error: --profile 9:12: this start takes the steps 11 to 20; valid: some of them\n"
-    assert (half.folder / "metrics.jsonl").read_bytes() == before
+    lines = done.out.splitlines()
+    limits = next(i for i, line in enumerate(lines) if line.startswith("max-deferred"))
+    rows = [line.split() for line in lines[2:limits] if line[0].isdigit()]
+    expected = [["0", "0", "1"], ["0", "1", "1"], ["1", "0", "1"], ["1", "1", "1"]]
+    assert [row[:3] for row in rows] == (expected if "interleaved" in flags else [["0", "0", "2"], ["1", "0", "1"]])
+    assert {len(row) for row in rows} == {7} and all(float(time) >= 0 for row in rows for time in row[3:])
+    assert any(float(row[3]) > 0 for row in rows) and any(float(row[6]) > 0 for row in rows)
+    bubble = next(line for line in lines if line.startswith("bubble over ideal"))
+    published = (2 - 1) / (2 * 8) if "interleaved" in flags else (2 - 1) / 8
+    predicted = published / 3 if "deferred" in flags else published
+    assert f"{predicted:.4f} predicted for equal stages" in bubble and f"= {published:.4f})" in bubble
+    together, *deferred = [line.split() for line in lines[limits + 1 : limits + 5]]
+    assert together[0] == "together" and together[2:4] == ["1.000", "0.00"]
+    assert [row[0] for row in deferred] == ["0", "1", "2"]
+    kept = [float(row[3]) for row in deferred]
+    assert 0 < kept[0] < kept[1] < kept[2] and len({row[4] for row in (together, *deferred)}) == 1
+    assert any("all stages together: embedding" in line for line in lines) == ("split" in flags)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mistakes import assert_says, train_mistake
-from processes import Commands, Run, assert_close_losses, curve, training
+from processes import MESH_222, Commands, Run, assert_close_losses, curve, training
 
 TOKENS = 32  # of a sequence
 SHORT = ("--train.eval-every", 100, "--train.eval-batches", 1, "--checkpoint.every", 100)
@@ -15,9 +15,6 @@ SHORT = ("--train.eval-every", 100, "--train.eval-batches", 1, "--checkpoint.eve
 
 def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
     return "--train.ramp-start", start, "--train.ramp-increment", increment, "--train.ramp-samples", samples
-
-
-MESH_222 = ("--mesh.data", 2, "--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 8)
 
 
 @pytest.mark.parametrize(

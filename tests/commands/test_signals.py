@@ -44,8 +44,7 @@ def test_a_stopped_run_goes_on_by_the_same_command(commands: Commands, straight:
         "the same command goes on"
     )
     assert not (run / "run.lock").exists()
-    done = commands.run(*line)
-    assert done.code == 0 and f"resumed from step {step}" in done.out, (done.out, done.err)
+    assert f"resumed from step {step}" in commands.run(*line).ok()
     steps = [(record["step"], "loss" in record) for record in records(run)]
     assert len(steps) == len(set(steps))
     assert curve(run) == curve(straight.folder)
@@ -95,12 +94,13 @@ def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: p
     other = {"host": "far", "step": 6, "doing": doing, "seconds": 9.0, "pid": 7}
     file = tmp_path / "processes" / "1.json"
     file.write_text(json.dumps(other))
-    monkeypatch.setattr(watchdog, "_WRITTEN_EVERY", 0.1)
-    dog = watchdog.Watchdog(tmp_path, 1)
+    for name, seconds in (("_LOOKS_EVERY", 0.05), ("_WRITTEN_EVERY", 0.1), ("_GRACE", 1.0)):
+        monkeypatch.setattr(watchdog, name, seconds)
+    dog = watchdog.Watchdog(tmp_path, 0.3)
     file.write_text(json.dumps(other))  # the first was of an earlier start
     dog.at(6, "starting")
     dog.at(6 if doing != "computing" else 7, watchdog.COMPUTING)
-    while not ended.wait(0.1):
+    while not ended.wait(0.05):
         if doing != "nothing":
             new = file.with_suffix(".partial")
             new.write_text(json.dumps(other))
