@@ -9,17 +9,7 @@ import megajax
 from megajax.cli import COMMANDS
 from megajax.commands.convert import ACTIONS
 
-CONFIGURATION = [
-    "config",
-    "settings.presets",
-    "settings.flags",
-    "settings.validation",
-    "options",
-    "errors",
-    "cli",
-    "commands",
-]
-DATA = ["data.corpus", "data.loader"]
+NAMES = "config settings.presets settings.flags settings.validation options errors cli commands data.corpus data.loader"
 
 
 def test_configuration_and_data_need_no_jax() -> None:
@@ -35,25 +25,13 @@ def test_configuration_and_data_need_no_jax() -> None:
         "    assert not heavy, (name, heavy)\n"
         "print(json.dumps(len(sys.argv) - 1))"
     )
-    names = [*CONFIGURATION, *sections, *given, *DATA]
+    names = [*NAMES.split(), *sections, *given]
     found = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == len(names)
 
 
-HEAVY = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax",
-    "matplotlib",
-    "grain",
-    "tokenizers",
-    "pyarrow",
-    "tensorstore",
-    "rich",
-)
+HEAVY = "jax jaxlib flax optax orbax matplotlib grain tokenizers pyarrow tensorstore rich".split()
 HELPS = ["", *COMMANDS, "train demo", "plan demo", "verify demo", *(f"convert {action}" for action in ACTIONS)]
 
 

@@ -68,19 +68,10 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
 
 
 def _main(script: str, arguments: Sequence[str]) -> Callable[[], None]:
-    if script == "-m":
-        from megajax import cli
+    from megajax import cli
 
-        assert arguments[0] == "megajax"
-        return lambda: cli.main(arguments[1:])
-    if script == "eval.py":
-        from megajax.commands import evaluate
-
-        return lambda: evaluate.main(arguments)
-    from megajax.commands import train
-
-    assert script == "train.py"
-    return lambda: train.main(arguments)
+    words = {"-m": arguments[1:], "eval.py": ["eval", *arguments], "train.py": ["train", *arguments]}[script]
+    return lambda: cli.main(words)
 
 
 def _plot_loss(path: Path, *_: object) -> None:

@@ -48,8 +48,9 @@ def flipped(data: bytes) -> bytes:
 
 
 def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Of three checkpoints, one truncated, one lacking a file and one with other bytes, none is trained from; once one
-    of them is whole, the run goes on from there to the right numbers."""
+    """Of three checkpoints, one truncated, one lacking a file and one with other bytes, none is trained from, or
+    measured: exit code 1, a plain last line with the checkpoint. Once one of them is whole, the run goes on from there
+    to the right numbers."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     checkpoints = run / "checkpoints"
     for step, how in ((20, lambda data: data[: len(data) // 2]), (15, None), (10, flipped)):
@@ -61,6 +62,13 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     assert "no checkpoint" in last and str(checkpoints) in last
     forget_abandoned()  # reads of Orbax, which this process would else hear of at any time
     assert contents(checkpoints) == before
+    for file in (checkpoints / "20" / "state").rglob("*"):  # where the weights lie in there is Orbax's choice
+        if file.is_file() and file.stat().st_size > 2**12:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done = commands.run_process("eval.py", "perplexity", "--checkpoint", run)
+    assert done.code == 1, (done.out, done.err)
+    last = done.err.splitlines()[-1]
+    assert str(checkpoints / "20") in last and "--step" in last
 
     shutil.rmtree(checkpoints / "10")
     shutil.copytree(straight.folder / "checkpoints" / "10", checkpoints / "10")

@@ -39,20 +39,6 @@ def test_parts_of_a_run_that_it_did_not_write(
     assert contents(elsewhere) == before
 
 
-def test_places_among_the_parts_of_a_run(commands: Commands, half: Run, tmp_path: Path) -> None:
-    """Another run, an export, a dataset or a picture would be taken for one of its checkpoints or its data."""
-    before = contents(half.folder)
-    inside = half.folder / "checkpoints" / "7"
-    assert_says(train_mistake(commands, inside), rf"lies in the run directory {half.folder}, as its checkpoints; valid")
-    for line in (
-        ("convert", "export-hf", half.folder, inside),
-        ("prepare", commands.preset, "--output", half.folder / "data" / "more"),
-        ("schedule", "--microbatches", 2, "--plot", half.folder / "loss.png"),
-    ):
-        assert "lies in the run directory" in mistake(commands, "-m", "megajax", *line)
-    assert contents(half.folder) == before
-
-
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "link to an empty folder", "file", "full"])
 @pytest.mark.parametrize("action", ["import-hf", "export-hf"])
 def test_targets_of_convert(

@@ -93,6 +93,7 @@ TRAINING: list[tuple[str, ...]] = [
     ("train.py ODD/nul.toml", r"nul\.toml: run_dir", "valid: text in UTF-8, without NUL"),
     ("train.py ODD/no.toml", r"no\.toml", "demo"),
     (f"{TRAIN} --resume must", "--resume", "checkpoint", "valid"),
+    ("train.py TINY --resume must", "runs/tiny"),  # where it would be by default
     (f"{TRAIN} --train.global-batch 1000000", "a table of 1000000 forwards; valid: at most 250000"),
     (f"{TRAIN} --tokenizer.path /does/not/exist", "/does/not/exist"),
     (f"{TRAIN} {LOADED} --model.vocab-size 270", r"--model\.vocab-size 270", "300"),
@@ -142,6 +143,11 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{HERE} ODD/few.txt/some/run", "ODD/few.txt is no folder", "; valid: "),
     (f"{HERE} ODD/circle/run", "symbolic links", "; valid: "),
     (f"train.py TINY --run-dir= --data.path ODD/{LONG}", "--data.path", "; valid: "),
+    # Another run, an export, a dataset or a picture would be taken for one of a run's checkpoints or its data.
+    ("train.py TINY --run-dir TRAINED/checkpoints/7", "lies in the run directory TRAINED, as its checkpoints; valid"),
+    ("-m megajax convert export-hf TRAINED TRAINED/checkpoints/7", "lies in the run directory"),
+    ("-m megajax prepare TINY --output TRAINED/data/more", "lies in the run directory"),
+    ("-m megajax schedule --microbatches 2 --plot TRAINED/loss.png", "lies in the run directory"),
 ]
 
 OTHERS = "instructions, lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103"

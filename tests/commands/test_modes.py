@@ -77,34 +77,20 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
     assert validation(tmp_path / "two")[10] == pytest.approx(validation(tmp_path / "one")[10], rel=1e-6)
 
 
-def forgetful(run: Path, copy: Path) -> Path:
-    """A copy of a run whose configuration does not know that attention is reset."""
-    shutil.copytree(run, copy)
-    text = (copy / "config.toml").read_text()
-    assert "reset_attention = true" in text
-    (copy / "config.toml").write_text(text.replace("reset_attention = true", "reset_attention = false"))
-    return copy
-
-
 @pytest.mark.full
-def test_training_and_evaluation_reset_attention(commands: Commands, tmp_path: Path) -> None:
-    """`eval.py` measures what validation did; without the reset the loss is another."""
-    run = tmp_path / "run"
+def test_attention_that_is_reset(commands: Commands, tmp_path: Path) -> None:
+    """`eval.py` measures what validation did, and a copy of the run that does not know of it something else; also of
+    `--data FOLDER`, whose files are documents."""
+    run, copy, text = tmp_path / "run", tmp_path / "copy", tmp_path / "text"
     commands.train(run, "--data.reset-attention", "--train.steps", 1, "--data.validation-fraction", 0.3)
-    expected = validation(run)[1]
-    assert commands.perplexity(run)["loss"] == pytest.approx(expected, rel=1e-6)
-    assert commands.perplexity(forgetful(run, tmp_path / "copy"))["loss"] != pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.full
-def test_any_text_is_evaluated_with_attention_reset(commands: Commands, tmp_path: Path) -> None:
-    """`--data FOLDER`: its files are documents, kept apart if those of the run were."""
-    run, text = tmp_path / "run", tmp_path / "text"
-    commands.train(run, "--data.reset-attention", "--train.steps", 1)
+    config = (shutil.copytree(run, copy) / "config.toml").read_text()
+    assert "reset_attention = true" in config
+    (copy / "config.toml").write_text(config.replace("reset_attention = true", "reset_attention = false"))
     text.mkdir()
     for number in range(20):
         (text / f"{number}.txt").write_text(f"Document {number}: short. " * (1 + number % 2))
-    kept_apart = commands.perplexity(run, "--data", text)
-    joined = commands.perplexity(forgetful(run, tmp_path / "copy"), "--data", text)
-    assert kept_apart["tokens"] == joined["tokens"] > 100
-    assert kept_apart["loss"] != pytest.approx(joined["loss"], rel=1e-5)
+    assert commands.perplexity(run)["loss"] == pytest.approx(validation(run)[1], rel=1e-6)
+    for data in ((), ("--data", text)):
+        apart, joined = (commands.perplexity(each, *data) for each in (run, copy))
+        assert apart["tokens"] == joined["tokens"] > 100
+        assert apart["loss"] != pytest.approx(joined["loss"], rel=1e-5)

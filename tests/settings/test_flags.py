@@ -104,16 +104,9 @@ def test_one_corpus_or_several() -> None:
     assert [(source.path, source.weight) for source in data.sources] == [("a", 2.0), ("b", 0.5)] and data.path == ""
     again = resolve({**load_preset("demo"), "data.path": "", "data.sources": data.sources}, {"data.path": "c"}).data
     assert again.path == "c" and again.sources == ()
-    assert "--data.path and --data.sources are both given" in fails(
-        "demo", "--data.sources", several, "--data.path", "a"
-    )
-    for wrong in (
-        "x",
-        "3",
-        "[{ path = 'a' }]",
-        "[{ path = 'a', weight = '1' }]",
-        "[{ path = 'a', weight = 1, k = 2 }]",
-    ):
+    both = ("--data.sources", several, "--data.path", "a")
+    assert "--data.path and --data.sources are both given" in fails("demo", *both)
+    for wrong in ("x", "3", "[{ path = 'a' }]", "[{ path = 'a', weight = '1' }]", "[{path = 'a', weight = 1, k = 2}]"):
         assert "valid: TOML as in [{ path = …, weight = … }, …]" in fails("demo", "--data.sources", wrong)
     assert "weight 0; valid: a path and a weight above 0" in fails("demo", "--data.sources", "[{path='a', weight=0}]")
     for wrong in ("[{name='a b', path='c'}]", "[{name='a', path='c'}, {name='a', path='d'}]", "[{name='a', path=''}]"):
@@ -162,8 +155,11 @@ def test_one_line_names_the_flag_and_what_is_valid(line: str, words: str) -> Non
     assert fails(*line.split()).startswith(words)
 
 
-def test_help_shows_the_values_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, shown in ((["demo", "--help"], "[def read(]"), (["--help"], "[set by the preset]")):
+def test_help_shows_the_values_of_the_preset_and_its_bases(tmp_path: Path, capsys) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("base = 'gpt2-8.3b'\n[train]\nsteps = 4711\n")
+    values = (("demo", "[def read(]"), (str(mine), "[3072]"), (str(mine), "[4711]"), ("", "[set by the preset]"))
+    for argv, shown in ((f"{preset} --help".split(), shown) for preset, shown in values):
         with pytest.raises(SystemExit) as caught:
             parse(argv, "Train.")
         assert caught.value.code == 0

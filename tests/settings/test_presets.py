@@ -41,22 +41,17 @@ def test_bare_names_are_found_from_everywhere(tmp_path: Path, monkeypatch: pytes
     assert load_preset("demo") == {"seed": 77, "run_dir": "runs/demo"}
 
 
-@pytest.mark.parametrize("name", ["demo", "gpt2-8.3b"])
-def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(name: str, tmp_path: Path) -> None:
+def test_the_resolved_config_is_a_preset_that_gives_the_identical_config(tmp_path: Path) -> None:
     awkward = {"sample.prompt": 'a "b"\n\t\\ é 語', "optimizer.epsilon": 1e-300, "model.init_std": 0.1 + 0.2, "seed": 9}
-    config = resolve(load_preset(name), awkward)
-    (tmp_path / f"{name}.toml").write_text(to_toml(config), encoding="utf-8")
-    assert resolve(load_preset(tmp_path / f"{name}.toml")) == config
+    config = resolve(load_preset("gpt2-8.3b"), awkward)
+    assert resolve(load_preset(write(tmp_path / "gpt2-8.3b.toml", to_toml(config)))) == config
 
 
-def test_scan_layers_may_be_a_toml_boolean_and_a_number_may_be_whole(tmp_path: Path) -> None:
+def test_values_of_a_preset(tmp_path: Path) -> None:
+    """A boolean for a choice, a whole number for any; the run directory is named after the preset unless given."""
     preset = load_preset(write(tmp_path / "mine.toml", "[model]\nscan_layers = true\ndropout = 0"))
-    assert preset["model.scan_layers"] == "true"
-    assert isinstance(preset["model.dropout"], float)
-
-
-def test_the_run_directory_is_named_after_the_preset_unless_given(tmp_path: Path) -> None:
-    assert load_preset(write(tmp_path / "mine.toml", ""))["run_dir"] == "runs/mine"
+    assert preset["model.scan_layers"] == "true" and isinstance(preset["model.dropout"], float)
+    assert preset["run_dir"] == "runs/mine"
     assert load_preset(write(tmp_path / "mine.toml", 'run_dir = "there"'))["run_dir"] == "there"
     assert resolve(load_preset("demo"), {"run_dir": "here"}).run_dir == "here"
 
@@ -91,10 +86,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
     [
         ("[model]\nnum_layer = 3", "model.num_layer: unknown key; did you mean model.num_layers"),
         ("steps = 3", "steps: unknown key; did you mean train.steps?"),
-        (
-            "[checkpoint]\nzzz = 3",
-            "checkpoint.zzz: unknown key; valid: checkpoint.every, ",
-        ),
+        ("[checkpoint]\nzzz = 3", "checkpoint.zzz: unknown key; valid: checkpoint.every, "),
         ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
         ("model = 3", "model = 3; valid tables: [model]"),
         ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
@@ -130,11 +122,8 @@ def test_a_preset_says_only_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     large = write(tmp_path / "more" / "large.toml", 'base = "../medium.toml"\n[train]\nmicrobatch = 4\n')
     given = load_preset("gpt2-355m")
     assert load_preset(medium) == given | {"seed": 7, "run_dir": "there", "train.steps": 9000}
-    found = read_preset(large)
-    assert found.values == given | {
-        **{"seed": 7, "train.steps": 9000, "train.microbatch": 4},
-        "run_dir": "runs/large",  # a directory is of one preset
-    }
+    found, of_one = read_preset(large), {"run_dir": "runs/large"}  # a directory is of one preset
+    assert found.values == given | {"seed": 7, "train.steps": 9000, "train.microbatch": 4} | of_one
     assert [found.origins[key] for key in ("train.microbatch", "train.steps", "train.remat")] == [
         str(large),
         str(large.parent / "../medium.toml"),
@@ -185,14 +174,6 @@ def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     assert resolve(load_preset(mine)).model.num_layers == 2
 
 
-def test_help_shows_the_values_of_a_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = write(tmp_path / "mine.toml", "base = 'gpt2-8.3b'\n[train]\nsteps = 4711\n")
-    with pytest.raises(SystemExit):
-        train.main([str(mine), "--help"])
-    text = capsys.readouterr().out
-    assert "[3072]" in text and "[4711]" in text and text.startswith("usage: megajax train PRESET")
-
-
 def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     train.main([*map(str, argv), "--print-config"])
     found = capsys.readouterr()
@@ -200,25 +181,13 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return found.out
 
 
-@pytest.mark.parametrize(
-    "name", ["demo", "gpt2-355m", "qwen3-0.6b", "finetune/squad2-336m", "finetune/instructions-demo"]
-)
+@pytest.mark.parametrize("name", ["gpt2-355m", "qwen3-0.6b", "finetune/squad2-336m", "finetune/instructions-demo"])
 def test_the_printed_configuration_is_a_preset_that_gives_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--mesh.data",
-        "2",
-        "--sample.prompt",
-        'a "b"\n#é',
-        "--data.train",
-        "x y",
-        "z",
-        "--optimizer.epsilon",
-        "1e-300",
-    ]
+    flags = ["--mesh.data", "2", "--sample.prompt", 'a "b"\n#é', "--optimizer.epsilon", "1e-300"]
     sources = ["--data.sources", "[{ path = 'a', weight = 2 }, { path = 'b#', weight = 1 }]"]
-    flags = flags if "/" in name else [*flags[:4], *flags[-2:], *sources]
+    flags += ["--data.train", "x y", "z"] if "/" in name else sources
     mine = write(tmp_path / "mine.toml", printed(capsys, name, *flags))
     expected = parse([name, *flags], "")
     assert resolve(load_preset(mine), {"run_dir": expected.run_dir}) == expected
@@ -234,20 +203,17 @@ def test_every_printed_value_says_where_it_is_from(
     mine = write(tmp_path / "mine.toml", 'base = "finetune/mnli-demo"\n[model]\nnum_layers = 3\n')
     lines = printed(capsys, mine, "--seed", "5", "--data.train", "a").splitlines()
     origins = {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines if "  # " in line}
-    assert (
-        origins
-        | {
-            "seed": "flag --seed",
-            "num_layers": str(mine),
-            "hidden_size": "preset finetune/mnli-demo",
-            "mlp_size": "default, 0: 4 x model.hidden-size",
-            "num_classes": "task.name",
-            "keep_best": "default",
-            "# run_dir": "the preset's name",
-            "# simulate_devices": "default",
-        }
-        == origins
-    )
+    expected = {
+        "seed": "flag --seed",
+        "num_layers": str(mine),
+        "hidden_size": "preset finetune/mnli-demo",
+        "mlp_size": "default, 0: 4 x model.hidden-size",
+        "num_classes": "task.name",
+        "keep_best": "default",
+        "# run_dir": "the preset's name",
+        "# simulate_devices": "default",
+    }
+    assert expected.items() <= origins.items()
 
 
 def test_a_run_s_configuration_is_printed_without_its_directory(
