@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,14 @@ from counting import (
     ROWS,
     TOKENS,
     count_shapes,
+    equations,
     local_shapes,
     over,
     step_collectives,
     traced,
 )
 from jax.sharding import PartitionSpec as P
-from tiny import LLAMA, QWEN3, abstract_batch, tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
 from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
@@ -45,7 +45,7 @@ MODELS = {
     ("remat", "name"),
     [
         *(("none", name) for name in MODELS),
-        *(pytest.param("layer", name, marks=[] if name == "bert-post" else pytest.mark.full) for name in MODELS),
+        *(("layer", name) if name == "bert-post" else full("layer", name) for name in MODELS),
     ],
 )
 def test_tensor_all_reduces_of_a_layer(remat, name):
@@ -79,7 +79,7 @@ TICKS = {"gpipe": 2 * (4 + 1), "1f1b": 4 + 2, "interleaved": 2 * 4 + 4}
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
-        case if case in (("interleaved", "layer"), ("gpipe", "stage")) else pytest.param(*case, marks=pytest.mark.full)
+        case if case in (("interleaved", "layer"), ("gpipe", "stage")) else full(*case)
         for case in itertools.product(TICKS, REMATS)
     ],
 )
@@ -94,9 +94,8 @@ def test_tensor_all_reduces_of_a_stage(schedule, remat):
 
 @pytest.mark.parametrize(
     ("mesh", "remat"),
-    [((1, 1, 2), "none"), ((2, 2, 2), "none")]
-    + [pytest.param((1, 1, 8), "none", marks=pytest.mark.full)]
-    + [pytest.param(mesh, "layer", marks=pytest.mark.full) for mesh in ((1, 1, 2), (2, 2, 2), (1, 1, 8))],
+    [((1, 1, 2), "none"), ((2, 2, 2), "none"), full((1, 1, 8), "none")]
+    + [full(mesh, "layer") for mesh in ((1, 1, 2), (2, 2, 2), (1, 1, 8))],
 )
 def test_no_vocabulary_is_communicated(mesh, remat):
     """No operand over the tensor axis has the vocabulary's dim, whole or a device's share of it."""
@@ -109,7 +108,7 @@ def test_no_vocabulary_is_communicated(mesh, remat):
     ("mesh", "num_microbatches", "family", "scalars"),
     [
         *itertools.product([(2, 2, 2)], [1, 4], ["gpt2"], [1]),
-        *(pytest.param((2, 1, 1), number, "gpt2", 1, marks=pytest.mark.full) for number in (1, 4, 16)),
+        *(full((2, 1, 1), number, "gpt2", 1) for number in (1, 4, 16)),
         ((2, 2, 2), 4, "bert", 3),  # two losses, and how many orders were found
     ],
 )
@@ -127,23 +126,22 @@ def test_gradients_are_reduced_once_a_step(mesh, num_microbatches, family, scala
     assert count_shapes(over("pipe", found)) == shared + Counter({(): scalars})
 
 
-def walk(jaxpr, inside: bool = False) -> Iterator[tuple]:
-    """Every equation with whether it stands inside a conditional."""
-    for eqn in jaxpr.eqns:
-        yield eqn, inside
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                part = getattr(part, "jaxpr", part)
-                if hasattr(part, "eqns"):
-                    yield from walk(part, inside or eqn.primitive.name == "cond")
+def inner(jaxpr) -> list:
+    """Every equation, also inside others."""
+    return [eqn for eqn, _, _ in equations(jaxpr)]
+
+
+def inside_conditionals(jaxpr) -> list:
+    """The conditionals, each with the equations in its branches."""
+    conditionals = [eqn for eqn in inner(jaxpr) if eqn.primitive.name == "cond"]
+    return [(eqn, [each for branch in eqn.params["branches"] for each in inner(branch.jaxpr)]) for eqn in conditionals]
 
 
 @pytest.mark.parametrize(
     ("schedule", "ticks", "num_layers"),
-    [("1f1b", 2 + 2, 6), ("gpipe", 2 * (2 + 1), 5), ("interleaved", 2 * 2 + 4, 5)]  # 5: with padded slots
-    + [
-        pytest.param(*kind, marks=pytest.mark.full)
-        for kind in (("1f1b", 2 + 2, 5), ("gpipe", 2 * (2 + 1), 6), ("interleaved", 2 * 2 + 4, 6))
+    [
+        *(("1f1b", 2 + 2, 6), ("gpipe", 2 * (2 + 1), 5), ("interleaved", 2 * 2 + 4, 5)),  # 5: with padded slots
+        *(full("1f1b", 2 + 2, 5), full("gpipe", 2 * (2 + 1), 6), full("interleaved", 2 * 2 + 4, 6)),
     ],
 )
 def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
@@ -155,9 +153,7 @@ def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     step = jax.make_jaxpr(train_step(program))(*arguments)
     permutes = [c for c in collectives_of(step) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
-    equations = [eqn for eqn, inside in walk(step.jaxpr) if inside]
-    inside = [eqn for eqn in equations if eqn.primitive.name in COLLECTIVES]
-    assert {axis for eqn in inside for axis in eqn.params["axes"]} == {"tensor"}
+    assert set().union(*(communicated(found) for _, found in inside_conditionals(step.jaxpr))) == {"tensor"}
 
 
 @pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 2 + 2), ("gpipe", 2 * (2 + 1)), ("interleaved", 2 * 2 + 4)])
@@ -173,20 +169,13 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     found = [c for c in over("pipe", collectives_of(step)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])
     assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
-    conditionals = [eqn for eqn, _ in walk(step.jaxpr) if is_cond(eqn)]
-    over_pipe = [eqn for eqn in conditionals if "pipe" in communicated(eqn)]
+    over_pipe = [eqn for eqn, found in inside_conditionals(step.jaxpr) if "pipe" in communicated(found)]
     assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
 
 
-def is_cond(eqn) -> bool:
-    return eqn.primitive.name == "cond"
-
-
-def communicated(eqn) -> set[str]:
-    """Axes of the collectives inside a conditional."""
-    inside = [inner for branch in eqn.params["branches"] for inner, _ in walk(branch.jaxpr)]
-    axes = [inner.params.get("axes", ()) for inner in inside if inner.primitive.name in COLLECTIVES]
-    return {axis for names in axes for axis in names}
+def communicated(found: list) -> set[str]:
+    """Axes of the collectives among equations."""
+    return {axis for eqn in found if eqn.primitive.name in COLLECTIVES for axis in eqn.params.get("axes", ())}
 
 
 @pytest.mark.parametrize(("vocabulary", "share"), [("replicated", 2), ("split", 8)])
@@ -210,7 +199,7 @@ def moments(state) -> list:
 def test_a_pipe_of_one_has_no_permutes_and_no_conditionals():
     """Accumulation over microbatches is the same loop with everything decided while tracing."""
     program, arguments = traced((1, 1, 2), 4)
-    names = {eqn.primitive.name for eqn, _ in walk(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)}
+    names = {eqn.primitive.name for eqn in inner(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)}
     assert "scan" in names and not names & {"cond", "ppermute"}
 
 

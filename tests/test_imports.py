@@ -31,7 +31,7 @@ def test_configuration_and_data_need_no_jax() -> None:
     assert json.loads(found.stdout) == len(names)
 
 
-HEAVY = "jax jaxlib flax optax orbax matplotlib grain tokenizers pyarrow tensorstore rich".split()
+HEAVY = "jax jaxlib flax optax orbax matplotlib grain tokenizers pyarrow tensorstore rich"
 HELPS = ["", *COMMANDS, "train demo", "plan demo", "verify demo", *(f"convert {action}" for action in ACTIONS)]
 
 
@@ -44,7 +44,7 @@ def test_no_help_needs_more_than_the_configuration() -> None:
         "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
         "        main([*line.split(), '--help'])\n"
         "    assert 'usage: megajax' in out.getvalue(), line\n"
-        f"    heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+        f"    heavy = [name for name in {HEAVY!r}.split() if name in sys.modules]\n"
         "    assert not heavy, (line, heavy)\n"
         "    light = 'numpy' not in sys.modules\n"
         "    assert light or line, 'megajax --help'\n"

@@ -11,7 +11,7 @@ from drawn import drawn_state
 from parity_grid import DEEP, DEFAULT, name
 from parity_grid import row as row_of
 from parity_rows import REST, ROWS, config_of, deferring, of
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax import verify
 from megajax.pipeline import executor, stages
@@ -54,7 +54,7 @@ def model_of(row: tuple) -> tuple[int, int, str]:
     return config.model.num_layers, config.model.vocab_size, row[-1]
 
 
-@pytest.mark.parametrize("row", [*DEFAULT, *(pytest.param(row, marks=pytest.mark.full) for row in REST)], ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *(full(row) for row in REST)], ids=name)
 def test_grid(row):
     actual = trace_of(row)
     result = compare(first(len(actual.losses), reference(*model_of(row))), actual)
@@ -124,7 +124,7 @@ def reset_reference() -> Trace:
     return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2, canonical=initial(5, 101))
 
 
-@pytest.mark.parametrize("weight_gradients", ["together", pytest.param("deferred", marks=pytest.mark.full)])
+@pytest.mark.parametrize("weight_gradients", ["together", full("deferred")])
 def test_as_users_compile(weight_gradients, monkeypatch):
     """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults, with
     attention reset at documents."""
@@ -144,13 +144,13 @@ def test_as_users_compile(weight_gradients, monkeypatch):
 @pytest.mark.parametrize(
     ("precision", "gradient_dtype", "loss", "gradient", "weight_gradients"),
     [
-        pytest.param("fp16", "fp32", 2e-5, 5e-3, "together", marks=pytest.mark.full),
+        full("fp16", "fp32", 2e-5, 5e-3, "together"),
         ("fp16", "half", 2e-5, 5e-3, "together"),  # the one with a loss scale
-        pytest.param("bf16", "half", 2e-4, 4e-2, "together", marks=pytest.mark.full),
-        pytest.param("bf16", "fp32", 2e-4, 4e-2, "together", marks=pytest.mark.full),
-        pytest.param("fp16", "half", 2e-5, 5e-3, "deferred", marks=pytest.mark.full),
-        pytest.param("bf16", "half", 2e-4, 4e-2, "deferred", marks=pytest.mark.full),
-        pytest.param("bf16", "fp32", 2e-4, 4e-2, "deferred", marks=pytest.mark.full),
+        full("bf16", "half", 2e-4, 4e-2, "together"),
+        full("bf16", "fp32", 2e-4, 4e-2, "together"),
+        full("fp16", "half", 2e-5, 5e-3, "deferred"),
+        full("bf16", "half", 2e-4, 4e-2, "deferred"),
+        full("bf16", "fp32", 2e-4, 4e-2, "deferred"),
     ],
 )
 def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient, weight_gradients):
@@ -175,7 +175,7 @@ def test_unrolled_layers_equal_scanned_ones(schedule, chunks, weight_gradients):
     assert compare(scanned, unrolled).within()
 
 
-@pytest.mark.parametrize("weight_gradients", [pytest.param("together", marks=pytest.mark.full), "deferred"])
+@pytest.mark.parametrize("weight_gradients", [full("together"), "deferred"])
 def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
     """Any ticks in which the input is there run: here everything waits, every other microbatch a tick longer."""
 
@@ -202,7 +202,7 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("row", [DEEP, *(pytest.param(row, marks=pytest.mark.full) for row in IDLE)], ids=name)
+@pytest.mark.parametrize("row", [DEEP, *(full(row) for row in IDLE)], ids=name)
 def test_what_stands_in_idle_ticks_is_never_used(row, monkeypatch):
     """NaN in place of zero, in every buffer, inbox and wire, in what padded layers keep and in slots for factors,
     changes not a bit. There are groups of microbatches that are stretched, and a real inbox."""

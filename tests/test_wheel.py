@@ -1,5 +1,6 @@
 """The package as it is installed: a wheel, away from the clone, in an empty folder."""
 
+import functools
 import json
 import os
 import subprocess
@@ -34,23 +35,18 @@ def test_a_wheel_alone_trains_evaluates_generates_and_exports(package: Path, tmp
     """The demo, smaller, on a text."""
     place, text = tmp_path / "empty", tmp_path / "text.txt"
     place.mkdir()
-    text.write_text(
-        "\n\n".join(f"The paragraph number {n} says {n * n} things, some of them twice." for n in range(600))
-    )
+    paragraphs = (f"The paragraph number {n} says {n * n} things, some of them twice." for n in range(600))
+    text.write_text("\n\n".join(paragraphs))
 
-    def run(*words: object) -> str:
-        command = [sys.executable, "-m", "megajax", *map(str, words)]
-        environment = os.environ | {"PYTHONPATH": str(package)}
+    def python(*words: object) -> str:
+        command, environment = [sys.executable, *map(str, words)], os.environ | {"PYTHONPATH": str(package)}
         done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (words, done.stderr)
         return done.stdout
 
+    run = functools.partial(python, "-m", "megajax")
     assert run("--version").startswith("megajax ")
-    where = [sys.executable, "-c", "import megajax; print(megajax.__file__)"]
-    found = subprocess.run(
-        where, cwd=place, env=os.environ | {"PYTHONPATH": str(package)}, capture_output=True, text=True
-    )
-    assert Path(found.stdout.strip()).parents[1] == package
+    assert Path(python("-c", "import megajax; print(megajax.__file__)").strip()).parents[1] == package
     run("train", "demo", "--data.path", text, *SMALL, "--train.steps", 3, "--data.validation-fraction", 0.2)
     assert (place / "runs" / "demo" / "checkpoints" / "3").is_dir()
     assert json.loads(run("eval", "perplexity", "--checkpoint", "runs/demo").splitlines()[-1])["step"] == 3

@@ -1,7 +1,10 @@
 """A model small enough to compile in seconds, with every dim different from the others."""
 
+from typing import Any
+
 import jax
 import numpy as np
+import pytest
 
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
@@ -20,6 +23,11 @@ QWEN3 = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
     **{"head_size": 6, "num_kv_heads": 2, "mlp_size": 40, "sliding_window": 5, "norm_epsilon": 1e-6},
 }
+
+
+def full(*values: object) -> Any:
+    """A case of the long selection alone (`make test-full`)."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def tiny_config(

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import pytest
 from made_up_tasks import SUFFIXES, WRITERS
-from mistakes import redundant
 from processes import Commands, Finished, made_once, records
+from tiny import full
 
 from megajax.config import to_toml
 from megajax.data.tokenizers import train_tokenizer
@@ -34,7 +34,7 @@ KEYS = {
 }
 """What eval.py gives of every task, at least."""
 
-TASKS = [task if task in ("mnli", "squad2") else redundant(task) for task in KEYS]
+TASKS = [task if task in ("mnli", "squad2") else full(task) for task in KEYS]
 """Each a run; the default tests have one of pairs and one of contexts."""
 
 PRESET = "configs/finetune/qqp-demo.toml"

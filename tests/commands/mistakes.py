@@ -9,11 +9,6 @@ import pytest
 from processes import Commands, Finished, contents
 
 
-def redundant(*values: object) -> Any:
-    """A case whose like is already among the default tests."""
-    return pytest.param(*values, marks=pytest.mark.full)
-
-
 def mistake(commands: Commands, script: str, *arguments: object) -> str:
     """The one line of a command that must end as a user's mistake."""
     return one_line(commands.run(script, *arguments))

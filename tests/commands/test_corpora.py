@@ -7,15 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mistakes import redundant, train_mistake
+from mistakes import train_mistake
 from processes import Commands, Run, assert_close_losses, curve, records
+from tiny import full
 
 from megajax.data.tokenizers import load_tokenizer
 
 TWO_STEPS = ("--train.steps", 2)
 
 
-@pytest.mark.parametrize("named", [False, redundant(True)])
+@pytest.mark.parametrize("named", [False, full(True)])
 def test_folders_and_jsonl(commands: Commands, corpus: Path, named: bool, tmp_path: Path) -> None:
     """A folder of text and JSONL files; one that is not UTF-8 is skipped and counted. A JSONL file with the same
     documents in the same order gives the same losses."""

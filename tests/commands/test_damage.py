@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mistakes import assert_says, mistake, redundant, train_mistake
+from mistakes import assert_says, mistake, train_mistake
 from processes import (
     Commands,
     Run,
@@ -22,6 +22,7 @@ from processes import (
     validation,
 )
 from saved_tokenizers import write_pair
+from tiny import full
 
 from megajax.data.tokenizers import load_tokenizer
 from megajax.program import memory
@@ -132,7 +133,7 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-@pytest.mark.parametrize("steps", [20, redundant(11)])
+@pytest.mark.parametrize("steps", [20, full(11)])
 def test_no_checkpoint_of_weights_that_give_no_finite_loss(
     commands: Commands, half: Run, steps: int, tmp_path: Path
 ) -> None:

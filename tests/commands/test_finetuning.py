@@ -20,7 +20,7 @@ from finetuning import (
     dev_of,
     stop_after,
 )
-from mistakes import one_line, redundant
+from mistakes import one_line
 from processes import (
     MESH_222,
     assert_close_losses,
@@ -32,6 +32,7 @@ from processes import (
     validation,
 )
 from scorers import by_independent_scorer
+from tiny import full
 
 from megajax.settings.flags import parse
 from megajax.training.begin import in_steps
@@ -66,7 +67,7 @@ def test_groups_are_counted_apart(tuning: Finetuning, tmp_path: Path) -> None:
 MESH_202 = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
 
 
-@pytest.mark.parametrize("task", ["squad2", redundant("mnli"), redundant("race")])
+@pytest.mark.parametrize("task", ["squad2", full("mnli"), full("race")])
 def test_a_mesh_changes_nothing(tuning: Finetuning, task: str, tmp_path: Path) -> None:
     """The first losses on four devices with dropout are those of one, from the files on; so are the figures."""
     other, whole = tmp_path / "run", tuning.run(task)
@@ -96,7 +97,7 @@ def test_a_pipeline_changes_nothing(tuning: Finetuning, task: str, flags: tuple,
     assert_same_figures(tuning.figures(task, tmp_path / "one", *MESH_222), dev_of(tmp_path / "one"))
 
 
-@pytest.mark.parametrize(("task", "step"), [("mnli", 3), redundant("squad2", 7), redundant("race", 1)])
+@pytest.mark.parametrize(("task", "step"), [("mnli", 3), full("squad2", 7), full("race", 1)])
 def test_a_stopped_run_goes_on_bit_for_bit(
     tuning: Finetuning, task: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +131,9 @@ def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path) -> 
     [
         ((), math.ceil(2 * TRAIN / BATCH)),
         (("--train.steps", 3), 3),
-        redundant(("--train.steps", 100), 10),
-        redundant(("--train.epochs", 0.3), 2),
-        redundant(("--train.epochs", 1.01), 6),
+        full(("--train.steps", 100), 10),
+        full(("--train.epochs", 0.3), 2),
+        full(("--train.epochs", 1.01), 6),
     ],
 )
 def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) -> None:
@@ -190,7 +191,7 @@ def test_dev_records_that_are_trained_on_are_told(tuning: Finetuning, tmp_path: 
 
 
 @pytest.mark.parametrize("which", ["train", "dev"])
-@pytest.mark.parametrize("change", ["a label", redundant("a text"), redundant("fewer"), redundant("the order")])
+@pytest.mark.parametrize("change", ["a label", full("a text"), full("fewer"), full("the order")])
 def test_other_records_are_refused(tuning: Finetuning, tmp_path: Path, which: str, change: str) -> None:
     run = shutil.copytree(tuning.run("mnli"), tmp_path / "run")
     header, *rows = tuning.file("mnli", which).read_text().splitlines()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from finetuning import MODEL, PRESET, PRETRAINING, STEPS, Finetuning, dev_of, stop_after
 from made_up_tasks import write_documents
-from mistakes import redundant
 from processes import MESH_222, assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve
+from tiny import full
 
 from megajax.program.state import TrainState
 from megajax.runs import init
@@ -50,9 +50,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("task", "precision"), [("mnli", "fp32"), redundant("squad2", "bf16"), redundant("race", "fp32")]
-)
+@pytest.mark.parametrize(("task", "precision"), [("mnli", "fp32"), full("squad2", "bf16"), full("race", "fp32")])
 def test_only_the_weights_are_taken(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, precision: str
 ) -> None:
@@ -112,8 +110,8 @@ def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path
     assert_close_losses(curve(tmp_path / "eight"), curve(tmp_path / "one"))
 
 
-OTHERS = [("mnli", "squad2"), redundant("squad2", "mnli")]
-OTHERS += [redundant(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "mnli"), ("race", "mnli"))]
+OTHERS = [("mnli", "squad2"), full("squad2", "mnli")]
+OTHERS += [full(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "mnli"), ("race", "mnli"))]
 
 
 @pytest.mark.parametrize(("source", "task"), OTHERS)
@@ -124,7 +122,7 @@ def test_the_head_of_another_task_is_not_taken(tuning: Finetuning, tmp_path: Pat
     assert "head.output.weight" in line.split("fresh")[1]
 
 
-@pytest.mark.parametrize("first", ["fresh", redundant("another run")])
+@pytest.mark.parametrize("first", ["fresh", full("another run")])
 def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:

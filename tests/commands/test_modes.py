@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mistakes import redundant
 from processes import Commands, Run, assert_close_losses, assert_same_checkpoint, curve, training, validation
+from tiny import full
 
 TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)
 
@@ -15,7 +15,7 @@ TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)
     ("precision", "flags"),
     [
         ("bf16", "--pipeline.schedule gpipe --train.remat layer"),
-        redundant("fp64", "--model.dropout 0 --model.scan-layers false"),
+        full("fp64", "--model.dropout 0 --model.scan-layers false"),
     ],
 )
 def test_precisions_and_forms(commands: Commands, straight: Run, precision: str, flags: str, tmp_path: Path) -> None:

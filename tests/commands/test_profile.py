@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from mistakes import redundant
 from processes import Commands, Run, curve
+from tiny import full
 
 from megajax.training import pipeline_timing
 
@@ -39,7 +39,7 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     "flags",
     [
         "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4 --train.remat layer",
-        redundant("--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred"),
+        full("--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred"),
     ],
 )
 def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

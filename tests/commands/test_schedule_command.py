@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from mistakes import redundant
+from tiny import full
 
 from megajax.cli import main
 from megajax.pipeline.picture import COLOURS
@@ -148,12 +148,12 @@ def test_a_large_schedule_in_parts(capsys) -> None:
             ("--mesh.pipe", 4, "--microbatches", 256),
             ["warm-up: ticks 0 to 6", "steady: ticks 128 to 135", "cool-down: ticks 255 to 261"],
         ),
-        redundant(LARGE, ["warm-up: ticks 0 to 46", "steady: ticks 512 to 543", "cool-down: ticks 1,023 to 1,069"]),
-        redundant(
+        full(LARGE, ["warm-up: ticks 0 to 46", "steady: ticks 512 to 543", "cool-down: ticks 1,023 to 1,069"]),
+        full(
             ("--mesh.pipe", 8, "--pipeline.schedule", "gpipe", "--microbatches", 300, *DEFERRED),
             ["warm-up: ticks 0 to 15", "the turn: ticks 299 to 314", "cool-down: ticks 598 to 613"],
         ),
-        redundant(
+        full(
             ("--mesh.pipe", 64, "--microbatches", 64),
             ["stages 16 to 47 left out", "warm-up (its first ticks): ticks 0 to 47", "middle: ticks 48 to 95"],
         ),

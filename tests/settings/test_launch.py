@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from tiny import tiny_config
+from tiny import full, tiny_config
 
 from megajax.settings import launch
 
@@ -96,7 +96,7 @@ def test_without_the_plugin_there_are_none(environment):
     assert not any("gpu" in flag for flag in start())
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("number", [full(0), 1])
 def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
     """In one line, where JAX would abort the process."""
     with socket.socket() as free:
@@ -106,7 +106,7 @@ def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
 import dataclasses
 from megajax.settings import launch
 from megajax.config import DistributedConfig
-from tiny import tiny_config
+from tiny import full, tiny_config
 launch.START_PATIENCE = 1.0
 cluster = DistributedConfig(coordinator={coordinator!r}, num_processes=2, process_id={number})
 launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
