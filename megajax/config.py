@@ -24,6 +24,7 @@ from megajax.traits import IS_PATH, SAMPLES, Small
 
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
+_RAMP, _OFF = between(0, 1_000_000), Small(fixed=0)
 _SIMULATED = between(0, 1024)  # which take JAX seconds; some thousands, minutes
 
 
@@ -80,16 +81,10 @@ class TrainConfig:
     ] = 0
     global_batch: Annotated[int, "sequences per step, over all devices", _ROWS, SAMPLES]
     ramp_start: Annotated[
-        int,
-        "sequences of the first steps, where the batch grows to global_batch; 0: it does not",
-        between(0, 1_000_000),
-        SAMPLES,
-        Small(fixed=0),
+        int, "sequences of the first steps, where the batch grows to global_batch; 0: it does not", _RAMP, SAMPLES, _OFF
     ] = 0
-    ramp_increment: Annotated[
-        int, "sequences by which it grows at a time", between(0, 1_000_000), SAMPLES, Small(fixed=0)
-    ] = 0
-    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO, SAMPLES, Small(fixed=0)] = 0
+    ramp_increment: Annotated[int, "sequences by which it grows at a time", _RAMP, SAMPLES, _OFF] = 0
+    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO, SAMPLES, _OFF] = 0
     microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],

@@ -36,11 +36,8 @@ ROWS = PartitionSpec(ROW_AXES)
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
-    """A mesh of these devices, of all by default, such as `make_mesh(data=2, pipe=4)`. The other axes have size 1.
-
-    In device order `tensor` is innermost and `pipe` outermost, as in Megatron-LM: a tensor group sits on neighbouring
-    devices (one server), pipeline neighbours are the farthest apart.
-    """
+    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; the other axes have size 1. The
+    devices' order is that of `DEVICE_ORDER`."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = dict.fromkeys(AXES, 1) | sizes
     assert sizes.keys() == {*AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
@@ -68,8 +65,8 @@ def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Ax
         split_vocabulary: no stage holds the whole table (`--pipeline.vocabulary split`).
         split_kv_heads: there are heads of keys and values for all devices of a tensor group; else each holds all.
     """
-    vocabulary = {"vocabulary": (PIPE, TENSOR)} if split_vocabulary else {}
-    return {**RULES, **vocabulary} if split_kv_heads else {**RULES, **vocabulary, "kv_heads": None}
+    vocabulary, kv_heads = (PIPE, TENSOR) if split_vocabulary else TENSOR, TENSOR if split_kv_heads else None
+    return {**RULES, "vocabulary": vocabulary, "kv_heads": kv_heads}
 
 
 def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def main(argv: Sequence[str]) -> None:
         if args.json:
             print(json.dumps(report))
         else:
+            note = partial(print, file=sys.stderr)  # standard output has the texts alone
             for number, found in enumerate(report["continuations"], start=1):
                 if found["stopped_by"] == "context":
-                    _note(f"prompt {number} was continued to the end of the context only, by {found['tokens']} tokens")
-            _note(f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s")
+                    note(f"prompt {number} was continued to the end of the context only, by {found['tokens']} tokens")
+            note(f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s")
 
 
 def continue_texts(
@@ -116,8 +118,3 @@ def continue_texts(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
     }
-
-
-def _note(text: str) -> None:
-    """Print on standard error: standard output has the texts alone."""
-    print(text, file=sys.stderr)

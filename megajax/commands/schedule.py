@@ -10,7 +10,7 @@ from megajax.options import Option, between
 from megajax.pipeline.config import PipelineConfig, check_schedule, check_table
 from megajax.pipeline.deferral import PassTimes
 from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.table import Schedule
+from megajax.pipeline.table import Cell, Schedule
 from megajax.pipeline.timing import (
     StageTimes,
     StepTime,
@@ -90,14 +90,10 @@ def _words(times: PassTimes) -> str:
 
 
 def _figures(table: Schedule, step: StepTime) -> dict:
-    deferred = table.deferral is not None
-    rows: list[list[list]] = [
-        [
-            [next(iter(cell.forward), None), next(iter(cell.backward), None), cell.early + cell.late][: 2 + deferred]
-            for cell in row
-        ]
-        for row in table.cells()
-    ]
+    def in_json(cell: Cell) -> list:
+        passes = [next(iter(cell.forward), None), next(iter(cell.backward), None)]
+        return [*passes, cell.early + cell.late] if table.deferral else passes
+
     factors = table.deferral.num_slots if table.deferral else 0
     return {
         "ticks": table.num_ticks,
@@ -106,7 +102,7 @@ def _figures(table: Schedule, step: StepTime) -> dict:
         "bubble_overhead": step.bubble,
         "in_flight": in_flight(table),
         "entries": {"forward": table.num_slots, "factors": factors, "by_stage": kept_entries(table)},
-        "table": rows,
+        "table": [list(map(in_json, row)) for row in table.cells()],
     }
 
 

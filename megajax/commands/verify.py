@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import Config, DistributedConfig
+from megajax.config import DistributedConfig
 from megajax.errors import UserError
 from megajax.host.resident import peak_resident_bytes
 from megajax.options import Option, between
@@ -42,7 +42,10 @@ def main(argv: Sequence[str]) -> None:
     from megajax.verify.shrink import shrink  # which imports JAX: mistakes are found without it
 
     small = shrink(config, devices)
-    _start(small.config.mesh.num_devices, small.config)
+    if in_cluster(os.environ):
+        raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
+    alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
+    start(dataclasses.replace(alone, simulate_devices=alone.mesh.num_devices))
 
     from megajax.verify.report import Report
     from megajax.verify.verify import verify
@@ -57,13 +60,6 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()})))
     if not result.passed:
         raise SystemExit(1)
-
-
-def _start(devices: int, config: Config) -> None:
-    """Simulate devices in this process, on any machine."""
-    if in_cluster(os.environ):
-        raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
-    start(dataclasses.replace(config, simulate_devices=devices, precision="fp32", distributed=DistributedConfig()))
 
 
 def _finite(value: Any) -> Any:

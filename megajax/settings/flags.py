@@ -20,11 +20,9 @@ from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # in a line of usage
 
 
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(
-            prog, max_help_position=42, width=max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
-        )
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
+    return argparse.HelpFormatter(prog, max_help_position=42, width=width)
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     flag's name in the namespace is its key (`mesh.data`); it is there only if it was given."""
 
     def __init__(self, description: str, usage: str) -> None:
-        super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_Formatter)
+        super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:

@@ -221,11 +221,7 @@ def avoid_known_faults() -> None:
 
 def reductions_are_faulty() -> bool:
     """Whether the installed jaxlib, with the flags that it will read, has the fault."""
-    offloaded = "+reduce"  # XLA's default
-    for flag in os.environ.get("XLA_FLAGS", "").split():
-        name, _, value = flag.partition("=")
-        if name == _OFFLOADED:
-            offloaded = value
+    offloaded = _flags().get(_OFFLOADED, "=+reduce").partition("=")[2]  # XLA's default
     kinds = offloaded.split(",")
     changed = offloaded.startswith(("+", "-"))  # XLA's own list, not another one in its place
     return _has_faulty_reductions() and ("-reduce" not in kinds if changed else "reduce" in kinds)
@@ -237,12 +233,14 @@ def _has_faulty_reductions() -> bool:
     return first <= tuple(map(int, numbers)) < fixed
 
 
+def _flags() -> dict[str, str]:
+    """The flags of XLA with their values, by name."""
+    return {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
+
+
 def _set_flags(defaults: Mapping[str, object]) -> None:
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    given = {flag.partition("=")[0] for flag in flags}
-    os.environ["XLA_FLAGS"] = " ".join(
-        [*(f"{name}={value}" for name, value in defaults.items() if name not in given), *flags]
-    )
+    flags = {name: f"{name}={value}" for name, value in defaults.items()} | _flags()
+    os.environ["XLA_FLAGS"] = " ".join(flags.values())
 
 
 def _set_gpu_flags(config: Config) -> None:
@@ -281,7 +279,7 @@ def may_use_gpus(environment: Mapping[str, str]) -> bool:
 
 def gpu_flags() -> list[str]:
     """The flags of XLA's GPU compiler that this process runs with, for the log."""
-    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
+    return [flag for name, flag in _flags().items() if name.startswith("--xla_gpu")]
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:

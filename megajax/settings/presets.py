@@ -28,14 +28,11 @@ class Preset:
 
 
 def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
-    """A preset. Values that it lacks come from its `base`, a name or a file beside it, and so on. Its `run_dir` is
+    """A preset. Values that it lacks come from its `base`, a name or a file beside it, and so on.
 
-    - for the config.toml of a run directory: that directory, wherever it lies now; - for a copy of one, whose own
-    `run_dir` belongs to the run it was copied from: runs/ and its name; - for any other preset: its own value, else
-    runs/ and its name.
-
-    The same holds for simulated devices: neither a copy of a run's config.toml nor a preset based on it has them. If
-    the given `run_dir` is another one, the config.toml of a run directory counts as a copy.
+    Its `run_dir` is its own value, else runs/ and its name; of the config.toml of a run directory that directory,
+    wherever it lies now, unless another `run_dir` is given: then this is a copy. A copy has neither the `run_dir` nor
+    the simulated devices of the run that it was copied from, and neither has a preset based on it.
     """
     own, *bases = _with_bases(str(name_or_file))
     values: dict[str, Any] = {}

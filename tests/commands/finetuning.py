@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import pytest
 from made_up_tasks import SUFFIXES, WRITERS
-from processes import Commands, Finished, made_once, records
+from processes import Commands, Finished, made_once
+from results import records
 from tiny import full
 
 from megajax.config import to_toml

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Commands, Finished, contents
+from processes import Commands, Finished
+from results import contents
 
 
 def mistake(commands: Commands, script: str, *arguments: object) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from made_up_tasks import write_documents
 from mistakes import assert_refused, by_line, mistake
-from processes import Commands, assert_close_losses, curve, records, training, validation
+from processes import Commands
+from results import assert_close_losses, curve, records, training, validation
 
 STEPS = 6
 FLAGS = ("--model.family", "bert", "--train.steps", STEPS, "--train.eval-every", STEPS, "--checkpoint.every", 3)

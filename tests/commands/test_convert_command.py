@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hugging_face import SETTINGS, random_tensors, write_model
 from hugging_face_bert import bert_tensors, write_bert
-from processes import Commands, checkpoint_steps, validation
+from processes import Commands
+from results import checkpoint_steps, validation
 from safetensors.numpy import load_file
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from mistakes import train_mistake
-from processes import Commands, Run, assert_close_losses, curve, records
+from processes import Commands, Run
+from results import assert_close_losses, curve, records
 from tiny import full
 
 from megajax.data.tokenizers import load_tokenizer

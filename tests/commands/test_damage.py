@@ -11,16 +11,8 @@ from pathlib import Path
 
 import pytest
 from mistakes import assert_says, mistake, train_mistake
-from processes import (
-    Commands,
-    Run,
-    assert_same_checkpoint,
-    checkpoint_steps,
-    contents,
-    curve,
-    training,
-    validation,
-)
+from processes import Commands, Run
+from results import assert_same_checkpoint, checkpoint_steps, contents, curve, training, validation
 from saved_tokenizers import write_pair
 from tiny import full
 

@@ -10,19 +10,8 @@ from pathlib import Path
 
 import pytest
 from finetuning import PRESET, SIZE, Finetuning, dev_of
-from processes import (
-    MESH_222,
-    Commands,
-    Finished,
-    Run,
-    assert_close_losses,
-    checkpoint_steps,
-    contents,
-    curve,
-    finish,
-    records,
-    validation,
-)
+from processes import MESH_222, Commands, Finished, Run, finish
+from results import assert_close_losses, checkpoint_steps, contents, curve, records, validation
 from test_seeds import report
 
 MESH = (*MESH_222[:6], "--train.microbatch", 2)

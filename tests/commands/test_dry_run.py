@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from finetuning import Finetuning
 from mistakes import assert_says, train_mistake
-from processes import Commands, Run, contents, training
+from processes import Commands, Run
+from results import contents, training
 
 TWO = ("--mesh.data", 2, "--simulate-devices", 2)
 

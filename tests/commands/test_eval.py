@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import Commands, Run, contents, validation
+from processes import Commands, Run
+from results import contents, validation
 
 from megajax.data.tokenizers import load_tokenizer
 

@@ -21,16 +21,8 @@ from finetuning import (
     stop_after,
 )
 from mistakes import one_line
-from processes import (
-    MESH_222,
-    assert_close_losses,
-    assert_same_checkpoint,
-    checkpoint_steps,
-    curve,
-    records,
-    training,
-    validation,
-)
+from processes import MESH_222
+from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, records, training, validation
 from scorers import by_independent_scorer
 from tiny import full
 

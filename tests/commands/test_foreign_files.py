@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from mistakes import assert_says, mistake, train_mistake
-from processes import Commands, Run, contents
+from processes import Commands, Run
+from results import contents
 
 
 @pytest.fixture

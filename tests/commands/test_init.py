@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from finetuning import MODEL, PRESET, PRETRAINING, STEPS, Finetuning, dev_of, stop_after
 from made_up_tasks import write_documents
-from processes import MESH_222, assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve
+from processes import MESH_222
+from results import assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve
 from tiny import full
 
 from megajax.program.state import TrainState

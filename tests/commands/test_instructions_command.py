@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from finetuning import dev_of
 from mistakes import mistake
-from processes import MESH_222, Commands, assert_close_losses, assert_same_checkpoint, curve, validation
+from processes import MESH_222, Commands
+from results import assert_close_losses, assert_same_checkpoint, curve, validation
 from saved_tokenizers import write_saved
 
 PRESET = "configs/finetune/instructions-demo.toml"

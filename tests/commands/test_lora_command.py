@@ -7,17 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mistakes import assert_says, train_mistake
-from processes import (
-    MESH_222,
-    Commands,
-    Run,
-    assert_close_losses,
-    assert_same_checkpoint,
-    checkpoint_arrays,
-    curve,
-    training,
-    validation,
-)
+from processes import MESH_222, Commands, Run
+from results import assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve, training, validation
 from safetensors.numpy import load_file
 
 RANK = ("--lora.rank", 4)

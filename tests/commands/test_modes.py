@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import Commands, Run, assert_close_losses, assert_same_checkpoint, curve, training, validation
+from processes import Commands, Run
+from results import assert_close_losses, assert_same_checkpoint, curve, training, validation
 from tiny import full
 
 TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from processes import Commands, Run, curve
+from processes import Commands, Run
+from results import curve
 from tiny import full
 
 from megajax.training import pipeline_timing

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import MESH_222, Commands, Run, assert_close_losses, curve, training
+from processes import MESH_222, Commands, Run
+from results import assert_close_losses, curve, training
 from tiny import full
 
 TOKENS = 32  # of a sequence

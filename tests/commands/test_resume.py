@@ -8,17 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import (
-    MESH_222,
-    Commands,
-    Run,
-    assert_close_losses,
-    assert_same_checkpoint,
-    checkpoint_steps,
-    curve,
-    records,
-    validation,
-)
+from processes import MESH_222, Commands, Run
+from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, records, validation
 
 UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import Commands, Run, checkpoint_steps, contents, curve, records, training, validation
+from processes import Commands, Run
+from results import checkpoint_steps, contents, curve, records, training, validation
 
 
 def test_every_step_is_recorded_once_with_its_figures(straight: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from finetuning import Finetuning, dev_of, stop_after
-from processes import assert_same_checkpoint, checkpoint_steps, contents, curve
+from results import assert_same_checkpoint, checkpoint_steps, contents, curve
 
 LAST = 10  # step
 

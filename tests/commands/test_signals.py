@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 from mistakes import assert_says, train_mistake
-from processes import Commands, Run, assert_same_checkpoint, checkpoint_steps, curve, records, validation
+from processes import Commands, Run
+from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
 
 from megajax.runs.lock import RunLock
 from megajax.training import watchdog
