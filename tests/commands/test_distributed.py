@@ -76,7 +76,7 @@ import jax
 from megajax.commands import train
 from megajax.host.ending import run
 from megajax.runs.writing import Write
-from megajax.training.loop import Run
+from megajax.training.loop import Trainer
 """
 FAULTY = f"""{SCRIPT}
 def failing(plain, faults):
