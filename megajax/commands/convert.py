@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -53,12 +52,11 @@ def import_hf(argv: Sequence[str]) -> None:
             print(f"not in the safetensors, so drawn anew: {' and '.join(source.weights.fresh)}")
         if source.tokenizer is None:
             print("no tokenizer there: to train on text, add --tokenizer.path")
-    _finish(
-        args,
-        {"run_dir": str(run_dir), "step": 0, "fresh": list(source.weights.fresh), **_describe(source.config)},
-        f"imported {args.path} into {run_dir}: {model.num_layers} layers of {model.hidden_size}, vocabulary "
-        f"{model.vocab_size}{_training_further(source.config, run_dir)}",
-    )
+        sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
+        print(f"imported {args.path} into {run_dir}: {sizes}{_training_further(source.config, run_dir)}")
+        return
+    figures = {"run_dir": str(run_dir), "step": 0, "fresh": list(source.weights.fresh)}
+    print(json.dumps(figures | {"parameters": _parameters(source.config)}))
 
 
 def export_hf(argv: Sequence[str]) -> None:
@@ -93,15 +91,13 @@ def export_hf(argv: Sequence[str]) -> None:
     _start(config)
     if args.adapter:
         step = export_adapter(run_dir, config, folder, args.step, dtype=args.dtype)
-        figures = {"path": str(folder), "step": step, "rank": config.lora.rank}
-        _finish(args, figures, f"exported the adapters of step {step} of {run_dir} to {folder}")
-        return
-    step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
-    _finish(
-        args,
-        {"path": str(folder), "step": step, **_describe(config)},
-        f"exported step {step} of {run_dir} to {folder}" + ("" if tokenizer else ", without a tokenizer: it has none"),
-    )
+        size, what, end = {"rank": config.lora.rank}, "the adapters of ", ""
+    else:
+        step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
+        size, what = {"parameters": _parameters(config)}, ""
+        end = "" if tokenizer else ", without a tokenizer: it has none"
+    text = f"exported {what}step {step} of {run_dir} to {folder}{end}"
+    print(json.dumps({"path": str(folder), "step": step, **size}) if args.json else text)
 
 
 ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "export-hf": export_hf}
@@ -129,8 +125,8 @@ def main(argv: Sequence[str]) -> None:
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
-    for name in "path", "run":
-        check_path(getattr(args, name), name.upper())
+    check_path(args.path, "PATH")
+    check_path(args.run, "RUN")
     return args
 
 
@@ -149,11 +145,7 @@ def _training_further(config: Config, run_dir: Path) -> str:
     return f"{command} {flags}" if tasks else ""
 
 
-def _describe(config: Config) -> dict[str, Any]:
+def _parameters(config: Config) -> int:
     from megajax.models.family import count_parameters
 
-    return {"parameters": count_parameters(dataclasses.replace(config.model, vocab_multiple=1))}
-
-
-def _finish(args: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
-    print(json.dumps(figures) if args.json else text)
+    return count_parameters(dataclasses.replace(config.model, vocab_multiple=1))

@@ -36,15 +36,20 @@ print(json.dumps(found))
 """
 
 
+def printed(folder: Path, *command: str) -> str:
+    """What a command prints in a working directory."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def completed(folder: Path, *lines: str) -> dict[str, set[str]]:
     """What completes each line in a working directory, as argcomplete's shell function asks for it."""
     for name in ("mine.toml", "text.txt"):
         (folder / name).touch()
-    command = [sys.executable, "-c", ASK, *lines]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {line: {word.strip() for word in words} - {""} for line, words in json.loads(done.stdout).items()}
+    found = json.loads(printed(folder, sys.executable, "-c", ASK, *lines))
+    return {line: {word.strip() for word in words} - {""} for line, words in found.items()}
 
 
 def test_what_completes_a_line(tmp_path: Path) -> None:
@@ -71,14 +76,11 @@ def test_what_completes_a_line(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_in_bash(tmp_path: Path) -> None:
     """The function that the line in the start-up file defines, called as bash does it."""
-    folder = Path(sys.executable).parent
     script = (
-        f"PATH={shlex.quote(str(folder))}:$PATH\n"
+        f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
         'eval "$(register-python-argcomplete megajax)"\n'
         'COMP_LINE="megajax gen" COMP_POINT=11 COMP_TYPE=9 COMP_WORDS=(megajax gen) COMP_CWORD=1\n'
         '"$(complete -p megajax | sed "s/.*-F \\([^ ]*\\).*/\\1/")" megajax gen megajax\n'
         'echo "${COMPREPLY[@]}"\n'
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert found.stdout.strip() == "generate", (found.stdout, found.stderr)
+    assert printed(tmp_path, "bash", "-c", script).strip() == "generate"

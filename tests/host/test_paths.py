@@ -12,10 +12,9 @@ from megajax.host.paths import check_path, check_place
 def problem(check, path: object) -> str:
     with pytest.raises(UserError) as caught:
         check(path, "--flag")
-    assert (
-        "\n" not in str(caught.value) and str(caught.value).startswith("--flag ") and "; valid: " in str(caught.value)
-    )
-    return str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith("--flag ") and "; valid: " in said
+    return said
 
 
 @pytest.mark.parametrize("check", [check_path, check_place])
@@ -32,14 +31,7 @@ def test_paths_that_cannot_be_looked_at(check, tmp_path: Path) -> None:
 def test_what_is_there_or_may_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path)
-    for path in (
-        ".",
-        tmp_path,
-        tmp_path / "new",
-        tmp_path / "a" / "b" / "c",
-        tmp_path / "file",
-        tmp_path / "link" / "a",
-    ):
+    for path in (".", *(tmp_path / name for name in ("", "new", "a/b/c", "file", "link/a"))):
         check_path(path, "--flag")
         check_place(path, "--flag")
     check_path(tmp_path / "file" / "a", "--flag")  # nothing is there, which is for the reader to say

@@ -9,12 +9,13 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from megajax.commands import train
 from megajax.data.inputs import check_input
 from megajax.data.records import TextDocuments
 from megajax.errors import UserError
 from megajax.host import remote
 from megajax.host.paths import check_path, check_place, scheme
-from megajax.settings.flags import parse, read_command
+from megajax.settings.flags import read_command
 from megajax.settings.origins import printed
 from megajax.settings.presets import load_preset
 
@@ -55,9 +56,7 @@ def test_parquet(bucket: str, tmp_path: Path) -> None:
 
 
 def test_one_line_for_each_mistake(bucket: str) -> None:
-    store = fsspec.filesystem("memory")
-    store.pipe("/bucket/web.idx", b"")
-    store.pipe("/bucket/broken.gz", b"no gzip")
+    fsspec.filesystem("memory").pipe({"/bucket/web.idx": b"", "/bucket/broken.gz": b"no gzip"})
     for url, problem in {
         f"{bucket}/none": "does not exist; valid: ",
         f"{bucket}/web": "mapped into memory where it lies; valid: a copy",
@@ -126,11 +125,8 @@ def test_elsewhere_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with pytest.raises(UserError, match=r"--run-dir \S+: \w+:// is for .*; valid: a path on a file system"):
                 check(path, "--run-dir")
     assert not scheme("a/path") and not scheme("C:") and scheme("S3://b") == "s3"
-    config = parse(["demo", "--run-dir", "gs://bucket/run"], "")
-    from megajax.commands.train import _check_paths
-
     with pytest.raises(UserError, match="--run-dir gs://bucket/run"):
-        _check_paths(config)
+        train.main(["demo", "--run-dir", "gs://bucket/run"])
     assert not list(tmp_path.iterdir())
 
 
