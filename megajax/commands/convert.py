@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,13 +23,8 @@ def import_hf(argv: Sequence[str]) -> None:
         "Hugging Face's format.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        type=os.path.expanduser,
-        help="folder with config.json and model.safetensors, or a hub name",
-    )
-    parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="run directory to make")
+    parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
+    parser.add_path("run", metavar="RUN", help="run directory to make")
     parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
     from megajax.convert.hub import local_folder
@@ -65,8 +59,8 @@ def export_hf(argv: Sequence[str]) -> None:
         "Write a checkpoint of a run as a folder that transformers loads.",
         "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
     )
-    parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="run directory of the training")
-    parser.add_argument("path", metavar="PATH", type=os.path.expanduser, help="folder to make")
+    parser.add_path("run", metavar="RUN", help="run directory of the training")
+    parser.add_path("path", metavar="PATH", help="folder to make")
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument(
         "--dtype",

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,21 +29,14 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     runs = f"run directory of the training; of {_ANSWERED} also several: their answers' probabilities are averaged"
-    parser.add_argument("--checkpoint", metavar="RUN", type=os.path.expanduser, nargs="+", required=True, help=runs)
+    parser.add_path("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     data = f"what to evaluate on, of {', '.join(TASKS)} one file or several [perplexity: the run's validation split; "
-    parser.add_argument(
-        "--data",
-        default=[],
-        metavar="PATH",
-        type=os.path.expanduser,
-        nargs="+",
-        help=f"{data}tasks: the run's dev files]",
-    )
+    parser.add_path("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
     predictions = f"file that the answers are written to; of {_ANSWERED}"
-    parser.add_argument("--predictions", default="", metavar="FILE", type=os.path.expanduser, help=predictions)
+    parser.add_path("--predictions", default="", metavar="FILE", help=predictions)
     parser.add_config_flags(*CONFIG_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
     args = parser.parse_args(argv)
     for path in args.checkpoint:

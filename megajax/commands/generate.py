@@ -1,7 +1,6 @@
 """`megajax generate`: continue prompts with the model of a run."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -35,9 +34,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
-    parser.add_argument(
-        "--prompt-file", default="", metavar="FILE", type=os.path.expanduser, help="text with a prompt on every line"
-    )
+    parser.add_path("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")
     parser.add_config_flags(owner=GenerateOptions)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_config_flags(*CONFIG_FLAGS)

@@ -1,7 +1,6 @@
 """`megajax prepare`: make a tokenized dataset of text."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,11 +18,10 @@ def main(argv: Sequence[str]) -> None:
     """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
     parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
-    parser.add_argument(
+    parser.add_path(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        type=os.path.expanduser,
         help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, also at gs:// or s3://; "
         "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
     )
@@ -32,13 +30,8 @@ def main(argv: Sequence[str]) -> None:
     )
     add_flag(parser, output, "", required=True)
     parser.add_config_flags(owner=PrepareOptions)
-    parser.add_argument(
-        "--decontaminate",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        type=os.path.expanduser,
-        help="test sets that must not be in the result",
+    parser.add_path(
+        "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
     )
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)

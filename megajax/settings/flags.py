@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host import completion
 from megajax.options import Option, options, sections, shown, suggest
-from megajax.settings.other_names import ours
+from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
@@ -33,13 +33,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
+    def add_path(self, *names: str, **settings: Any) -> argparse.Action:
+        """Add an argument that is a path, or several; `~` at its beginning is the home folder."""
+        return self.add_argument(*names, type=os.path.expanduser, **settings)
+
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
         """Add the argument PRESET. With `--help` in `argv`, returns the values of the preset named first; a preset may
         be far away and is read once."""
         names, inner = preset_names(), names_in_folders()
         folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
-        preset = self.add_argument("preset", metavar="PRESET", type=os.path.expanduser, help=valid)
+        preset = self.add_path("preset", metavar="PRESET", help=valid)
         completion.offer(preset, lambda: [*names, *inner], files=("toml",))
         asks = any(word == "--help" or word.startswith("-h") for word in argv)
         return load_preset(argv[0]) if asks and not argv[0].startswith("-") else {}
@@ -68,9 +72,7 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
-            valid = self._option_string_actions
-            here = ours(flags[0], valid)
-            near = f"here it is {here}" if here else suggest(flags[0], valid, "valid: those of --help")
+            near = nearest(flags[0], self._option_string_actions, "valid: those of --help")
             raise UserError(f"{flags[0]}: unknown flag; {near}")
         if unknown:
             raise UserError(f"{unknown[0]!r} is one argument too many; valid: {self.usage}")

@@ -1,7 +1,9 @@
 """What other systems call our options: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
 
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
+
+from megajax.options import suggest
 
 _BATCH = "--train.global-batch, in sequences over all devices; --train.microbatch is a device's"
 _ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), which follows from these"
@@ -66,3 +68,10 @@ def ours(unknown: str, valid: Container[str]) -> str:
     if flag in valid or not flag.startswith("--"):
         return found
     return found.replace(flag, key, 1) if key in valid else ""
+
+
+def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
+    """The end of an error message about an unknown flag or key: its name here, the valid ones nearest to it, or
+    `otherwise`."""
+    here = ours(unknown, valid)
+    return f"here it is {here}" if here else suggest(unknown, valid, otherwise)

@@ -10,7 +10,7 @@ from megajax.config import RUN_MARK, Config
 from megajax.errors import UserError
 from megajax.host.paths import identity, scheme
 from megajax.options import options, sections, shown, suggest
-from megajax.settings.other_names import ours
+from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 from megajax.settings.validation import check_values
 from megajax.tasks.registry import PRETRAINING, TASKS
@@ -159,9 +159,7 @@ def _convert(key: str, value: object, name: str) -> Any:
     if key not in table:
         section = key.rpartition(".")[0]
         valid = ", ".join(known for known in table if known.rpartition(".")[0] == section)
-        here = ours(key, table)
-        near = f"here it is {here}" if here else suggest(key, table, f"valid: {valid}")
-        raise UserError(f"{name}: unknown key; {near}")
+        raise UserError(f"{name}: unknown key; {nearest(key, table, f'valid: {valid}')}")
     try:
         return table[key].convert(value)
     except ValueError:
