@@ -5,12 +5,11 @@ import time
 from collections.abc import Sequence
 
 from megajax.commands import plan_search
-from megajax.host.resident import peak_resident_bytes
 from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, machine_of, peak_of
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
-from megajax.settings.launch import imagine_devices
+from megajax.settings.launch import imagine_devices, peak_resident_bytes
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 

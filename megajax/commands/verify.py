@@ -8,10 +8,9 @@ from typing import Any
 
 from megajax.config import DistributedConfig
 from megajax.errors import UserError
-from megajax.host.resident import peak_resident_bytes
 from megajax.options import Option, between
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
-from megajax.settings.launch import in_cluster, start
+from megajax.settings.launch import in_cluster, peak_resident_bytes, start
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 

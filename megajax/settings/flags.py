@@ -81,18 +81,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `argparse`'s error as a `UserError` that says what would be valid."""
         name, _, reason = message.removeprefix("argument ").partition(": ")
+        positionals = {action.metavar: action for action in self._get_positional_actions()}
         if name == "the following arguments are required":
-            helps = [action.help for action in self._get_positional_actions() if action.metavar == reason]
-            raise UserError(f"{reason} missing; valid: {helps[0] if helps else self.usage}")
-        positional = next((action for action in self._get_positional_actions() if action.metavar == name), None)
-        action = self._option_string_actions.get(name.partition("/")[0])
-        chosen = positional or action
-        if chosen and chosen.choices and reason.startswith("invalid choice: "):
-            given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
-            near = suggest(given.strip("'"), map(str, chosen.choices), "")
-            raise UserError(f"{name} {given}; {near}{' ' * bool(near)}valid: {', '.join(chosen.choices)}")
+            raise UserError(
+                f"{reason} missing; valid: {positionals[reason].help if reason in positionals else self.usage}"
+            )
+        action = (positionals | self._option_string_actions).get(name.partition("/")[0])
         if action is None:
             raise UserError(f"{message}; valid: {self.usage}")
+        if action.choices and reason.startswith("invalid choice: "):
+            given = reason.removeprefix("invalid choice: ").partition(" (choose from")[0]
+            near = suggest(given.strip("'"), map(str, action.choices), "")
+            raise UserError(f"{name} {given}; {near}{' ' * bool(near)}valid: {', '.join(action.choices)}")
         if reason.startswith("expected "):
             valid = action.type.args[0].valid if isinstance(action.type, partial) else action.help
             raise UserError(f"{name} needs a value; valid: {valid}")

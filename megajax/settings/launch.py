@@ -7,11 +7,13 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -268,6 +270,14 @@ def give_back_freed_memory() -> None:
     """Return free memory to the system once, such as that of a compilation."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had, in bytes."""
+    with contextlib.suppress(OSError):  # what `getrusage` says has that of the process that started this one
+        if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def may_use_gpus(environment: Mapping[str, str]) -> bool:
