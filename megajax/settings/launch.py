@@ -48,7 +48,6 @@ LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends,
 START_PATIENCE = 300.0  # seconds that processes wait for each other
 HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
 
-
 _silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 
@@ -223,9 +222,8 @@ def avoid_known_faults() -> None:
 
 def reductions_are_faulty() -> bool:
     """Whether the installed jaxlib, with the flags that it will read, has the fault."""
-    offloaded = _flags().get(_OFFLOADED, "=+reduce").partition("=")[2]  # XLA's default
-    kinds = offloaded.split(",")
-    changed = offloaded.startswith(("+", "-"))  # XLA's own list, not another one in its place
+    kinds = _flags().get(_OFFLOADED, "=+reduce").partition("=")[2].split(",")  # `+reduce` is XLA's default
+    changed = kinds[0].startswith(("+", "-"))  # XLA's own list, not another one in its place
     return _has_faulty_reductions() and ("-reduce" not in kinds if changed else "reduce" in kinds)
 
 
