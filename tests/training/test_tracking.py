@@ -46,7 +46,7 @@ class Run:
     def log(self, values):
         if HOW == "fails":
             raise ValueError("the server says no")
-        while HOW == "hangs" and not os.path.exists({file!r} + ".end"):
+        while HOW == "hangs" and os.path.exists({file!r} + ".hangs"):
             time.sleep(0.05)
         note("log", values)
     def finish(self, exit_code):
@@ -73,6 +73,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes a wandb that works, fails or hangs; returns the file of its calls. At the end it hangs no more."""
     calls = tmp_path / "calls"
+    Path(f"{calls}.hangs").touch()  # which is also gone where another session of pytest removes this one's folders
 
     def make(how: str) -> Path:
         (tmp_path / "packages").mkdir()
@@ -84,7 +85,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return calls
 
     yield make
-    Path(f"{calls}.end").touch()
+    Path(f"{calls}.hangs").unlink()
     sys.modules.pop("wandb", None)
 
 
