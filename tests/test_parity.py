@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 from drawn import drawn_state
-from parity_grid import DEEP, DEFAULT, name
+from parity_grid import DEEP, DEFAULT, REST, ROWS, config_of, deferring, name, of
 from parity_grid import row as row_of
-from parity_rows import REST, ROWS, config_of, deferring, of
 from tiny import full, tiny_config, tiny_program
 
 from megajax import verify

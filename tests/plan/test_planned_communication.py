@@ -3,8 +3,7 @@ and count."""
 
 import pytest
 from counting import collectives_of_a_step
-from parity_grid import DEFAULT, name
-from parity_rows import REST, config_of
+from parity_grid import DEFAULT, REST, config_of, name
 from tiny import LLAMA, QWEN3, tiny_config
 
 from megajax.config import Config
