@@ -4,7 +4,7 @@ import jax
 
 from megajax.mesh import shardings
 from megajax.program.program import Program
-from megajax.verify.initial import drawn_state, drawn_weights
+from megajax.verify.run import drawn_state, drawn_weights
 
 __all__ = ["drawn_params", "drawn_state", "drawn_weights"]
 

@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> None:
 
     report = Report(args.preset, config, small, printed=not args.json)
     try:
-        result = verify(small.config, report, steps=steps, quick_compile=not args.optimize)
+        quick = not args.optimize
+        result = verify(small.config, steps=steps, quick_compile=quick, on_start=report.start, on_finding=report.found)
     finally:
         report.stop()
     report.close(result)

@@ -7,23 +7,18 @@ compiling it.
 
 from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of
 from megajax.verify.check import check
-from megajax.verify.comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Comparison, compare
-from megajax.verify.gradient_run import Trace, named_leaves, trace
+from megajax.verify.comparison import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    Comparison,
+    Trace,
+    compare,
+    named_leaves,
+    trace,
+)
 from megajax.verify.verdict import Finding, Verdict
 
 __all__ = [
-    "COLLECTIVES",
-    "GRADIENT_TOLERANCE",
-    "LOSS_TOLERANCE",
-    "Collective",
-    "Comparison",
-    "Finding",
-    "Trace",
-    "Verdict",
-    "check",
-    "collectives",
-    "collectives_of",
-    "compare",
-    "named_leaves",
-    "trace",
-]
+    "COLLECTIVES", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "Collective", "Comparison", "Finding", "Trace", "Verdict",
+    "check", "collectives", "collectives_of", "compare", "named_leaves", "trace",
+]  # fmt: skip

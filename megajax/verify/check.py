@@ -10,9 +10,9 @@ from megajax.axes import PIPE, TENSOR
 from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.comparison import LIMITS, Limits
-from megajax.verify.fold import shown
 from megajax.verify.run import MeshRun, run
-from megajax.verify.traffic import check_collectives
+from megajax.verify.shrink import shown
+from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3

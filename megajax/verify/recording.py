@@ -1,4 +1,5 @@
-"""Record all sites of a train step on any mesh, in mesh-independent form (`parallel/sites.py`)."""
+"""Record all sites of a train step on any mesh, in mesh-independent form (`parallel/sites.py`), and find the first
+activation that differs: layer, site, and forward or backward."""
 
 import contextlib
 from collections import defaultdict
@@ -11,6 +12,10 @@ import numpy as np
 
 from megajax.parallel import sites
 from megajax.parallel.sites import SiteRecord
+
+
+_LOWEST = -1e30
+_FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples are measured against this instead
 
 
 class Place(NamedTuple):
@@ -106,3 +111,113 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
     value = values[0] if split is None else np.concatenate(values, axis=split)  # rows stand in the samples' dim
     devices = tuple(tuple(sorted({each.device for each, _ in part})) for part in own)
     return Activation(value, devices, agree)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first activation that differs.
+
+    Attributes:
+        place: the layer, the site and the direction.
+        what: how it differs, in words.
+        samples: rows of the global batch that differ.
+        num_samples: number of rows in the batch.
+        error: largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing.
+        devices: the devices of the other mesh whose shard differs.
+    """
+
+    place: Place
+    what: str
+    samples: list[int]
+    num_samples: int
+    error: float
+    devices: list[tuple[int, ...]]
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")
+        return f"{self.place}: {self.what} (rows {rows} of {self.num_samples}; error {self.error:.1e})"
+
+
+def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+    """The first place, in the order of computation, where `other` differs from `reference`; None if there is none.
+
+    Args:
+        reference, other: recordings of the same step on two meshes.
+        tolerance: largest acceptable ‖error‖ / ‖activation‖ of a sample.
+    """
+    computed = {-1, *(place.layer for place in other.places)}
+    turns = other.turns | reference.turns
+    last = max((place.layer for place in reference.places), default=0) + 1
+
+    def in_turn(place: Place) -> tuple:
+        head = place.layer < 0
+        rank = (last if head else place.layer), turns[head, place.site]
+        # A layer that never runs comes first: another layer runs in its place, under its own number.
+        return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
+
+    places = sorted(reference.places | other.places, key=in_turn)
+    differences = (_difference(place, reference, other, tolerance) for place in places)
+    return next((difference for difference in differences if difference), None)
+
+
+def _difference(place: Place, reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+    expected, found = reference.samples(place), other.samples(place)
+    if expected != found:
+        lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+        what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
+        return Difference(place, what, lost or more, len(expected), np.inf, [])
+    values = dict(reference.activations(place))
+    floor = _FLOOR * max(float(np.linalg.norm(_counted(each.value))) for each in values.values())
+    differing: dict[int, tuple[float, str, list[tuple[int, ...]]]] = {}
+    for sample, actual in other.activations(place):
+        error, what, devices = _error(values[sample], actual, floor)
+        if not error <= tolerance:
+            differing[sample] = error, what, devices
+    if not differing:
+        return None
+    worst = max(differing.values(), key=lambda each: each[0])
+    devices = sorted({device for _, _, devices in differing.values() for device in devices})
+    return Difference(place, worst[1], sorted(differing), len(expected), worst[0], devices)
+
+
+def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str, list[tuple[int, ...]]]:
+    everywhere = sorted({device for part in actual.devices for device in part})
+    if actual.value.shape != expected.value.shape:
+        return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}", everywhere
+    if not actual.agree and expected.agree:
+        return np.inf, "devices, or a recomputation, have different numbers of the same", everywhere
+    if (_masked(expected.value) != _masked(actual.value)).any():
+        return np.inf, "other columns are masked", everywhere
+    a, b = _counted(expected.value), _counted(actual.value)
+    norm = max(float(np.linalg.norm(a)), floor)
+    if norm == 0:
+        return (0.0 if not b.any() else np.inf), "not zero", everywhere
+    error = float(np.linalg.norm(b - a)) / norm
+    scale = float(np.vdot(a, b) / max(np.vdot(a, a), 1e-300))
+    scaled = abs(scale - 1) > 1e-6 and np.linalg.norm(b - scale * a) <= 1e-6 * np.linalg.norm(b)
+    what = f"{scale:.6g} times what it should be" if scaled else "different numbers"
+    return (np.inf if np.isnan(error) else error), what, _differing_devices(a, b, actual, norm)
+
+
+def _masked(value: np.ndarray) -> np.ndarray:
+    """Where logits of padded columns are masked: they have the lowest possible value."""
+    return value < _LOWEST
+
+
+def _counted(value: np.ndarray) -> np.ndarray:
+    """The values to compare, zero where masked."""
+    return np.where(_masked(value), 0.0, value.astype(np.float64))
+
+
+def _differing_devices(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:
+    """The devices whose shard differs, if that can be determined."""
+    if len(actual.devices) == 1:
+        return list(actual.devices[0])
+    error = np.abs(b - a)
+    sizes = [dim for dim, size in enumerate(a.shape) if size % len(actual.devices) == 0]
+    for dim in sizes:
+        parts = np.split(error, len(actual.devices), axis=dim)
+        wrong = [index for index, part in enumerate(parts) if part.max() > 1e-9 * norm]
+        if wrong and len(wrong) < len(parts):
+            return [device for index in wrong for device in actual.devices[index]]
+    return sorted({device for part in actual.devices for device in part})

@@ -13,16 +13,14 @@ from megajax.config import Config
 from megajax.models.config import ModelConfig
 from megajax.options import compared, options
 from megajax.traits import Changes, Size, Small
-from megajax.verify.fold import shown
-from megajax.verify.shrink import Shrunk
+from megajax.verify.shrink import Shrunk, shown
 from megajax.verify.verdict import Finding
 from megajax.verify.verify import Result
 
-_SIZES = tuple(
-    name
-    for name, option in compared(ModelConfig, *Changes).items()
-    if options(ModelConfig)[option].trait(Size) or options(ModelConfig)[option].trait(Small)
-)
+_MODEL = options(ModelConfig)
+_SIZES = [
+    name for name, key in compared(ModelConfig, *Changes).items() if _MODEL[key].trait(Size) or _MODEL[key].trait(Small)
+]
 _BATCH = ("global_batch", "microbatch")
 _NAME = 46  # columns
 
@@ -42,7 +40,7 @@ class Report:
         self._console = Console(highlight=False, soft_wrap=True, quiet=not printed)
         self._began = time.monotonic()
         self._status: Status | None = None
-        for line in self._sizes():
+        for line in self._head():
             self._print(line)
 
     def start(self, what: str) -> None:
@@ -81,14 +79,12 @@ class Report:
 
     def figures(self, result: Result) -> dict[str, Any]:
         """All figures, for JSON."""
-        model, ours = self._config.model, self._small.config
         return {
             "preset": self._name,
             "passed": result.passed,
             "mesh": tuple(self._config.mesh.sizes.values()),
-            "verified_mesh": tuple(ours.mesh.sizes.values()),
-            "sizes": {name: [getattr(model, name), getattr(ours.model, name)] for name in _SIZES}
-            | {name: [getattr(self._config.train, name), getattr(ours.train, name)] for name in _BATCH},
+            "verified_mesh": tuple(self._small.config.mesh.sizes.values()),
+            "sizes": self._sizes(),
             "notes": list(self._small.notes),
             "checks": [asdict(finding) | {"passed": finding.passed} for finding in result.verdict.findings],
             "axes": [list(axes) for axes in result.axes.sets] if result.axes else None,
@@ -96,15 +92,19 @@ class Report:
             "seconds": round(time.monotonic() - self._began, 1),
         }
 
-    def _sizes(self) -> Iterator[str]:
-        theirs, ours = self._config, self._small.config
-        mesh, own = shown(theirs.mesh), shown(ours.mesh)
-        yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.mesh.num_devices} simulated devices"
+    def _sizes(self) -> dict[str, list[Any]]:
+        """Every size of the user's configuration and of the small one."""
+        both = self._config, self._small.config
+        sizes = {name: [getattr(config.model, name) for config in both] for name in _SIZES}
+        return sizes | {name: [getattr(config.train, name) for config in both] for name in _BATCH}
+
+    def _head(self) -> Iterator[str]:
+        ours = self._small.config.mesh
+        mesh, own = shown(self._config.mesh), shown(ours)
+        yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.num_devices} simulated devices"
         if mesh != own:
             yield f"folded to {own}: it has every axis, and no more than --devices"
-        same = [(name, getattr(theirs.model, name), getattr(ours.model, name)) for name in _SIZES]
-        same += [(name, getattr(theirs.train, name), getattr(ours.train, name)) for name in _BATCH]
-        yield "in small: " + ", ".join(f"{name} {a} -> {b}" for name, a, b in same if a != b)
+        yield "in small: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)
         for note in self._small.notes:
             yield f"note: {note}"
         yield ""

@@ -16,8 +16,7 @@ from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
-from megajax.verify.gradient_run import Leaves, named_leaves
-from megajax.verify.initial import drawn_state
+from megajax.verify.comparison import Leaves, named_leaves
 from megajax.verify.recording import Recording
 
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
@@ -82,10 +81,7 @@ def run(
         program = Program.on(config, list(devices)[: config.mesh.num_devices])
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
-        fresh: Leaves = {}
-        if with_fresh:
-            drawn = layout.init(options)
-            fresh = _canonical(program, drawn.params)
+        fresh = _canonical(program, layout.init(options).params) if with_fresh else {}
         state = layout.from_canonical(drawn_state(program))
         batches = [placed_batch(program, step) for step in range(steps + 1)]
         traced = train_step_with_gradients(program).trace(state, batches[0])
@@ -102,15 +98,14 @@ def run(
             metrics.append({name: float(value) for name, value in figures.items()})
             if number < steps:
                 gradients.append(_canonical(program, grads))
-        unequal = _unequal(state)
-        main = state.params if state.main is None else state.main
+        weights = _canonical(program, state.params if state.main is None else state.main)
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
-        weights, rows = _canonical(program, main), _rows(program)
+        rows, unequal = _rows(program), _unequal(state)
         return MeshRun(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
 
 
-def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bool = True) -> Recording:
+def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:
     """Every activation of the first step of such a run."""
     recording = Recording()
     with in_precision(config), recording.taken():
@@ -120,6 +115,24 @@ def recorded(config: Config, devices: Sequence[jax.Device], *, quick_compile: bo
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
         jax.block_until_ready(step(state, batch))
     return recording
+
+
+def drawn_weights(program: Program) -> Any:
+    """Weights in canonical form, the same on every mesh and in every precision, with realistic sizes. No bias is zero
+    and no scale is one, so that omitting one or applying it twice is noticed."""
+    rng, size = np.random.default_rng(0), program.config.model.init_std
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        mean, deviation = {"scale": (1.0, size), "bias": (0.0, size / 10)}.get(path[-1].key, (0.0, size))
+        return rng.normal(mean, deviation, leaf.shape).astype(np.float32).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, program.layout.canonical_shapes.params)
+
+
+def drawn_state(program: Program) -> TrainState:
+    """The canonical state before the first step, with these weights."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layout.canonical_shapes)
+    return dataclasses.replace(zeros, params=drawn_weights(program))
 
 
 @contextlib.contextmanager
@@ -171,16 +184,13 @@ def _rows(program: Program) -> list[list[int]]:
 
 def _unequal(state: TrainState) -> list[str]:
     """Leaves whose replicas differ between devices."""
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        first: dict[str, np.ndarray] = {}
-        for shard in leaf.addressable_shards:
-            data = np.asarray(shard.data)
-            there = first.setdefault(str(shard.index), data)
-            if there.tobytes() != data.tobytes():
-                found.append(jax.tree_util.keystr(path))
-                break
-    return found
+
+    def differs(leaf: jax.Array) -> bool:
+        parts = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in leaf.addressable_shards}
+        return len(parts) > len({index for index, _ in parts})
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [jax.tree_util.keystr(path) for path, leaf in leaves if differs(leaf)]
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:

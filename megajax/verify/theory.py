@@ -1,19 +1,20 @@
 """The theory of what a training step communicates: arithmetic on a configuration, written down once more, so that what
-is traced can be held against it (`verify/traffic.py`). The boundaries of a step's regions are those of
-`parallel/boundary.py`.
+is traced can be held against it. The boundaries of a step's regions are those of `parallel/boundary.py`.
 
-`communication` has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's
-jaxpr.
+It has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's jaxpr.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE, TENSOR
-from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
+from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one, totals
 from megajax.plan.sizes import Times
+from megajax.program.communication import Collective
+from megajax.verify.verdict import Finding
 
 
 def theory_of(config: Config) -> list[Communication]:
@@ -30,6 +31,29 @@ def theory_of(config: Config) -> list[Communication]:
         *step.weight_gradients(),
         *step.after_the_loop(),
     ]
+
+
+def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
+    """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape."""
+    expected = theory_of(config)
+    wanted, there = totals(expected), totals(found)
+    wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]
+    num_bytes = sum(count * key[-1] for key, count in wanted.items())
+    where = f"{sum(wanted.values())} collectives, {num_bytes:,} bytes"
+    if wrong:
+        words = [_difference(key, wanted, there, expected) for key in sorted(wrong, key=str)]
+        where = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
+    return Finding(f"{config.precision} communication, against theory", len(wrong), 0, where)
+
+
+def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Communication]) -> str:
+    kind, axes, shape, num_bytes = key
+    purposes = {each.purpose for each in expected if (each.kind, each.axes) == (kind, axes) and shape in each.shapes}
+    of = f" ({', '.join(sorted(purposes))})" if purposes else ""
+    return (
+        f"{there[key]} instead of {wanted[key]} {kind} over {' x '.join(axes)} of {list(shape)}, "
+        f"{num_bytes} bytes each{of}"
+    )
 
 
 class _Step(WeightTraffic):

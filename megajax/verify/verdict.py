@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.verify.comparison import LIMITS, Limits, distance, finite, leaf_errors, relative, scales
-from megajax.verify.gradient_run import Leaves
+from megajax.verify.comparison import LIMITS, Leaves, Limits, distance, finite, leaf_errors, relative, scales
 from megajax.verify.run import MeshRun
 
 
@@ -53,7 +52,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return all(finding.passed for finding in self.findings)
+        return not self.failed
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -123,11 +122,8 @@ def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Find
 
 def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The leaf with the largest error, in the first step in which any leaf is beyond the limit."""
-    steps = [
-        _of_leaves(name, expected, actual, limit, f", step {number + 1}")
-        for number, (expected, actual) in enumerate(zip(reference.gradients, other.gradients, strict=True))
-    ]
-    return _first_beyond(steps)
+    pairs = enumerate(zip(reference.gradients, other.gradients, strict=True), 1)
+    return _first_beyond([_of_leaves(name, *pair, limit, f", step {number}") for number, pair in pairs])
 
 
 def _first_beyond(steps: list[Finding]) -> Finding:
@@ -153,18 +149,17 @@ def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix
 def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The figure with the largest error, in the first step in which any is beyond the limit."""
     steps = []
-    for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True)):
+    for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True), 1):
         errors = {figure: relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
         worst = max(errors, key=lambda figure: errors[figure])
-        steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number + 1}"))
+        steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number}"))
     return _first_beyond(steps)
 
 
 def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
     """The step that overflows must be skipped, and no other."""
-    expected = [False] * len(reference.gradients) + [True]
-    found = [bool(metrics["skipped"]) for metrics in other.metrics]
-    wrong = [f"step {i + 1}" for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+    last = len(reference.gradients)
+    wrong = [f"step {i + 1}" for i, metrics in enumerate(other.metrics) if bool(metrics["skipped"]) != (i == last)]
     return Finding(name, len(wrong), 0, _some(wrong))
 
 

@@ -19,7 +19,7 @@ from megajax.program.train_step import train_step_with_gradients
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.trained import restore_params
 from megajax.verify import named_leaves
-from megajax.verify.initial import drawn_state
+from megajax.verify.run import drawn_state
 
 RANK, ALPHA, RATE, DECAY = 3, 5.0, 1e-3, 0.1
 EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothing but rounding

@@ -3,8 +3,7 @@
 import numpy as np
 
 from megajax.parallel.sites import SiteRecord
-from megajax.verify.first_difference import first_difference
-from megajax.verify.recording import Place, Recording
+from megajax.verify.recording import Place, Recording, first_difference
 
 LAYERS, SAMPLES, TOKENS, WIDTH = 2, 4, 3, 8
 

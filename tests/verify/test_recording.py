@@ -2,9 +2,8 @@
 
 from tiny import tiny_config
 
-from megajax.verify.first_difference import first_difference
-from megajax.verify.gradient_run import trace
-from megajax.verify.recording import Recording
+from megajax.verify.comparison import trace
+from megajax.verify.recording import Recording, first_difference
 
 LAYER = {
     *("input", "attention_norm", "query", "key", "value", "attention_heads", "attention_output", "attention_dropout"),

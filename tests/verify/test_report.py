@@ -7,13 +7,11 @@ import math
 import pytest
 from test_shrink import on_mesh, preset
 
-from megajax.verify.axes import AxesThatDiffer
-from megajax.verify.first_difference import Difference
-from megajax.verify.recording import Place
+from megajax.verify.recording import Difference, Place
 from megajax.verify.report import Report
 from megajax.verify.shrink import shrink
 from megajax.verify.verdict import Finding, Verdict
-from megajax.verify.verify import Result, first_in_words
+from megajax.verify.verify import AxesThatDiffer, Result, first_in_words
 
 CONFIG = on_mesh(preset("gpt2-8.3b"), (64, 1, 8))
 SMALL = shrink(CONFIG, 16)
@@ -52,7 +50,7 @@ def test_of_a_right_mesh(capsys) -> None:
     ],
 )
 def test_of_a_wrong_mesh(capsys, sets, words) -> None:
-    axes = AxesThatDiffer(tuple(sets), SMALL.config, (WRONG,))
+    axes = AxesThatDiffer(tuple(sets), SMALL.config)
     text, figures = printed(
         capsys, Result(Verdict((RIGHT, WRONG)), axes, "mlp_up of layer 1, forward: different numbers")
     )

@@ -14,8 +14,7 @@ from megajax.settings.preset_files import preset_folders
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined
 from megajax.traits import Size, Small
-from megajax.verify.fold import fold
-from megajax.verify.shrink import Shrunk, shrink
+from megajax.verify.shrink import Shrunk, fold, shrink
 
 PRESETS = [*(file for folder in preset_folders()[1:] for file in sorted(folder.rglob("*.toml")))]
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 3, 2), (3, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 3), (64, 1, 8), (8, 8, 8), (2, 5, 1)]
