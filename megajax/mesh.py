@@ -132,9 +132,7 @@ def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
 
 def shardings(mesh: Mesh, specs):
     """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:

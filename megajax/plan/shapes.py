@@ -151,9 +151,9 @@ def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[Weight, ...], 
 
 
 def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
-    specs = jax.tree.leaves(model.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     found = []
-    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(model.shapes)[0], specs, strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(model.logical_specs), strict=True):
         names = tuple(str(key.key) for key in path)
         skipped = int(names[0] == "blocks")  # the dim of stacked layers
         found.append(Weight(names, leaf.shape[skipped:], PartitionSpec(*spec[skipped:]), bool(skipped)))

@@ -40,16 +40,8 @@ def training_pipeline(
     program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32 = UNSCALED
 ) -> Pipeline:
     """The loop of a train step, its losses divided by the number of their targets in the global batch."""
-    return _bind(
-        program,
-        program.model,
-        params,
-        batch,
-        program.config.model.dropout,
-        step,
-        count_targets(program, batch),
-        jnp.asarray(loss_scale),
-    )
+    dropout, counts = program.config.model.dropout, count_targets(program, batch)
+    return _bind(program, program.model, params, batch, dropout, step, counts, jnp.asarray(loss_scale))
 
 
 def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:

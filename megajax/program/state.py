@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from megajax.axes import BATCH_AXES
 from megajax.config import Config
 from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shardings, zero_spec
-from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
 from megajax.optim.adam import make_optimizer
@@ -71,15 +70,13 @@ class StateLayout:
         adapters: LoRA's; None where all weights are trained.
         trained_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
         per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
-        needs_tensor_sum: of every weight, whether each device of a tensor group holds it whole and uses a part
-            (`mesh.needs_tensor_sum`).
+        needs_tensor_sum: of every weight, see `mesh.needs_tensor_sum`.
         per_use: the sharding of `params` themselves, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: CutModel):
-        self.mesh = mesh
-        self._config = config
+        self.mesh, self.model, self._config = mesh, config.model, config
         self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
@@ -93,19 +90,14 @@ class StateLayout:
         self.canonical_shapes = jax.eval_shape(fresh)
         self._place(model, config.optimizer.zero)
 
-    @property
-    def model(self) -> ModelConfig:
-        """The configuration of the model whose state it is."""
-        return self._config.model
-
     def _place(self, model: CutModel, zero: int) -> None:
-        whole_groups = self._config.model.num_kv_heads % self._config.mesh.tensor == 0
+        whole_groups = self.model.num_kv_heads % self._config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
         logical, shapes = model.logical_specs, model.shapes
         if self.adapters is not None:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
-        self.needs_tensor_sum = _map_specs(lambda spec: needs_tensor_sum(spec, rules), logical)
-        layers = PIPE if self._config.model.num_layers % self._config.mesh.pipe == 0 else None
+        self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
+        layers = PIPE if self.model.num_layers % self._config.mesh.pipe == 0 else None
         unsharded, sharded, dims = self._mesh_specs(logical, shapes, rules)
         owned, params = sharded if zero else unsharded, sharded if zero == 3 else unsharded
         nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
@@ -118,17 +110,16 @@ class StateLayout:
         trained = self.trained(_stacked(owned, layers))
         self.canonical_specs = self._specs(_stacked(main, layers), None, trained)
         self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
-        self.specs = self._specs(
-            _stacked(params, *pipelined), self.trained_specs if self.has_main else None, self.trained_specs
-        )
+        here = self.trained_specs if self.has_main else None
+        self.specs = self._specs(_stacked(params, *pipelined), here, self.trained_specs)
 
     def _mesh_specs(self, logical: Tree, shapes: Tree, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
         """Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards."""
         logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
         shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
-        unsharded = _map_specs(lambda spec: mesh_spec(spec, rules), logical)
-        sharded = _map_specs(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        return unsharded, sharded, _map_specs(_sharded_dim, sharded, shapes)
+        unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
+        sharded = jax.tree.map(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
+        return unsharded, sharded, jax.tree.map(_sharded_dim, sharded, shapes)
 
     def trained(self, weights: Tree) -> Tree:
         """What is trained of weights, or of something for each of them: the adapters, or all."""
@@ -137,6 +128,11 @@ class StateLayout:
     def with_trained(self, weights: Tree, trained: Tree) -> Tree:
         """Weights with others in the place of what is trained."""
         return trained if self.adapters is None else weights | {LORA: trained}
+
+    def with_main(self, state: TrainState) -> TrainState:
+        """A state, or something for each of its leaves, with the main weights among `params`."""
+        params = state.params if state.main is None else self.with_trained(state.params, state.main)
+        return dataclasses.replace(state, params=params, main=None)
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         optimizer = optax.tree_utils.tree_map_params(
@@ -188,16 +184,14 @@ class StateLayout:
     @cached_property
     def stored_scale(self):
         """The loss scale as a checkpoint has it."""
-        return jax.jit(
-            lambda scale: scale.stored(self.loss_scale), out_shardings=NamedSharding(self.mesh, PartitionSpec())
-        )
+        place = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(lambda scale: scale.stored(self.loss_scale), out_shardings=place)
 
     @cached_property
     def resumed_scale(self):
         """The loss scale to go on with from a checkpoint's."""
-        return jax.jit(
-            lambda scale: scale.resumed(self.loss_scale), out_shardings=NamedSharding(self.mesh, PartitionSpec())
-        )
+        place = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(lambda scale: scale.resumed(self.loss_scale), out_shardings=place)
 
     def canonical_weights(self, tree: Tree) -> Tree:
         """Weights or gradients in canonical form."""
@@ -215,17 +209,10 @@ class StateLayout:
         return jax.tree.map(lambda weight: weight.astype(self.compute_dtype), main)
 
     def _canonical(self, state: TrainState) -> TrainState:
-        params = state.params
-        if state.main is not None:
-            wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), params)
-            params = self.with_trained(wide, state.main)
-        scale = state.loss_scale.stored(self.loss_scale)
-        state = dataclasses.replace(state, params=params, main=None, loss_scale=scale)
+        state = self.with_main(state)
+        wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), state.params)
+        state = dataclasses.replace(state, params=wide, loss_scale=state.loss_scale.stored(self.loss_scale))
         return _map_blocks(self.placement.to_canonical, state)
-
-
-def _map_specs(function, specs: Tree, *rest: Tree) -> Tree:
-    return jax.tree.map(function, specs, *rest, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def _sharded_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
@@ -241,11 +228,7 @@ def _stacked(specs: Tree, *leading) -> Tree:
 
 def _map_blocks(function, tree: Tree) -> Tree:
     """Apply `function` to the leaves that belong to the stacked layers: those below a key `blocks`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(leaf) if is_stacked(path) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

@@ -45,16 +45,13 @@ class Transfer:
 
     def __init__(self, layout: StateLayout):
         self._layout = layout
-        self.targets: TrainState = jax.tree_util.tree_map_with_path(
-            lambda path, shape, spec: jax.ShapeDtypeStruct(
-                shape.shape,
-                shape.dtype,
-                sharding=NamedSharding(layout.mesh, self._spread(path, shape.shape, spec), memory_kind=_HOST),
-            ),
-            layout.canonical_shapes,
-            layout.layer_specs,
-        )
         self._conversions: dict[Any, Any] = {}
+
+        def target(path: Any, type_: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            place = NamedSharding(layout.mesh, self._spread(path, type_.shape, spec), memory_kind=_HOST)
+            return type_.update(sharding=place)
+
+        self.targets: TrainState = jax.tree_util.tree_map_with_path(target, layout.canonical_shapes, layout.layer_specs)
 
     def _spread(self, path: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         mesh, placement = self._layout.mesh, self._layout.placement
@@ -73,15 +70,10 @@ class Transfer:
     def to_host(self, state: TrainState) -> TrainState:
         """The canonical state in host memory."""
         layout = self._layout
-        params = state.params if state.main is None else layout.with_trained(state.params, state.main)
-        state = dataclasses.replace(state, params=params, main=None, loss_scale=layout.stored_scale(state.loss_scale))
+        state = dataclasses.replace(layout.with_main(state), loss_scale=layout.stored_scale(state.loss_scale))
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        sources = jax.tree.leaves(layout.with_main(layout.specs))
         canonical = []
-        weights = layout.specs.params
-        if layout.specs.main is not None:
-            weights = layout.with_trained(weights, layout.specs.main)
-        specs = dataclasses.replace(layout.specs, params=weights, main=None)
-        sources = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
             if self._goes_by_stages(is_stacked(path), target.sharding.spec):
                 canonical.append(self._collected(leaf, source, target))
@@ -93,14 +85,11 @@ class Transfer:
 
     def to_devices(self, canonical: TrainState) -> TrainState:
         """The state on this mesh's stages, in this run's precision, of the canonical one in host memory."""
-        layout = self._layout
-        specs = layout.specs
-        placed = self._place(
-            dataclasses.replace(canonical, params=None), dataclasses.replace(specs, params=None, main=None)
-        )
+        layout, specs = self._layout, self._layout.specs
+        others = dataclasses.replace(specs, params=None, main=None)
+        placed = self._place(dataclasses.replace(canonical, params=None), others)
         main = None if specs.main is None else self._place(layout.trained(canonical.params), specs.main)
-        params = self.params_to_devices(canonical.params)
-        scale = layout.resumed_scale(placed.loss_scale)
+        params, scale = self.params_to_devices(canonical.params), layout.resumed_scale(placed.loss_scale)
         return dataclasses.replace(placed, params=params, main=main, loss_scale=scale)
 
     def merged(self, canonical: Tree) -> Tree:
@@ -241,7 +230,7 @@ def _of_stage(x: Array, stage: Array) -> Array:
     return lax.bitcast_convert_type(broadcast_stage(bits, axis_index(PIPE) == stage), x.dtype)
 
 
-def _placed(shape: tuple[int, ...], sharding: Any, parts: dict[Any, np.ndarray]) -> Array:
+def _placed(shape: tuple[int, ...], sharding: Any, parts: Mapping[Any, np.ndarray | Array]) -> Array:
     """An array of the parts that this process's devices have of it."""
     shards = [
         jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
@@ -258,12 +247,8 @@ def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
 def moved(leaf: Array, memory: str | None = None) -> Array:
     """A copy of `leaf` in another memory of the same devices, by default their own; it is there when this returns."""
     memory = memory or leaf.addressable_shards[0].device.default_memory().kind
-    shards = [
-        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=memory))
-        for shard in leaf.addressable_shards
-    ]
-    sharding = leaf.sharding.with_memory_kind(memory)
-    return jax.block_until_ready(jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards))
+    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return _placed(leaf.shape, leaf.sharding.with_memory_kind(memory), parts)
 
 
 def canonical_bytes(layout: StateLayout) -> int:

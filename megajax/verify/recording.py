@@ -13,7 +13,6 @@ import numpy as np
 from megajax.parallel import sites
 from megajax.parallel.sites import SiteRecord
 
-
 _LOWEST = -1e30
 _FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples are measured against this instead
 
