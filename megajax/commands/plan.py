@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megajax.commands import plan_search
 from megajax.options import OneOf, Option
 from megajax.plan.h200 import compiles_for
-from megajax.plan.machines import MACHINES, machine_of, peak_of
+from megajax.plan.machines import MACHINES, peak_of
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.launch import imagine_devices, peak_resident_bytes
 from megajax.settings.presets import load_preset, resolve
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     plan_search.check_flags(args)
     preset, given = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, given)
-    machine = machine_of(getattr(args, "gpu", _GPU.default))
+    machine = MACHINES[getattr(args, "gpu", _GPU.default)]
     peak_of(machine, config.precision)
     if args.search:
         plan_search.print_search(args, config, resolve(preset, {}), machine, given)

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from megajax.axes import BATCH_AXES
+from megajax.axes import BATCH_AXES, DEVICE_ORDER
 from megajax.backend import GPU
-from megajax.config import Config
+from megajax.config import Config, MeshConfig
 from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Sent, StepCost
+from megajax.plan.machines import Machine
 from megajax.plan.shapes import Placed, Shape
 from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
@@ -82,6 +83,56 @@ def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
             count, size = summed.get((axes, each.kind), (0, 0))
             summed[axes, each.kind] = count + each.sent, size + each.sent * each.num_bytes
     return summed
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices of a mesh axis, or of several together."""
+
+    size: int  # how many
+    neighbours: int  # how many of them a server has
+
+
+@lru_cache(maxsize=65536)
+def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
+    """The groups that a collective over these axes runs in."""
+    size, stride, neighbours = 1, 1, 1
+    for axis in reversed(DEVICE_ORDER):
+        devices = getattr(mesh, axis)
+        if axis in axes:
+            size *= devices
+            neighbours *= max(1, min(devices, server // stride))
+        stride *= devices
+    return Group(size, neighbours)
+
+
+def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> float:
+    """Of one such collective, with nothing beside it.
+
+    Devices are numbered as `mesh.make_mesh` places them; servers hold neighbouring numbers. A ring passes through all
+    members of a server before it goes to the next one, and all of them lend it their network adapters; all groups of
+    an axis run at the same time, each on the adapters of its own members.
+    """
+    kind, rates = collective.kind, machine.efficiency
+    group = group_of(collective.axes, mesh, machine.server)
+    if group.size == 1:
+        return 0.0
+    if group.neighbours >= group.size:
+        rate = machine.link * (rates.all_reduce if kind == "all-reduce" else rates.others)
+        latency = rates.server_latency
+    else:
+        adapters = 1 if kind == "permute" else group.neighbours
+        rate = min(machine.link * rates.others, adapters * machine.network * rates.network)
+        latency = rates.network_latency
+    others = group.size - 1
+    passes = {
+        "permute": 1,  # to a neighbour, which for some of the devices is in another server
+        "all-reduce": 2 * others / group.size,
+        "reduce-scatter": others / group.size,
+        "all-gather": others,  # its operand is a part
+        "all-to-all": others / group.size,
+    }
+    return passes[kind] * collective.num_bytes / rate + latency
 
 
 def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:

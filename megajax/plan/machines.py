@@ -184,13 +184,6 @@ MACHINES = {
 }  # fmt: skip
 
 
-def machine_of(name: str) -> Machine:
-    """The machine with GPUs of this name."""
-    if name not in MACHINES:
-        raise UserError(f"--gpu {name!r} is not in the table; valid: {', '.join(MACHINES)}")
-    return MACHINES[name]
-
-
 def peak_of(machine: Machine, precision: str) -> float:
     """FLOP/s of products in a precision."""
     if precision not in machine.peak:

@@ -2,26 +2,26 @@
 
 Weights, main weights, moments and the sums of gradients are exact (`program.memory.state_bytes`), so are what is kept
 of activations and the factors of weight gradients that wait, which are those of a traced layer (`plan/traced.py`). The
-rest is a model (`plan/temporaries.py`), of which docs/plan.md says how far it is from what XLA allocates.
+rest is a model (`Temporaries`), of which docs/plan.md says how far it is from what XLA allocates.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megajax.backend import GPU, Backend
+from megajax.backend import CPU, GPU, Backend
 from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
-from megajax.plan.costs import StepCost
+from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes
-from megajax.plan.temporaries import Temporaries
+from megajax.plan.sizes import Sizes, scores_of_head
 from megajax.plan.traced import step_cost
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
 _WORD = 4  # bytes of a number of the batch
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -106,3 +106,109 @@ def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: De
     outputs = 0 if table.turns_at_once else table.num_slots
     on_their_way = 2  # one in either direction
     return table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs
+
+
+class Temporaries:
+    """What a step needs beside its state, the sums of gradients and what is kept of activations, of which `kept` and
+    `factors` are the bytes.
+
+    At any time one of four is under way, and the one that needs most counts: a chunk's forward, the head, a chunk's
+    backward, the optimizer. What each needs was read off XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is
+    said where it is computed, by the arrays of a traced layer (`plan/traced.py`).
+
+    **CPUs compute in fp32 what is in half precision**, and XLA moves the conversions. Those of bf16 it takes out of the
+    loop over layers, so that the weights of a chunk and all that is kept of it are there once more in fp32, and those
+    of the ends twice, outside of the loop over microbatches; a buffer that a conditional writes to is copied. fp16 it
+    converts layer by layer. GPUs compute in half precision and hold nothing twice.
+    """
+
+    def __init__(self, step: Sizes, cost: StepCost, backend: Backend, kept: int, factors: int):
+        self.step, self.cost, self.backend = step, cost, backend
+        self._kept, self._factors = kept, factors
+        mesh, self._rows = step.config.mesh, step.microbatch
+        self._on_cpu = backend == CPU
+        self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes of a number that products give
+        self._ratio = self._wide // step.item
+        self._converts = self._on_cpu and step.config.precision == "bf16"  # XLA holds whole chunks in fp32, too
+        self._piped = mesh.pipe > 1
+        self._gathers = step.zero == 3 and mesh.zero_shards > 1  # weights, for every use
+        self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk
+        weights = step.held.weights
+        self._layer_weights = sum(prod(each.whole) for each in weights if each.weight.stacked)  # numbers of a layer
+        self._end_weights = [prod(each.whole) for each in weights if not each.weight.stacked]
+
+    @property
+    def most(self) -> int:
+        """Bytes that the part of the step that needs most has beside what is there all the time."""
+        return max(self._forward(), self._head(), self._backward(), self._optimizer())
+
+    def _forward(self) -> int:
+        """A chunk's residuals, before they are put in their slot; of a pipe of one stage they are never elsewhere."""
+        if not self._piped:
+            return 0
+        residuals = self.step.activation_bytes if self.step.recomputes_stage else self._residuals
+        return residuals + (self._kept if self._converts else 0)
+
+    def _head(self) -> int:
+        """Logits and, on CPUs, where XLA does not overwrite them, their gradients; and the gradient of the table,
+        beside the table if it is gathered. Of a converted pair one stays as it was."""
+        logits = prod(self.cost.ends.logits.shape(self._rows))
+        pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
+        table = max(self._end_weights) * (pair if self._gathers else self._wide)
+        return logits * (pair if self._on_cpu else self._wide) + table
+
+    def _backward(self) -> int:
+        """What is kept of the chunk, out of its slot; what is converted; and one layer's, or before the first layer, if
+        that is more, the last array that is converted."""
+        step, chunk, layer = self.step, self._residuals, self._one_layer()
+        if not self._converts:
+            return (chunk if self._piped else 0) + layer
+        # A stage's residuals that are made here do not come out of a slot: XLA writes them in fp32.
+        native = chunk if self._piped and not step.recomputes_stage else 0
+        own = chunk * self._ratio + native + 2 * self._factors
+        own -= 0 if self._piped else chunk  # it is counted as kept
+        if not self._gathers:
+            own += _FP32 * step.layers_of_chunk * self._layer_weights
+        if not self._piped and step.microbatches > 1:
+            own += 2 * _FP32 * sum(self._end_weights)
+        largest = self.cost.layer.residuals.largest(self._rows)
+        return own + max(layer, 0 if native else step.layers_of_chunk * largest)
+
+    def _optimizer(self) -> int:
+        """The reduced gradients beside their sums, where activations were."""
+        if self.step.config.mesh.zero_shards == 1 or self.step.zero == 3:
+            return 0
+        return max(0, self.step.held.num_trained * self.step.wide - self._kept - self._factors)
+
+    def _one_layer(self) -> int:
+        """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the
+        largest; with ZeRO-3 its gathered weights and their gradients."""
+        plain, layer = self.cost.without_remat, self.cost.layer
+        again = plain.residuals.num_bytes(self._rows) - layer.residuals.num_bytes(self._rows)
+        entered = prod(self.step.whole) * self.step.item
+        gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0
+        return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions)) + gathered
+
+    def _region(self, region: Region) -> int:
+        """A region's backward: what its first product gave and its gradient, and what its last product takes, with its
+        gradient. Without attention the former is kept, and the result's gradient is there."""
+        first, last = (region.products[place].dims.shape(self._rows) for place in (0, -1))
+        given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
+        if region.attends:
+            return self._wide * 2 * (given + taken) + self._scores()
+        return self._wide * (given + 2 * taken + result)
+
+    def _scores(self) -> int:
+        """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
+        these are unrolled, and XLA runs them in any order."""
+        if self.cost.layer.fused:
+            return 0
+        step, model = self.step, self.step.config.model
+        all_heads = model.num_heads // step.config.mesh.tensor
+        kv_heads = max(1, model.num_kv_heads // step.config.mesh.tensor)
+        group, heads = all_heads // kv_heads, step.rows * kv_heads
+        if self.backend.scores_bytes is not None:
+            of_block = group * min(self.backend.block_of(step.tokens), step.tokens) * step.tokens * step.wide
+            fit = (count for count in range(1, heads + 1) if heads % count == 0)
+            heads = max((count for count in fit if count * of_block <= self.backend.scores_bytes), default=1)
+        return 3 * heads * group * scores_of_head(model, self.backend) * step.wide

@@ -8,7 +8,7 @@ docs/plan-time.md.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -21,9 +21,8 @@ from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import make_schedule
 from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
-from megajax.plan.communication import Communication, communication
+from megajax.plan.communication import Communication, communication, seconds_of
 from megajax.plan.costs import StepCost
-from megajax.plan.links import seconds_of
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
@@ -75,19 +74,6 @@ def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTi
 
 _flops = lru_cache(maxsize=256)(step_flops)
 _table = lru_cache(maxsize=64)(make_schedule)
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """What a stage does with a microbatch and one layer, or at an end: computing, and collectives that nothing
-    hides."""
-
-    work: Seconds
-    exposed: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.work.total + self.exposed
 
 
 class StepModel:
@@ -149,9 +135,9 @@ class StepModel:
         of_stage = {"embed": 0, "embed_backward": 0, "head": self.config.mesh.pipe - 1}
         here = [self._ends[end] for end, at in of_stage.items() if self.sizes.splits_vocabulary or at == stage]
         return {
-            "products": layers * sum(visit.work.products for visit in self._layer),
-            "attention": layers * sum(visit.work.attention for visit in self._layer),
-            "memory": layers * sum(visit.work.traffic + visit.work.fixed for visit in self._layer),
+            "products": layers * sum(visit.products for visit in self._layer),
+            "attention": layers * sum(visit.attention for visit in self._layer),
+            "memory": layers * sum(visit.traffic + visit.fixed for visit in self._layer),
             "layers' collectives": layers * sum(visit.exposed for visit in self._layer),
             "ends": self.sizes.microbatches * sum(visit.total for visit in here),
         }
@@ -172,7 +158,7 @@ class StepModel:
     def _seconds(self, part: str) -> float:
         return sum(seconds for _, seconds in self._by_part[part])
 
-    def _visits_of_a_layer(self) -> tuple[_Visit, _Visit, _Visit]:
+    def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
         """A layer's forward, its backward, and its weights' gradients, which are deferred or follow at once."""
         later, again = self.work.weight_gradients(), self.work.layer_again()
         beside = 0.0 if self.sizes.defers else later.products
@@ -180,11 +166,11 @@ class StepModel:
         backward = self._visit("layers backward", self.work.layer_backward() + again, beside)
         return forward, backward, self._visit("weight gradients", later)
 
-    def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> _Visit:
+    def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> Seconds:
         """A part with its collectives, of which some run beside its products, and those that need not wait for them."""
         found = self._by_part[part]
         hidden = sum(seconds * self._share(part, each) for each, seconds in found)
-        return _Visit(work, sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
+        return replace(work, exposed=sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
 
     def _share(self, part: str, each: Communication) -> float:
         """How much of a collective products hide at most; of those at the ends nothing."""
@@ -208,12 +194,10 @@ class StepModel:
         """From the first forward to the last work of any stage, that of a stage that never waits being `full`."""
         m, v, p = self.sizes.microbatches, pipeline.chunks, self.config.mesh.pipe
         shape = pipeline.schedule, p, m, v
-        known = published_bubble(*shape) is not None
-        if not known or (exact and p * m * v <= _LONGEST_TABLE):
+        if published_bubble(*shape) is None or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
         passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
-        waits = _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
-        return full + waits
+        return full + _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
 
 
 def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:

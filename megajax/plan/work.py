@@ -22,16 +22,17 @@ _SHORTEST = 1024  # inner dim below which a product's tiles are not divided amon
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a part of a step."""
+    """Of a part of a step: what computes, and collectives that nothing hides."""
 
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0
     fixed: float = 0.0
+    exposed: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.traffic + self.fixed
+        return self.products + self.attention + self.traffic + self.fixed + self.exposed
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
