@@ -28,10 +28,12 @@ class Caught:
             fail, since no comparison of meshes can tell.
         text: a part of what is said: of the message, the collectives, or the line of what differs first; for tests the
             arguments of pytest.
+        on: the options of the configuration (`tiny_config`) that shows it.
     """
 
     by: Literal["types", "communication", "verify", "tests"]
     text: str
+    on: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Fault:
         where: module and function in `megajax`: "parallel.collectives.g".
         right: an expression that the function has exactly once, whatever its formatting.
         wrong: what takes its place; `jax`, `jnp` and `lax` can be used.
-        on: the options of the configuration (`tiny_config`) that shows it.
         caught: how.
     """
 
@@ -52,7 +53,6 @@ class Fault:
     right: str
     wrong: str
     caught: Caught
-    on: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def file(self) -> Path:

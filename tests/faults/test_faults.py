@@ -52,7 +52,9 @@ def test_verify_names_the_place(fault: Fault) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("on", [*{str(fault.on): fault.on for fault in [*TRACED, *VERIFIED]}.values()], ids=str)
+@pytest.mark.parametrize(
+    "on", [*{str(fault.caught.on): fault.caught.on for fault in [*TRACED, *VERIFIED]}.values()], ids=str
+)
 def test_nothing_differs_without_a_fault(on: dict) -> None:
     assert first_difference(small_config(on)) == ""
 

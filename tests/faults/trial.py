@@ -40,7 +40,7 @@ def said_of(fault: Fault) -> str:
         return failed_test(fault)
     said = first_difference if fault.caught.by == "verify" else seen_in_trace
     with planted(fault):
-        return said(small_config(fault.on))
+        return said(small_config(fault.caught.on))
 
 
 def seen_in_trace(config: Config) -> str:

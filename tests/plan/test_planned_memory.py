@@ -1,15 +1,19 @@
 """Bytes by part, from a configuration alone: exact where they can be, near XLA's where they are a model."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
 from tiny import LLAMA, QWEN3, abstract_batch, tiny_config, tiny_program
 
 from megajax.backend import CPU, GPU
+from megajax.mesh import local_shape
 from megajax.models.config import LoraConfig
+from megajax.parallel.shards import NOT_SHARDED
 from megajax.plan.compiled import compiled_step
 from megajax.plan.memory import memory
+from megajax.plan.shapes import held
 from megajax.program.memory import state_bytes
 
 BERT = {"family": "bert", "layer_order": "post"}
@@ -20,17 +24,40 @@ CASES = [
     ((2, 2, 2), {"zero": 3, "num_layers": 6, "schedule": "interleaved", "chunks": 2} | BERT),
     ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
     ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
+    ((8, 1, 1), {"zero": 3}),
 ]
 
 
-def half_sums(config):
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, gradient_dtype="fp16"))
+@pytest.mark.parametrize(("mesh", "options"), CASES)
+def test_weights_are_those_of_the_program(mesh, options) -> None:
+    """As plain numbers: names, shapes, places, what ZeRO divides."""
+    config = tiny_config(mesh, **options)
+    layout, found, zero = tiny_program(config).layout, held(config), config.optimizer.zero
+    frozen = [
+        {name: tree[name] for name in ("blocks", "shared")} for tree in (layout.shapes.params, layout.specs.params)
+    ]
+    for weights, shapes, specs, divided in (
+        (found.weights, *frozen, zero == 3),
+        (found.trained, layout.trained(layout.shapes.params), layout.trained_specs, zero > 0),
+    ):
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        for each, (path, leaf), spec in zip(weights, leaves, jax.tree.leaves(specs), strict=True):
+            local, shape = local_shape(spec, leaf.shape, layout.mesh.shape), each.shard if divided else each.whole
+            assert each.weight.path == tuple(key.key for key in path)
+            assert (each.copies, *shape) == ((math.prod(local[:3]), *local[3:]) if each.weight.stacked else (1, *local))
+    sums = [layout.needs_tensor_sum[name] for name in ("blocks", "shared")]
+    assert [each.needs_tensor_sum for each in found.weights] == jax.tree.leaves(sums)
+    dims = layout.trained(layout.per_use.dims) if zero == 3 else layout.per_step.dims
+    mine = [NOT_SHARDED if each.data_dim is None else each.data_dim - len(each.whole) for each in found.trained]
+    assert zero == 0 or mine == jax.tree.leaves(dims)
 
 
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_the_state_is_exact(mesh, options) -> None:
     config = tiny_config(mesh, **options)
-    config = half_sums(config) if config.precision == "fp16" else config
+    if config.precision == "fp16":
+        half_sums = dataclasses.replace(config.optimizer, gradient_dtype="fp16")
+        config = dataclasses.replace(config, optimizer=half_sums)
     found, program = memory(config, CPU), tiny_program(config)
     assert state_bytes(program) == {
         "weights": found.weights,
