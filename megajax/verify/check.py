@@ -1,7 +1,7 @@
 """Compare a small configuration on its mesh with a single device."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,32 +43,28 @@ def check(
     config = steady(config)
     devices = list(jax.devices() if devices is None else devices)
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
-    mesh = shown(config.mesh)
     found: list[Finding] = []
-    limits: list[Limits] = []
+    limits: Limits | None = None
+
+    def tell(checked: Iterable[Finding]) -> None:
+        for finding in checked:
+            found.append(finding)
+            on_finding(finding)
 
     on_start("one device, fp64")
     reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
-
-    def findings() -> Iterator[Finding]:
-        on_start(f"{mesh}, fp64")
-        yield from all_checks(reference, run(exact(config), devices, with_fresh=True, **options))
-        if own_precision and config.precision != "fp64":
-            options["states"] = reference.states
-            on_start(f"{mesh}, {config.precision}")
-            own = run(config, devices, **options)
-            checked = list(all_checks(reference, own))
-            right = all(finding.passed for finding in found)  # in fp64
-            if config.precision in ("bf16", "fp16") and right and not all(finding.passed for finding in checked):
-                on_start(f"one device, {config.precision}")
-                limits.append(widened(reference, run(with_axes(config, ()), devices, **options)))
-                checked = list(all_checks(reference, own, limits[0]))
-            yield from checked
-
-    for finding in findings():
-        found.append(finding)
-        on_finding(finding)
-    return Verdict(tuple(found), limits[0] if limits else None, reference)
+    on_start(f"{shown(config.mesh)}, fp64")
+    tell(all_checks(reference, run(exact(config), devices, with_fresh=True, **options)))
+    if own_precision and config.precision != "fp64":
+        options["states"] = reference.states
+        on_start(f"{shown(config.mesh)}, {config.precision}")
+        own = run(config, devices, **options)
+        checked = Verdict(tuple(all_checks(reference, own)))
+        if config.precision in ("bf16", "fp16") and Verdict(tuple(found)).passed and not checked.passed:
+            on_start(f"one device, {config.precision}")
+            limits = widened(reference, run(with_axes(config, ()), devices, **options))
+        tell(all_checks(reference, own, limits))
+    return Verdict(tuple(found), limits, reference)
 
 
 def widened(reference: MeshRun, alone: MeshRun) -> Limits:
@@ -94,13 +90,10 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
 def steady(config: Config) -> Config:
     """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
     bias of the keys has one) would cause a full-size update."""
-    rate = min(config.optimizer.learning_rate, _LEARNING_RATE)
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        learning_rate=rate,
-        min_learning_rate=min(config.optimizer.min_learning_rate, rate),
-        epsilon=max(config.optimizer.epsilon, _EPSILON),
-    )
+    given = config.optimizer
+    rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
+    lowest = min(given.min_learning_rate, rate)
+    optimizer = dataclasses.replace(given, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
     return dataclasses.replace(config, optimizer=optimizer)
 
 

@@ -52,17 +52,13 @@ def trace(
         canonical: the initial state in mesh-independent form; a fresh one if None.
         quick_compile: leave the CPU's machine code unoptimised.
     """
-    size = config.mesh
-    devices = list(jax.devices() if devices is None else devices)[: size.num_devices]
-    program = Program.on(config, devices)
+    program = Program.on(config, list(jax.devices() if devices is None else devices)[: config.mesh.num_devices])
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
     state = program.layout.init(options) if canonical is None else program.layout.from_canonical(canonical)
     losses, gradients = [], []
-    train_step = None
+    train_step = train_step_with_gradients(program).lower(state, placed_batch(program, 0)).compile(options)
     for step in range(steps):
-        batch = placed_batch(program, step)
-        train_step = train_step or train_step_with_gradients(program).lower(state, batch).compile(options)
-        state, metrics, grads = train_step(state, batch)
+        state, metrics, grads = train_step(state, placed_batch(program, step))
         losses.append(float(metrics["loss"]))
         gradients.append(named_leaves(program.layout.canonical_weights(jax.device_get(grads))))
     return Trace(losses, gradients)
@@ -134,7 +130,7 @@ def leaf_errors(expected: Leaves, actual: Leaves) -> dict[str, float]:
 
 def scales(leaves: Leaves) -> dict[str, float]:
     """max(‖leaf‖, floor × global norm) of every leaf."""
-    norms = {name: norm(leaf) for name, leaf in leaves.items()}
+    norms = {name: distance(leaf, np.zeros(())) for name, leaf in leaves.items()}
     floor = GRADIENT_FLOOR * math.sqrt(sum(size**2 for size in norms.values()))
     return {name: max(size, floor) for name, size in norms.items()}
 
@@ -142,11 +138,6 @@ def scales(leaves: Leaves) -> dict[str, float]:
 def relative(value: float, expected: float) -> float:
     """Relative error; absolute if 0 is expected."""
     return finite(abs(value - expected) / abs(expected) if expected else abs(value))
-
-
-def norm(x: np.ndarray) -> float:
-    """The 2-norm, in double precision."""
-    return float(np.linalg.norm(x.astype(np.float64)))
 
 
 def finite(error: float) -> float:

@@ -5,7 +5,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,17 +18,11 @@ _FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples a
 
 
 class Place(NamedTuple):
-    """Where an activation is.
+    """Where an activation is."""
 
-    Attributes:
-        layer: global index; -1 in the head.
-        site: its name.
-        backward: the gradient of the loss there, not the activation.
-    """
-
-    layer: int
+    layer: int  # global index; -1 in the head
     site: str
-    backward: bool
+    backward: bool  # the gradient of the loss there, not the activation
 
     def __str__(self) -> str:
         where = "the head" if self.layer < 0 else f"layer {self.layer}"
@@ -37,17 +31,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Activation:
-    """One sample's activation at a place, assembled from its shards.
+    """One sample's activation at a place, assembled from its shards."""
 
-    Attributes:
-        value: all shards, concatenated.
-        devices: the devices that had each shard, in order.
-        agree: replicas and recomputations of each shard are bitwise equal.
-    """
-
-    value: np.ndarray
-    devices: tuple[tuple[tuple[int, ...], ...], ...]
-    agree: bool
+    value: np.ndarray  # all shards, concatenated
+    devices: tuple[tuple[tuple[int, ...], ...], ...]  # those that had each shard, in order
+    agree: bool  # replicas and recomputations of each shard are bitwise equal
 
 
 class Recording:
@@ -87,29 +75,23 @@ class Recording:
             yield sample, _put_together(sample, seen)
 
 
-def _by_device(part: list[tuple[SiteRecord, np.ndarray]]) -> list[list[tuple[SiteRecord, np.ndarray]]]:
-    devices = sorted({seen.device for seen, _ in part})
-    return [[each for each in part if each[0].device == device] for device in devices]
-
-
 def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
     parts: dict[int, list[tuple[SiteRecord, np.ndarray]]] = defaultdict(list)
     for each in seen:
         rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
         (index,) = np.flatnonzero(each.samples == sample)[:1]
         parts[each.first].append((each, rows[index]))
-    own = [parts[first] for first in sorted(parts)]
-    one = own[0][0][0]
-    # Gradients of a shared shard add up over devices; several records of one device are recomputations.
-    groups = [_by_device(part) for part in own] if one.shared and one.backward else [[part] for part in own]
-    same = [
-        np.array_equal(value, group[0][1], equal_nan=True) for part in groups for group in part for _, value in group
-    ]
-    agree, split = all(same), one.split
-    values = [np.sum([group[0][1] for group in part], axis=0) for part in groups]
-    value = values[0] if split is None else np.concatenate(values, axis=split)  # rows stand in the samples' dim
-    devices = tuple(tuple(sorted({each.device for each, _ in part})) for part in own)
-    return Activation(value, devices, agree)
+    one, values, devices, agree = seen[0], [], [], True
+    for _, part in sorted(parts.items()):
+        # Gradients of a shared shard add up over devices; several records of one device are recomputations.
+        groups: dict[Any, np.ndarray] = {}
+        for each, value in sorted(part, key=lambda pair: pair[0].device):
+            first = groups.setdefault(each.device if one.shared and one.backward else None, value)
+            agree = agree and np.array_equal(value, first, equal_nan=True)
+        values.append(np.sum([*groups.values()], axis=0))
+        devices.append(tuple(sorted({each.device for each, _ in part})))
+    split = one.split  # rows stand in the samples' dim
+    return Activation(values[0] if split is None else np.concatenate(values, axis=split), tuple(devices), agree)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from operator import attrgetter
 from typing import Any
 
 from megajax.axes import BATCH_AXES
-from megajax.config import Config, MeshConfig
+from megajax.config import Config, DistributedConfig, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.options import options
-from megajax.pipeline.config import PipelineConfig
 from megajax.traits import ReadWith, Size, Small
 
 MOST_VIRTUAL_STAGES = 64
@@ -23,15 +22,10 @@ _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small configuration in place of a large one.
-
-    Attributes:
-        config: the small one.
-        notes: differences from the large one that may matter, a sentence each.
-    """
+    """A small configuration in place of a large one."""
 
     config: Config
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # differences from the large one that may matter, a sentence each
 
 
 def shrink(config: Config, most_devices: int) -> Shrunk:
@@ -52,19 +46,21 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary()}
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
-    train = dataclasses.replace(
-        config.train, microbatch=microbatch, global_batch=mesh.row_shards * microbatch * sizes.num_microbatches()
-    )
+    rows = mesh.row_shards * microbatch * sizes.num_microbatches()
+    train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows)
     optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
-    small = dataclasses.replace(
-        config,
-        distributed=type(config.distributed)(),
-        model=model,
-        mesh=mesh,
-        train=train,
-        pipeline=_pipeline(config.pipeline, config.mesh.pipe, mesh.pipe),
-        optimizer=optimizer,
-    )
+    most = config.pipeline.max_deferred
+    if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, and so the small one
+        most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
+    pipeline = dataclasses.replace(config.pipeline, max_deferred=most)
+    sections: dict[str, Any] = {
+        "model": model,
+        "mesh": mesh,
+        "train": train,
+        "pipeline": pipeline,
+        "optimizer": optimizer,
+    }
+    small = dataclasses.replace(config, distributed=DistributedConfig(), **sections)
     return Shrunk(_by_traits(small), tuple(notes))
 
 
@@ -116,14 +112,6 @@ def _by_traits(config: Config) -> Config:
     )
 
 
-def _pipeline(pipeline: PipelineConfig, theirs: int, ours: int) -> PipelineConfig:
-    """`max_deferred` limits the small pipeline if it limits the large one."""
-    most = pipeline.max_deferred
-    if 0 < most < 2 * (theirs - 1):
-        most = min(most, max(1, 2 * (ours - 1) - 1))
-    return dataclasses.replace(pipeline, max_deferred=most)
-
-
 class _Sizes:
     """Sizes that relate to the small mesh as those of a configuration relate to its own mesh."""
 
@@ -142,22 +130,17 @@ class _Sizes:
         hidden_of: Callable[[int], Iterable[int]] = (
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
-        sizes = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
-        kept = [pair for pair in sizes if (pair[1] % ours.zero_shards == 0) == divides]
+        pairs = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
+        kept = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
         if not kept:
             does = "divides" if divides else "does not divide"
             notes.append(
                 f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
             )
-        head_size, hidden = (kept or sizes)[0]
-        return {
-            "num_heads": heads,
-            "num_kv_heads": kv_heads,
-            "head_size": head_size,
-            "hidden_size": hidden,
-            "mlp_size": self._mlp_size(hidden),
-        }, notes
+        head_size, hidden = (kept or pairs)[0]
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
+        return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
 
     def _heads(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values: as many of each per device, up to 2, or replicated as often."""

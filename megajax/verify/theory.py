@@ -20,17 +20,9 @@ from megajax.verify.verdict import Finding
 def theory_of(config: Config) -> list[Communication]:
     """All that a training step of a valid configuration communicates, per device, in the order of the program."""
     step = _Step(config)
-    return [
-        *step.targets(),
-        *step.p2p_transfers(),
-        *step.embedding(),
-        *step.layers(),
-        *step.head(),
-        *step.layers_backward(),
-        *step.embedding_backward(),
-        *step.weight_gradients(),
-        *step.after_the_loop(),
-    ]
+    forward = [*step.targets(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
+    backward = [*step.layers_backward(), *step.embedding_backward(), *step.weight_gradients()]
+    return [*forward, *backward, *step.after_the_loop()]
 
 
 def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
@@ -86,9 +78,6 @@ class _Step(WeightTraffic):
         if others:
             yield one(purpose, REDUCE, others, self.own, self.item, times)
 
-    def leave_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
-        yield from self.enter(purpose, times)
-
     def broadcast(self, purpose: str) -> Iterator[Communication]:
         """To all stages, which compute an end together."""
         if self.splits_vocabulary:
@@ -109,7 +98,7 @@ class _Step(WeightTraffic):
         if not family_of(self.config.model).linear_embedding(self.config.model):
             yield from self.gathered("embedding backward: weights", "shared", self.of_end)
             yield from self.leave("embedding backward: forward again", self.of_end, self.vocabulary)
-        yield from self.leave_backward(what, self.of_end)
+        yield from self.enter(what, self.of_end)
         yield from self.scattered("embedding backward: weights' gradients", "shared", self.of_end)
 
     def head(self) -> Iterator[Communication]:
@@ -167,7 +156,7 @@ class _Step(WeightTraffic):
             yield from self.leave(again, times)
         adapted = config.lora.products(config.model)
         for by_columns in (("query", "key", "value"), ("gate", "up")):
-            yield from self.leave_backward("layers backward: activations", times)
+            yield from self.enter("layers backward: activations", times)
             trained = not self.held.adapters or any(name in adapted for name in by_columns)
             if self.regathers and not self.defers and trained:
                 yield from self.enter("layers backward: inputs of weight gradients", times)

@@ -39,16 +39,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Every check of a configuration on its mesh.
-
-    Attributes:
-        limits: limits for the configuration's precision if they are not the usual ones.
-        reference: the run that it was compared with.
-    """
+    """Every check of a configuration on its mesh."""
 
     findings: tuple[Finding, ...]
-    limits: Limits | None = None
-    reference: MeshRun | None = None
+    limits: Limits | None = None  # for the configuration's precision, if they are not the usual ones
+    reference: MeshRun | None = None  # what it was compared with
 
     @property
     def passed(self) -> bool:
