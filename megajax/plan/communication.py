@@ -33,15 +33,10 @@ REDUCE, GATHER, SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter",
 
 @dataclass(frozen=True)
 class Communication(Collective):
-    """A collective of a training step.
+    """A collective of a training step."""
 
-    Attributes:
-        purpose: what it is for: the part of the step, and after a colon what of it.
-        sent: how often the device that sends it most really does; `count` has every tick of every stage.
-    """
-
-    purpose: str
-    sent: int
+    purpose: str  # what it is for: the part of the step, and after a colon what of it
+    sent: int  # how often the device that sends it most really does; `count` has every tick of every stage
 
     @property
     def part(self) -> str:

@@ -71,46 +71,28 @@ class Sent:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, or several with the same left operand, side by side.
+    """A matrix product, or several with the same left operand, side by side."""
 
-    Attributes:
-        dims: [rows, inner, columns].
-        again: the backward pass computes it again.
-    """
-
-    dims: Dims
-    again: bool = False
+    dims: Dims  # [rows, inner, columns]
+    again: bool = False  # the backward pass computes it again
 
 
 @dataclass(frozen=True)
 class Region:
-    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows.
+    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows."""
 
-    Attributes:
-        products: in their order.
-        attends: whether attention stands between them.
-    """
-
-    products: tuple[Product, ...]
-    attends: bool
+    products: tuple[Product, ...]  # in their order
+    attends: bool  # whether attention stands between them
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer.
+    """One layer, and what its three passes send."""
 
-    Attributes:
-        residuals: what is kept until the backward pass, each array once.
-        factors: what is kept until deferred weight gradients are computed.
-        regions: what the forward pass computes.
-        fused: whether attention is one kernel that keeps no scores.
-        forward, backward, weight_gradients: what the three passes send.
-    """
-
-    residuals: Kept
-    factors: Kept
-    regions: tuple[Region, ...]
-    fused: bool
+    residuals: Kept  # until the backward pass, each array once
+    factors: Kept  # until deferred weight gradients are computed
+    regions: tuple[Region, ...]  # what the forward pass computes
+    fused: bool  # whether attention is one kernel that keeps no scores
     forward: tuple[Sent, ...]
     backward: tuple[Sent, ...]
     weight_gradients: tuple[Sent, ...]
@@ -123,14 +105,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class EndsCost:
-    """Embedding and head.
+    """Embedding and head, and what the three passes send; that of the head goes forward and backward."""
 
-    Attributes:
-        products: of the head, forward and backward: rows, inner dim and columns.
-        embedding, head, embedding_backward: what the three passes send; that of the head goes forward and backward.
-    """
-
-    products: tuple[Dims, ...]
+    products: tuple[Dims, ...]  # of the head, forward and backward: rows, inner dim and columns
     embedding: tuple[Sent, ...]
     head: tuple[Sent, ...]
     embedding_backward: tuple[Sent, ...]

@@ -125,28 +125,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU in servers of some, and the network between them. Bytes, bytes per second in one direction, FLOP/s.
+    """A kind of GPU in servers of some, and the network between them. Bytes, bytes per second in one direction,
+    FLOP/s."""
 
-    Attributes:
-        name: as `--gpu` says it.
-        memory: of a GPU.
-        peak: of products by precision; one that is not there is not supported.
-        bandwidth: of the memory.
-        server: GPUs in a server.
-        link, network: of a GPU, to others in its server and to other servers.
-        multiprocessors: of a GPU, among which the tiles of a product are divided.
-        fused_attention: there is one without dropout.
-    """
-
-    name: str
-    memory: int
-    peak: "MappingProxyType[str, float]"
-    bandwidth: float
-    server: int
-    link: float
-    network: float
-    multiprocessors: int
-    fused_attention: bool = True
+    name: str  # as `--gpu` says it
+    memory: int  # of a GPU
+    peak: "MappingProxyType[str, float]"  # of products by precision; one that is not there is not supported
+    bandwidth: float  # of the memory
+    server: int  # GPUs in a server
+    link: float  # of a GPU, to others in its server
+    network: float  # of a GPU, to other servers
+    multiprocessors: int  # of a GPU, among which the tiles of a product are divided
+    fused_attention: bool = True  # there is one without dropout
     efficiency: Efficiency = field(default_factory=Efficiency)
     overlap: Overlap = field(default_factory=Overlap)
     traffic: Traffic = field(default_factory=Traffic)

@@ -26,27 +26,17 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
-
-    Attributes:
-        weights, main_weights, moments: what lives from step to step.
-        batch: a device's rows.
-        gradients: their sums, and where these are in half precision, what the optimizer gets.
-        kept: of activations, until their backward pass.
-        factors: of weight gradients that wait.
-        hand_overs: activations and gradients on their way between stages, and those that wait to be used.
-        temporaries: of the layer and the end that run, and of the optimizer.
-    """
+    """Bytes on one device. Weights, main weights and moments live from step to step."""
 
     weights: int
     main_weights: int
     moments: int
-    batch: int
-    gradients: int
-    kept: int
-    factors: int
-    hand_overs: int
-    temporaries: int
+    batch: int  # a device's rows
+    gradients: int  # their sums, and where these are in half precision, what the optimizer gets
+    kept: int  # of activations, until their backward pass
+    factors: int  # of weight gradients that wait
+    hand_overs: int  # activations and gradients on their way between stages, and those that wait to be used
+    temporaries: int  # of the layer and the end that run, and of the optimizer
 
     @property
     def state(self) -> int:

@@ -26,57 +26,34 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model, on no mesh.
+    """A weight of a model, on no mesh."""
 
-    Attributes:
-        path: its name, from `shared`, those of the ends, or `blocks`, those of the layers.
-        shape: of all of it; of a layer's, in one layer.
-        logical: the names of its dims (`megajax/mesh.py`).
-        stacked: whether it is a layer's.
-    """
-
-    path: tuple[str, ...]
-    shape: Shape
-    logical: PartitionSpec
-    stacked: bool
+    path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
+    shape: Shape  # of all of it; of a layer's, in one layer
+    logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
+    stacked: bool  # whether it is a layer's
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A weight on a mesh.
+    """A weight on a mesh."""
 
-    Attributes:
-        weight: which.
-        spec: mesh axes of its dims, without ZeRO and without the dims that pipelined layers have before them.
-        whole: shape on a device without ZeRO; of a layer's, in one layer.
-        data_dim: the dim of `whole` that ZeRO divides over `data`; None where `data` has one device or divides none.
-        shard: shape on a device where it is divided; `whole` where it cannot be.
-        copies: how many layers' a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends.
-        needs_tensor_sum: see `mesh.needs_tensor_sum`.
-    """
-
-    weight: Weight
-    spec: PartitionSpec
-    whole: Shape
-    data_dim: int | None
-    shard: Shape
-    copies: int
-    needs_tensor_sum: bool
+    weight: Weight  # which
+    spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
+    whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
+    data_dim: int | None  # the dim of `whole` that ZeRO divides over `data`; None where it divides none
+    shard: Shape  # shape on a device where it is divided; `whole` where it cannot be
+    copies: int  # layers that a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends
+    needs_tensor_sum: bool  # see `mesh.needs_tensor_sum`
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a device has of every weight of a configuration.
+    """What a device has of every weight of a configuration."""
 
-    Attributes:
-        weights: all of them, in the order of the program's trees.
-        adapters: LoRA's, likewise.
-        zero: what is divided over `data` (docs/memory.md).
-    """
-
-    weights: tuple[Placed, ...]
-    adapters: tuple[Placed, ...]
-    zero: int
+    weights: tuple[Placed, ...]  # all of them, in the order of the program's trees
+    adapters: tuple[Placed, ...]  # LoRA's, likewise
+    zero: int  # what is divided over `data` (docs/memory.md)
 
     @property
     def trained(self) -> tuple[Placed, ...]:

@@ -34,23 +34,14 @@ _LONGEST_TABLE = 4096  # forwards of all stages; a longer table's time is a form
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step.
+    """A predicted step."""
 
-    Attributes:
-        seconds: of a step.
-        parts: seconds by part, of the stage that works longest; they add up to `seconds`.
-        bubble: share of the pipe's time in which that stage waits.
-        tokens_per_second: of all devices.
-        flops_per_second: of a device, of the model's arithmetic (`models/family.step_flops`).
-        mfu: that as a share of the peak.
-    """
-
-    seconds: float
-    parts: dict[str, float]
-    bubble: float
-    tokens_per_second: float
-    flops_per_second: float
-    mfu: float
+    seconds: float  # of a step
+    parts: dict[str, float]  # seconds by part, of the stage that works longest; they add up to `seconds`
+    bubble: float  # share of the pipe's time in which that stage waits
+    tokens_per_second: float  # of all devices
+    flops_per_second: float  # of a device, of the model's arithmetic (`models/family.step_flops`)
+    mfu: float  # that as a share of the peak
 
 
 def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:

@@ -24,15 +24,10 @@ GRADIENT_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Trace:
-    """Losses and gradients of a few training steps, before each step's update.
+    """Losses and gradients of a few training steps, before each step's update."""
 
-    Attributes:
-        losses: one per step.
-        gradients: per step, in canonical form.
-    """
-
-    losses: list[float]
-    gradients: list[Leaves]
+    losses: list[float]  # one per step
+    gradients: list[Leaves]  # per step, in canonical form
 
 
 def trace(
@@ -72,17 +67,11 @@ def named_leaves(tree: Tree) -> Leaves:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that count as rounding.
+    """The largest errors that count as rounding."""
 
-    Attributes:
-        loss: relative error of a step's loss.
-        gradient: ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient.
-        weight: the same for weights after the last step.
-    """
-
-    loss: float
-    gradient: float
-    weight: float
+    loss: float  # relative error of a step's loss
+    gradient: float  # ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient
+    weight: float  # the same for weights after the last step
 
 
 LIMITS = {  # compared with one device in fp64; those of half precision are the parity tests'
@@ -95,17 +84,11 @@ LIMITS = {  # compared with one device in fp64; those of half precision are the 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a trace is from the reference.
+    """How far a trace is from the reference."""
 
-    Attributes:
-        loss_error: largest relative error of a step's loss.
-        gradient_error: largest ‖error‖ / max(‖leaf‖, floor × global norm) of any gradient leaf in any step.
-        worst_leaf: the leaf with that error.
-    """
-
-    loss_error: float
-    gradient_error: float
-    worst_leaf: str
+    loss_error: float  # largest relative error of a step's loss
+    gradient_error: float  # largest ‖error‖ / max(‖leaf‖, floor × global norm) of any gradient leaf in any step
+    worst_leaf: str  # the leaf with that error
 
     def within(self, scale: float = 1.0) -> bool:
         """Whether both errors are within the fp32 tolerances times `scale`."""

@@ -96,23 +96,14 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first activation that differs.
+    """The first activation that differs."""
 
-    Attributes:
-        place: the layer, the site and the direction.
-        what: how it differs, in words.
-        samples: rows of the global batch that differ.
-        num_samples: number of rows in the batch.
-        error: largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing.
-        devices: the devices of the other mesh whose shard differs.
-    """
-
-    place: Place
-    what: str
-    samples: list[int]
-    num_samples: int
-    error: float
-    devices: list[tuple[int, ...]]
+    place: Place  # the layer, the site and the direction
+    what: str  # how it differs, in words
+    samples: list[int]  # rows of the global batch that differ
+    num_samples: int  # number of rows in the batch
+    error: float  # largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing
+    devices: list[tuple[int, ...]]  # the devices of the other mesh whose shard differs
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")

@@ -28,31 +28,18 @@ QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads 
 
 @dataclass(frozen=True)
 class MeshRun:
-    """Results of a few steps on a mesh, the last of which overflows and has to be skipped.
+    """Results of a few steps on a mesh, the last of which overflows and has to be skipped."""
 
-    Attributes:
-        config: the configuration that ran.
-        fresh: initial weights as this mesh draws them, in canonical form; empty unless requested.
-        metrics: metrics of every step by name, including the skipped one.
-        gradients: gradients of every step except the skipped one, in canonical form.
-        weights: main weights after all steps, in canonical form.
-        rows: of the global batch that each place on the axes of rows holds.
-        unequal: leaves of the state whose replicas differ between devices.
-        uncast: leaves whose compute weights are not the main weights cast to that precision.
-        collectives: what a step communicates.
-        states: canonical states before every step except the skipped one; empty unless requested.
-    """
-
-    config: Config
-    fresh: Leaves
-    metrics: list[dict[str, float]]
-    gradients: list[Leaves]
-    weights: Leaves
-    rows: list[list[int]]
-    unequal: list[str]
-    uncast: list[str]
-    collectives: list[Collective]
-    states: list[TrainState]
+    config: Config  # the configuration that ran
+    fresh: Leaves  # initial weights as this mesh draws them, in canonical form; empty unless requested
+    metrics: list[dict[str, float]]  # metrics of every step by name, including the skipped one
+    gradients: list[Leaves]  # gradients of every step except the skipped one, in canonical form
+    weights: Leaves  # main weights after all steps, in canonical form
+    rows: list[list[int]]  # of the global batch that each place on the axes of rows holds
+    unequal: list[str]  # leaves of the state whose replicas differ between devices
+    uncast: list[str]  # leaves whose compute weights are not the main weights cast to that precision
+    collectives: list[Collective]  # what a step communicates
+    states: list[TrainState]  # canonical states before every step except the skipped one; empty unless requested
 
     @property
     def losses(self) -> list[float]:

@@ -11,21 +11,13 @@ from megajax.verify.run import MeshRun
 
 @dataclass(frozen=True)
 class Finding:
-    """One check.
+    """One check."""
 
-    Attributes:
-        name: precision and what was compared, such as "fp64 gradients".
-        figure: the largest error, or the number of things that are wrong.
-        limit: the largest figure that passes.
-        where: what has the largest error, with details if the check failed.
-        layers: the layers beyond the limit if a leaf of the stacked layers failed.
-    """
-
-    name: str
-    figure: float
-    limit: float
-    where: str = ""
-    layers: tuple[int, ...] = ()
+    name: str  # precision and what was compared, such as "fp64 gradients"
+    figure: float  # the largest error, or the number of things that are wrong
+    limit: float  # the largest figure that passes
+    where: str = ""  # what has the largest error, with details if the check failed
+    layers: tuple[int, ...] = ()  # the layers beyond the limit if a leaf of the stacked layers failed
 
     @property
     def passed(self) -> bool:

@@ -36,16 +36,11 @@ class AxesThatDiffer:
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict and, if something differs, where.
-
-    Attributes:
-        axes: the mesh axes that show it.
-        first: what differs first, in words; empty if nothing does.
-    """
+    """A verdict and, if something differs, where."""
 
     verdict: Verdict
-    axes: AxesThatDiffer | None = None
-    first: str = ""
+    axes: AxesThatDiffer | None = None  # the mesh axes that show it
+    first: str = ""  # what differs first, in words; empty if nothing does
 
     @property
     def passed(self) -> bool:
