@@ -25,9 +25,8 @@ Tree = Any
 
 def state_bytes(program: Program) -> dict[str, int]:
     """Bytes on one device by part: those of `kept_bytes`, and `gradients`, which live while a step runs: their sums,
-    and where those are in half precision, what the optimizer gets, in fp32. As in the
-    published figures, fp32 shards of fp32 sums are not counted again. Nothing is computed.
-    """
+    and where those are in half precision, what the optimizer gets, in fp32. As in the published figures, fp32 shards of
+    fp32 sums are not counted again. Nothing is computed."""
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = look_into(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))

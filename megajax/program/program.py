@@ -111,9 +111,8 @@ class Program:
         """The program for steps of another global batch; a state of the one is a state of the other."""
         if size == self.config.train.global_batch:
             return self
-        train = dataclasses.replace(
-            self.config.train, global_batch=size, ramp_start=0, ramp_increment=0, ramp_samples=0
-        )
+        constant: dict[str, Any] = {"ramp_start": 0, "ramp_increment": 0, "ramp_samples": 0}
+        train = dataclasses.replace(self.config.train, global_batch=size, **constant)
         return Program(dataclasses.replace(self.config, train=train), self.mesh)
 
     @cached_property
@@ -142,9 +141,8 @@ class Program:
     @cached_property
     def schedule(self) -> Schedule:
         """The table of a training step."""
-        pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
-        arguments = pipe, self.num_microbatches, pipeline.chunks, pipeline.deferring()
-        return make_schedule(pipeline.schedule, *arguments)
+        given, pipe = self.config.pipeline, self.config.mesh.pipe
+        return make_schedule(given.schedule, pipe, self.num_microbatches, given.chunks, given.deferring())
 
     @cached_property
     def forward_schedule(self) -> Schedule:

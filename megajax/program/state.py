@@ -40,25 +40,16 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that changes in a step. A skipped step changes the loss scale only.
+    """Everything that changes in a step. A skipped step changes the loss scale only."""
 
-    Attributes:
-        step: updates of the weights, int32 scalar. Steps that were skipped are not counted.
-        params: the weights that layers compute with, in the compute dtype, `{"shared": …, "blocks": …}`; with LoRA the
-            adapters, too, as `lora`.
-        main: what is trained of them (`StateLayout.trained`), in fp32, which is updated; None where `params` are that
-            already (fp32, fp64).
-        optimizer: optax's state, its moments shaped like what is trained.
-        loss_scale: fp16's; 1 otherwise.
-        recent_norms: gradient norms of the last updates, fp32 (`optim/guard.py`).
-    """
-
-    step: Array
-    params: Tree
-    main: Tree | None
-    optimizer: Tree
-    loss_scale: LossScale
-    recent_norms: Array
+    step: Array  # updates of the weights, int32 scalar. Steps that were skipped are not counted
+    params: (
+        Tree  # what layers compute with, in the compute dtype: `shared`, `blocks` and with LoRA `lora`, the adapters
+    )
+    main: Tree | None  # what is trained of them in fp32, which is updated; None where `params` are that (fp32, fp64)
+    optimizer: Tree  # optax's state, its moments shaped like what is trained
+    loss_scale: LossScale  # fp16's; 1 otherwise
+    recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/guard.py`)
 
 
 class StateLayout:
@@ -158,17 +149,16 @@ class StateLayout:
     def begin(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, of canonical main weights."""
         optimizer = make_optimizer(self._config.optimizer).init(self.trained(weights))
-        loss_scale = LossScale.start(self.loss_scale)
-        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, loss_scale, initial_norms())
+        scale = LossScale.start(self.loss_scale)
+        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, scale, initial_norms())
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, made in shards: of the canonical form, which then goes to its stages."""
-        canonical = shardings(self.mesh, self.canonical_specs)
+        first, made_in = shardings(self.mesh, self.canonical_specs), shardings(self.mesh, self.specs)
 
         def fresh() -> TrainState:
-            return self._pipelined(jax.lax.with_sharding_constraint(self._fresh(), canonical))
+            return self._pipelined(jax.lax.with_sharding_constraint(self._fresh(), first))
 
-        made_in = shardings(self.mesh, self.specs)
         return jax.jit(fresh, out_shardings=made_in, compiler_options=compiler_options)()
 
     @cached_property
