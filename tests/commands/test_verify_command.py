@@ -50,7 +50,7 @@ def test_meshes_that_are_right(capsys, in_this_process, line: str) -> None:
 def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch) -> None:
     """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site."""
     index = bind.axis_index
-    monkeypatch.setattr(bind, "axis_index", lambda axes: 0 * index(axes) if axes == "data" else index(axes))
+    monkeypatch.setattr(bind, "axis_index", lambda axes: 0 * index(axes) if axes == bind.ROW_AXES else index(axes))
     code, found = verified(capsys, "demo --mesh.data 2 --mesh.tensor 2 --precision fp64")
     assert code == 1 and not found["passed"] and found["axes"] == [["data"]]
     assert "input of layer 0, forward" in found["first_difference"]

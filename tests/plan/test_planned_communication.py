@@ -26,6 +26,8 @@ SOME = {
         mesh=(2, 2, 2), schedule="interleaved", chunks=2, num_layers=5, precision="fp16", zero=3,
         sequence_parallel=True, weight_gradients="deferred", remat="selective", **LLAMA,
     ),
+    "zero 3 gathers for every pass": dict(mesh=(2, 1, 1), zero=3, remat="layer", precision="bf16"),
+    "zero 1 once a step": dict(mesh=(2, 2, 2), zero=1, microbatch=2, sequence_parallel=True),
     "a stage again, vocabulary split": dict(
         mesh=(2, 2, 2), schedule="gpipe", remat="stage", vocabulary="split", precision="bf16", reset_attention=True,
     ),

@@ -15,7 +15,7 @@ from megajax.errors import UserError
 from megajax.mesh import make_mesh, rank_groups
 from megajax.models.family import step_flops
 from megajax.plan.communication import group_of, seconds_of
-from megajax.plan.machines import MACHINES, peak_of
+from megajax.plan.machines import MACHINES, Efficiency, peak_of
 from megajax.plan.memory import memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import step_time
@@ -37,12 +37,8 @@ def test_members_of_a_group_in_a_server(sizes, server):
     """As the mesh numbers its devices: those of a server are neighbours."""
     mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
     groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
-    for name, axes in (
-        ("data", ("data",)),
-        ("pipe", ("pipe",)),
-        ("tensor", ("tensor",)),
-        ("model", ("pipe", "tensor")),
-    ):
+    for name in (*AXES, "model"):
+        axes = ("pipe", "tensor") if name == "model" else (name,)
         found = group_of(axes, mesh, server)
         of_servers = {
             sum(rank // server == other // server for other in group) for group in groups[name] for rank in group
@@ -53,12 +49,8 @@ def test_members_of_a_group_in_a_server(sizes, server):
 def test_a_ring_moves_each_part_twice():
     """In a server of 8, and over servers by the adapters of all of its members in one."""
     mesh = MeshConfig(data=64, tensor=8)
-    bare = dataclasses.replace(
-        H100,
-        efficiency=dataclasses.replace(
-            H100.efficiency, all_reduce=1, others=1, network=1, server_latency=0, network_latency=0
-        ),
-    )
+    full = Efficiency(all_reduce=1, others=1, network=1, server_latency=0, network_latency=0)
+    bare = dataclasses.replace(H100, efficiency=full)
 
     def taken(kind: str, axis: str, num_bytes: int) -> float:
         return seconds_of(Collective(kind, (axis,), (), num_bytes, 1), mesh, bare)
@@ -86,18 +78,16 @@ def test_parts_add_up(changes):
 
 def test_what_must_take_longer():
     """Slower links, a smaller rate, recomputation, fewer microbatches for as many stages."""
-    seconds = step_time(large(), H100).seconds
+
+    def of(machine=H100, **changes):
+        return step_time(large(**changes), machine)
+
     slower = dataclasses.replace(H100, network=1e9)
-    assert step_time(large(), slower).seconds > seconds
-    assert step_time(large(), MACHINES["a100"]).seconds > seconds
-    assert (
-        step_time(large(train__remat="none"), H100).seconds
-        < seconds
-        < step_time(large(train__remat="stage"), H100).seconds
-    )
-    assert step_time(large(train__microbatch=8), H100).bubble > step_time(large(), H100).bubble
-    together = step_time(large(pipeline__weight_gradients="together", train__microbatch=4), H100).bubble
-    assert step_time(large(pipeline__weight_gradients="deferred", train__microbatch=4), H100).bubble < together
+    assert min(of(slower).seconds, of(MACHINES["a100"]).seconds) > of().seconds
+    assert of(train__remat="none").seconds < of().seconds < of(train__remat="stage").seconds
+    assert of(train__microbatch=8).bubble > of().bubble
+    together, deferred = (of(pipeline__weight_gradients=when, train__microbatch=4) for when in ("together", "deferred"))
+    assert deferred.bubble < together.bubble
 
 
 @pytest.mark.parametrize(
@@ -106,15 +96,8 @@ def test_what_must_take_longer():
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 6, 16])
 @pytest.mark.parametrize("later", ["together", "deferred"])
 def test_the_formula_of_a_pipe_is_near_its_table(words, microbatches, later):
-    config = tiny_config(
-        (1, 4, 1),
-        weight_gradients=later,
-        num_layers=16,
-        global_batch=microbatches,
-        hidden_size=1024,
-        sequence_length=512,
-        **words,
-    )
+    sizes = {"num_layers": 16, "global_batch": microbatches, "hidden_size": 1024, "sequence_length": 512}
+    config = tiny_config((1, 4, 1), weight_gradients=later, **sizes, **words)
     table, formula = (step_time(config, H100, exact=exact).seconds for exact in (True, False))
     guessed = later == "deferred" and "chunks" in words and microbatches < 4
     assert formula == pytest.approx(table, rel=0.06 if guessed else 0.03)

@@ -161,16 +161,6 @@ def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: 
     jax.tree.map(near, jax.device_get(params), jax.device_get(again.params))
 
 
-def test_only_the_adapters_have_moments() -> None:
-    layout = tiny_program(config_of(precision="bf16")).layout
-    names = {
-        "/".join(str(key.key) for key in path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(layout.shapes.optimizer[0].mu)
-    }
-    assert len(names) == 14 and all(name.endswith(("/a", "/b")) for name in names)
-    assert layout.shapes.main.keys() == layout.trained_shapes.keys() == {"blocks"}
-
-
 def test_words_of_targets() -> None:
     gpt2, llama = (tiny_config(**words).model for words in ({}, LLAMA))
     assert LoraConfig(rank=1).products(gpt2) == ("query", "key", "value", "output", "up", "down")

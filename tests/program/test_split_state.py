@@ -1,18 +1,17 @@
-"""ZeRO and sequence parallelism: what they communicate, counted on the jaxpr, and what a device keeps."""
+"""ZeRO and sequence parallelism: what a split sequence communicates, counted on the jaxpr, and what a device keeps. All
+that ZeRO sends is in `tests/plan/test_planned_communication.py`."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter
 
 import jax
 import pytest
-from counting import HIDDEN, LAYERS, ROWS, count_shapes, local_shapes, of_kind, over, step_collectives, traced
+from counting import HIDDEN, LAYERS, ROWS, count_shapes, of_kind, over, step_collectives
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.backend import GPU
-from megajax.parallel.collectives import spec_axes
 from megajax.pipeline.executor import Pipeline
 from megajax.program.memory import residual_bytes
 from megajax.program.program import scans_layers
@@ -21,64 +20,6 @@ from megajax.program.train_step import loss_and_gradients
 TENSOR = 4
 SEQUENCE = 20
 WHOLE, SHARD = (ROWS, SEQUENCE, HIDDEN), (ROWS, SEQUENCE // TENSOR, HIDDEN)
-
-
-@pytest.mark.parametrize(
-    ("num_microbatches", "precision", "sequence_parallel"),
-    [
-        case if case in ((1, "bf16", False), (4, "fp32", True)) else pytest.param(*case, marks=pytest.mark.full)
-        for case in itertools.product([1, 4], ["fp32", "bf16"], [False, True])
-    ],
-)
-def test_zero_1_scatters_and_gathers_every_leaf_once_a_step(num_microbatches, precision, sequence_parallel):
-    """One reduce-scatter of fp32 gradients and one all-gather in the compute dtype per leaf, however many microbatches.
-
-    What is shared between stages, or with a split sequence duplicated in a tensor group, is then summed over them in
-    shards. Over data there are scalars beside that, no more.
-    """
-    options = {"precision": precision, "sequence_length": SEQUENCE, "sequence_parallel": sequence_parallel}
-    program, (state, _) = traced((2, 2, 2), num_microbatches, **options)
-    layout, found = program.layout, step_collectives((2, 2, 2), num_microbatches, **options)
-    whole = local_shapes(program, state.params, layout.specs.params)
-    owned = local_shapes(program, state.params, layout.trained_specs)
-    assert all(math.prod(a) == 2 * math.prod(b) for a, b in zip(whole, owned, strict=True))  # every leaf is split
-    over_data = over("data", found)
-    assert count_shapes(of_kind("reduce-scatter", over_data)) == Counter(whole)
-    assert count_shapes(of_kind("all-gather", over_data)) == Counter(owned)
-    assert sum(c.num_bytes for c in of_kind("reduce-scatter", over_data)) == 4 * sum(map(math.prod, whole))
-    width = {"fp32": 4, "bf16": 2}[precision]
-    assert sum(c.num_bytes for c in of_kind("all-gather", over_data)) == width * sum(map(math.prod, owned))
-    assert set(count_shapes(of_kind("all-reduce", over_data))) == {()}
-
-    sums = [c for c in of_kind("all-reduce", found) if c.axes != ("data",) and c.count == 1]
-    specs = jax.tree.leaves(layout.trained_specs)
-    axes = ("pipe", "tensor") if sequence_parallel else ("pipe",)
-    duplicated = [shape for shape, spec in zip(owned, specs, strict=True) if not set(axes) <= spec_axes(spec)]
-    assert count_shapes(sums) - Counter({(): 99}) == Counter(duplicated)
-
-
-@pytest.mark.parametrize("remat", ["none", pytest.param("selective", marks=pytest.mark.full), "layer"])
-def test_zero_3_gathers_each_layer_for_each_pass(remat):
-    """Per layer and microbatch every leaf is gathered forward and again backward, and its gradient scattered at once,
-    in fp32; what is recomputed works on what the backward pass gathered. Embedding and head gather for themselves."""
-    num_microbatches = 4
-    options = {"zero": 3, "remat": remat, "precision": "bf16", "sequence_length": SEQUENCE}
-    program, (state, _) = traced((2, 1, 1), num_microbatches, **options)
-    found = over("data", step_collectives((2, 1, 1), num_microbatches, **options))
-    shards = local_shapes(program, state.params, program.layout.specs.params)
-    gathered, scattered = of_kind("all-gather", found), of_kind("reduce-scatter", found)
-    layer = [shape[3:] for shape in shards if len(shape) > 2]
-    passes = LAYERS * num_microbatches
-    table, positions = (128, HIDDEN // 2), (SEQUENCE, HIDDEN // 2)
-    ends = Counter({table: 2, positions: 2}) + Counter({(HIDDEN // 2,): 4})  # all shared weights at both ends
-    expected = Counter({shape: 2 * passes * number for shape, number in Counter(layer).items()}) + Counter(
-        {shape: num_microbatches * number for shape, number in ends.items()}
-    )
-    assert len(layer) == 16 and count_shapes(gathered) == expected
-    assert sum(c.count for c in scattered) == passes * len(layer) + num_microbatches * 2 * 4
-    assert all(c.num_bytes == 4 * math.prod(c.shapes[0]) for c in scattered)
-    assert all(c.num_bytes == 2 * math.prod(c.shapes[0]) for c in gathered)
-    assert set(count_shapes(of_kind("all-reduce", found))) == {()}
 
 
 LAYER = {  # all-gathers and reduce-scatters of a layer

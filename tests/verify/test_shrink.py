@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -76,18 +77,19 @@ def check(config: Config, small: Shrunk) -> None:
     assert divisibility(ours) == divisibility(config)
     assert small.notes or shards(ours) == shards(config)
     assert {name: getattr(ours.model, name) for name in SAME} == {name: getattr(config.model, name) for name in SAME}
-    same = "schedule", "chunks", "vocabulary", "weight_gradients"
-    assert [getattr(ours.pipeline, name) for name in same] == [getattr(config.pipeline, name) for name in same]
-    assert (ours.precision, ours.sequence_parallel, ours.task) == (
-        config.precision,
-        config.sequence_parallel,
-        config.task,
+    same = attrgetter(
+        *(
+            "precision",
+            "sequence_parallel",
+            "task",
+            "data",
+            "train.remat",
+            "optimizer.zero",
+            "optimizer.gradient_dtype",
+        ),
+        *(f"pipeline.{name}" for name in ("schedule", "chunks", "vocabulary", "weight_gradients")),
     )
-    assert (ours.optimizer.zero, ours.optimizer.gradient_dtype) == (
-        config.optimizer.zero,
-        config.optimizer.gradient_dtype,
-    )
-    assert (ours.train.remat, ours.data) == (config.train.remat, config.data)
+    assert same(ours) == same(config)
     model = ours.model
     most = 8 * max(ours.mesh.tensor, 2)
     assert model.num_layers <= 2 * ours.mesh.pipe * ours.pipeline.chunks and model.num_heads <= most
