@@ -20,38 +20,23 @@ PACKAGE = ROOT / "megajax"
 
 @dataclass(frozen=True)
 class Caught:
-    """How a fault is caught.
-
-    Attributes:
-        by: "types": the step is refused while it is traced; "communication": all numbers are right, but the step has
-            other collectives than theory says; "verify": `megajax verify` names the place; "tests": default tests
-            fail, since no comparison of meshes can tell.
-        text: a part of what is said: of the message, the collectives, or the line of what differs first; for tests the
-            arguments of pytest.
-        on: the options of the configuration (`tiny_config`) that shows it.
-    """
+    """How a fault is caught. By "types": the step is refused while it is traced; "communication": all numbers are
+    right, but the step has other collectives than theory says; "verify": `megajax verify` names the place; "tests":
+    default tests fail, since no comparison of meshes can tell."""
 
     by: Literal["types", "communication", "verify", "tests"]
-    text: str
-    on: dict[str, Any] = field(default_factory=dict)
+    text: str  # a part of the message, the collectives, or the line of what differs first; or the arguments of pytest
+    on: dict[str, Any] = field(default_factory=dict)  # options of the configuration (`tiny_config`) that shows it
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        name: what is wrong, in words.
-        where: module and function in `megajax`: "parallel.collectives.g".
-        right: an expression that the function has exactly once, whatever its formatting.
-        wrong: what takes its place; `jax`, `jnp` and `lax` can be used.
-        caught: how.
-    """
-
-    name: str
-    where: str
-    right: str
-    wrong: str
+    name: str  # what is wrong, in words
+    where: str  # module and function in `megajax`: "parallel.collectives.g"
+    right: str  # an expression that the function has exactly once, whatever its formatting
+    wrong: str  # what takes its place; `jax`, `jnp` and `lax` can be used
     caught: Caught
 
     @functools.cached_property

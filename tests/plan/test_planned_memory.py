@@ -71,14 +71,13 @@ def test_the_state_is_exact(mesh, options) -> None:
 def test_it_is_what_live_arrays_have() -> None:
     """On one device of a mesh, batch included."""
     config = tiny_config((2, 2, 2), precision="bf16", num_layers=5)
-    program, found = tiny_program(config), memory(config, CPU)
-    state = program.layout.init()
+    state, found = tiny_program(config).layout.init(), memory(config, CPU)
 
     def on_one(tree) -> int:
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
-    assert (on_one(state.params), on_one(state.main)) == (found.weights, found.main_weights)
-    assert on_one(state.optimizer) == found.moments
+    parts = state.params, state.main, state.optimizer
+    assert [*map(on_one, parts)] == [found.weights, found.main_weights, found.moments]
     rows = {name: leaf.shape[0] // 2 for name, leaf in abstract_batch(config).items()}
     assert found.batch == sum(4 * count * 16 for count in rows.values())
 

@@ -62,17 +62,14 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
     merged = dict(weights)
     for name in products:
         a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
-        merged[f"{name}/weight"] = weights[f"{name}/weight"] + (ALPHA / RANK * a @ b).reshape(
-            weights[f"{name}/weight"].shape
-        )
+        weight = weights[f"{name}/weight"]
+        merged[f"{name}/weight"] = weight + (ALPHA / RANK * a @ b).reshape(weight.shape)
     plain = dataclasses.replace(config_of(), lora=LoraConfig())
     whole = drawn_state(tiny_program(plain))
-    whole = dataclasses.replace(
-        whole,
-        params=jax.tree_util.tree_map_with_path(
-            lambda path, leaf: merged["/".join(key.key for key in path)].astype(leaf.dtype), whole.params
-        ),
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: merged["/".join(key.key for key in path)].astype(leaf.dtype), whole.params
     )
+    whole = dataclasses.replace(whole, params=params)
     _, _, figures, of_weights = step(plain, whole)
     program, state, ours, gradients = step(config, canonical)
     assert ours["loss"] == pytest.approx(figures["loss"], rel=1e-6)
@@ -96,9 +93,8 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
     for name, leaf in weights.items():
         assert name.startswith("lora/") or after[name].tobytes() == leaf.tobytes(), name
     assert program.layout.adapters is not None
-    merged = named_leaves(
-        program.layout.adapters.merged(program.layout.canonical_weights(jax.device_get(state.params)))
-    )
+    held = program.layout.canonical_weights(jax.device_get(state.params))
+    merged = named_leaves(program.layout.adapters.merged(held))
     assert merged.keys() == {name for name in weights if not name.startswith("lora/")}
     for name in products:
         a, b = flat(after[f"lora/{name}/a"], after[f"lora/{name}/b"])
@@ -135,14 +131,8 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None
 def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: Path) -> None:
     """What training restores is what it had, to the bit, on the same mesh also the weights that layers compute with; on
     another mesh near it, and so is what evaluation reads, of no other run's weights."""
-    few = {
-        "positions": "learned",
-        "rope_scaling": "none",
-        "rope_factor": 1.0,
-        "activation": "gelu",
-        "tied_embedding": True,
-    }
-    few |= {"rope_original_length": 8192, "lora": LoraConfig(rank=RANK, targets=("output",))}  # weights
+    few = {"positions": "learned", "rope_scaling": "none", "rope_factor": 1.0, "rope_original_length": 8192}
+    few |= {"activation": "gelu", "tied_embedding": True, "lora": LoraConfig(rank=RANK, targets=("output",))}  # weights
     config = config_of((2, 1, 2), precision="bf16", zero=zero, **few)
     layout = tiny_program(config).layout
     state = layout.from_canonical(drawn_state(tiny_program(config)))

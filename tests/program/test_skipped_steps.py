@@ -29,19 +29,13 @@ SKIP_ABOVE = 10.0
 
 @dataclass(frozen=True)
 class Compiled:
-    """A train step that is compiled once for all tests.
-
-    Attributes:
-        fresh: the state before the first step, on the host.
-        places: where its leaves lie.
-        run: (state, batch) -> (state, metrics).
-    """
+    """A train step that is compiled once for all tests."""
 
     program: Program
-    fresh: TrainState
-    places: Any
+    fresh: TrainState  # before the first step, on the host
+    places: Any  # where its leaves lie
     batch: Any
-    run: Callable
+    run: Callable  # (state, batch) -> (state, metrics)
 
     def step(self, before: TrainState) -> tuple[TrainState, dict]:
         """The state and the metrics after a step from `before`."""
@@ -86,8 +80,7 @@ def overflowing(program, params, batch, step, loss_scale):
 
 
 def named(state: TrainState) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def differing(before: TrainState, after: TrainState) -> set[str]:
