@@ -35,12 +35,12 @@ def state_bytes(program: Program) -> dict[str, int]:
 
 
 def residual_bytes(program: Program) -> int:
-    """Bytes a device keeps of a microbatch's way through a chunk until it comes back; nothing is computed."""
+    """Bytes a device keeps of a microbatch's way through a chunk until it comes back."""
     return look_into(program, lambda pipeline: _bytes(pipeline.residual_types()))
 
 
 def factor_bytes(program: Program) -> int:
-    """Bytes a device keeps of a chunk until its weight gradients are computed; nothing is computed."""
+    """Bytes a device keeps of a chunk until its weight gradients are computed."""
     return look_into(program, lambda pipeline: _bytes(pipeline.factor_types()))
 
 
@@ -80,10 +80,9 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
         UserError: they cannot.
     """
     config, layout = program.config, program.layout
-    parts = kept_bytes(layout)
-    if not training:
-        parts = {"weights": parts["weights"]}
-    elif program.schedule.deferral is not None:
+    kept = kept_bytes(layout)
+    parts = kept if training else {"weights": kept["weights"]}
+    if training and program.schedule.deferral is not None:
         parts["factors that wait"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]

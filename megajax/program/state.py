@@ -10,7 +10,6 @@ on neither mesh nor precision: layers `[L, …]`, and main weights only.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,7 +28,7 @@ from megajax.models.lora import LORA, Adapters
 from megajax.optim.adam import make_optimizer
 from megajax.optim.guard import initial_norms
 from megajax.optim.loss_scale import LossScale
-from megajax.parallel.collectives import PIPE, Axes
+from megajax.parallel.collectives import PIPE
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
@@ -89,7 +88,12 @@ class StateLayout:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
         self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
         layers = PIPE if self.model.num_layers % self._config.mesh.pipe == 0 else None
-        unsharded, sharded, dims = self._mesh_specs(logical, shapes, rules)
+        # Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards.
+        shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
+        logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
+        unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
+        sharded = jax.tree.map(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
+        dims = jax.tree.map(_sharded_dim, sharded, shapes)
         owned, params = sharded if zero else unsharded, sharded if zero == 3 else unsharded
         nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
         self.per_step = Shards(self.trained(dims if zero == 1 else nothing))
@@ -98,19 +102,10 @@ class StateLayout:
         pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
         self.trained_specs = self.trained(_stacked(owned, *pipelined))
         main = self.with_trained(params, self.trained(owned)) if self.has_main else params
-        trained = self.trained(_stacked(owned, layers))
-        self.canonical_specs = self._specs(_stacked(main, layers), None, trained)
+        self.canonical_specs = self._specs(_stacked(main, layers), None, self.trained(_stacked(owned, layers)))
         self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
         here = self.trained_specs if self.has_main else None
         self.specs = self._specs(_stacked(params, *pipelined), here, self.trained_specs)
-
-    def _mesh_specs(self, logical: Tree, shapes: Tree, rules: Mapping[str, Axes | None]) -> tuple[Tree, Tree, Tree]:
-        """Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards."""
-        logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
-        shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
-        unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
-        sharded = jax.tree.map(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        return unsharded, sharded, jax.tree.map(_sharded_dim, sharded, shapes)
 
     def trained(self, weights: Tree) -> Tree:
         """What is trained of weights, or of something for each of them: the adapters, or all."""

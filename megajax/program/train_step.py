@@ -29,17 +29,15 @@ def train_step(program: Program) -> Wrapped:
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
-    """(state, batch) -> (state, metrics, gradients): `train_step` that also shows the gradients before clipping: of the
-    weights, or of LoRA's adapters."""
+    """(state, batch) -> (state, metrics, gradients before clipping): of the weights, or of LoRA's adapters."""
     specs, trained = program.layout.specs, program.layout.trained_specs
     return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
     """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
-    layout = program.layout
-    in_specs = (layout.specs.params, BATCH, SCALAR)
-    return program.compiled(_loss_and_gradients, in_specs, (SCALAR, layout.trained_specs))
+    specs = program.layout.specs.params, BATCH, SCALAR
+    return program.compiled(_loss_and_gradients, specs, (SCALAR, program.layout.trained_specs))
 
 
 def one_part(program: Program, part: Part) -> Wrapped:

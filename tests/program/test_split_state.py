@@ -13,7 +13,7 @@ from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.backend import GPU
 from megajax.pipeline.executor import Pipeline
-from megajax.program.memory import residual_bytes
+from megajax.program.bind import look_into
 from megajax.program.program import scans_layers
 from megajax.program.train_step import loss_and_gradients
 
@@ -57,18 +57,7 @@ def test_a_split_sequence_is_gathered_and_scattered(remat):
 
 def kept(config) -> list[tuple[int, ...]]:
     """Shapes of what a layer keeps until its backward, without the dim of stacked layers."""
-    found: list = []
-    program, real = tiny_program(config), Pipeline.residual_types
-
-    def look(self):
-        types = real(self)
-        found.extend(types)
-        return types
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "residual_types", look)
-        assert residual_bytes(program) > 0
-    return [leaf.shape[1:] for leaf in found]
+    return [leaf.shape[1:] for leaf in look_into(tiny_program(config), Pipeline.residual_types)]
 
 
 @pytest.mark.parametrize(
