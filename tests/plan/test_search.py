@@ -47,15 +47,11 @@ def test_every_combination_is_tried_once(found):
             [0, 1, 3] if data > 1 else [1], [False, True][: 1 + (tensor > 1)],
         ):  # fmt: skip
             wanted.add(options)
-    tried = [
-        (
-            (each.config.mesh.data, each.config.mesh.pipe, each.config.mesh.tensor),
-            (each.pipeline.schedule, each.pipeline.chunks), each.pipeline.weight_gradients,
-            each.config.train.microbatch, each.config.train.remat, each.config.optimizer.zero,
-            each.config.sequence_parallel,
-        )
-        for each in found.fitting
-    ]  # fmt: skip
+    of = attrgetter("train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel")
+    tried = []
+    for each in found.fitting:
+        mesh, pipeline = (*each.config.mesh.sizes.values(),), each.pipeline
+        tried.append((mesh, (pipeline.schedule, pipeline.chunks), pipeline.weight_gradients, *of(each.config)))
     assert set(tried) == wanted and len(tried) == len(wanted) == found.tried
     for each in found.fitting[::7]:
         validate(each.config, 4)

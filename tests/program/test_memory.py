@@ -75,9 +75,8 @@ def test_what_does_not_fit_is_refused_to_the_byte(mesh, zero, monkeypatch) -> No
         monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices)
         memory.check_memory(program, **options)
         monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices - 1)
-        with pytest.raises(
-            UserError, match=rf"--model\.num-layers 4, .* need .* on each of {devices} devices .*; valid: "
-        ):
+        message = rf"--model\.num-layers 4, .* need .* on each of {devices} devices .*; valid: "
+        with pytest.raises(UserError, match=message):
             memory.check_memory(program, **options)
 
 

@@ -81,10 +81,8 @@ def test_the_devices_hold_one_leaf_more(
     assert before <= max(lived) <= before + most and device_bytes() <= before + 1000
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(back))
     on_hosts = sum(shard.data.nbytes for leaf in jax.tree.leaves(back) for shard in leaf.addressable_shards)
-    copies = {3: 3.01, 5: 1.4}.get(
-        mesh[1], 1.1
-    )  # what belongs to no layer is on every stage's host where 5 divides none
-    assert on_hosts <= copies * whole
+    # What belongs to no layer is on every stage's host where 5 divides none.
+    assert on_hosts <= {3: 3.01, 5: 1.4}.get(mesh[1], 1.1) * whole
     for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves(canonical), strict=True):
         name = jax.tree_util.keystr(path)
         if "loss_scale" not in name:  # fp16's only
@@ -107,9 +105,7 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
             continue
         large += is_stacked(path)
         source = jax.ShapeDtypeStruct(pipelined.shape, pipelined.dtype, sharding=NamedSharding(layout.mesh, spec))
-        canonical = jax.ShapeDtypeStruct(
-            target.shape, target.dtype, sharding=NamedSharding(layout.mesh, target.sharding.spec)
-        )
+        canonical = target.update(sharding=NamedSharding(layout.mesh, target.sharding.spec))
         out = transfer.to_canonical(is_stacked(path), spec, target.sharding.spec, target.dtype).lower(source).compile()
         back = transfer.from_canonical(is_stacked(path), target.sharding.spec, spec).lower(canonical).compile()
         for program in (out, back):
@@ -123,9 +119,8 @@ def test_every_axis_divides_a_dim_that_it_can() -> None:
     """The one of which most is left; only of some dims, if the others are to stay."""
     mesh = make_mesh(jax.devices()[:8], data=2, pipe=2, tensor=2)
     first, second = ("data", "pipe"), ("data", "tensor")
-    assert shard_unused_axes(PartitionSpec(None, None, "tensor"), (4, 24, 8), mesh) == PartitionSpec(
-        None, first, "tensor"
-    )
+    third = PartitionSpec(None, None, "tensor")
+    assert shard_unused_axes(third, (4, 24, 8), mesh) == PartitionSpec(None, first, "tensor")
     assert shard_unused_axes(PartitionSpec(None, "data"), (5, 6), mesh) == PartitionSpec(None, "data")
     assert shard_unused_axes(PartitionSpec(None, second), (4, 12), mesh) == PartitionSpec("pipe", second)
     assert shard_unused_axes(PartitionSpec(None, second), (4, 12), mesh, [1]) == PartitionSpec(None, second)

@@ -23,12 +23,11 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
             for site in ("output", "input", "mlp_up"):
                 split = 2 if site == "mlp_up" else None
                 for sample, device in np.ndindex(SAMPLES, devices):
-                    size = WIDTH // devices
-                    whole = value(layer, site, backward, sample)
-                    own = whole[:, device * size : (device + 1) * size] if split else whole
+                    whole, size = value(layer, site, backward, sample), WIDTH // devices
+                    first = device * size if split else 0
+                    own = whole[:, first : first + size] if split else whole
                     own = change(Place(layer, site, backward), sample, device, own)
                     if own is not None:
-                        first = device * size if split else 0
                         turn = ("input", "mlp_up", "output").index(site)
                         at = np.array([sample]), own[None], split, first, False, (0, 0, device), turn
                         recording.take(SiteRecord(site, backward, layer, *at))
@@ -47,11 +46,12 @@ def test_the_same_on_other_devices() -> None:
 
 def test_the_first_in_the_order_of_computation() -> None:
     """Forward before backward, and backward from the last layer on."""
-    assert found(lambda place, sample, device, x: x * 2 if place.layer == 1 else x)[0] == Place(1, "input", False)
-    assert found(lambda place, sample, device, x: x * 2 if place.site == "mlp_up" else x)[0] == Place(
-        0, "mlp_up", False
-    )
-    assert found(lambda place, sample, device, x: x + 1e-3 if place.backward else x)[0] == Place(1, "output", True)
+    for changes, first in (
+        (lambda place: place.layer == 1, (1, "input", False)),
+        (lambda place: place.site == "mlp_up", (0, "mlp_up", False)),
+        (lambda place: place.backward, (1, "output", True)),
+    ):
+        assert found(lambda place, _, device, x, of=changes: x * 2 if of(place) else x)[0] == first
 
 
 def test_a_layer_that_is_never_computed_comes_first() -> None:

@@ -50,10 +50,8 @@ def test_of_a_right_mesh(capsys) -> None:
     ],
 )
 def test_of_a_wrong_mesh(capsys, sets, words) -> None:
-    axes = AxesThatDiffer(tuple(sets), SMALL.config)
-    text, figures = printed(
-        capsys, Result(Verdict((RIGHT, WRONG)), axes, "mlp_up of layer 1, forward: different numbers")
-    )
+    axes, first = AxesThatDiffer(tuple(sets), SMALL.config), "mlp_up of layer 1, forward: different numbers"
+    text, figures = printed(capsys, Result(Verdict((RIGHT, WRONG)), axes, first))
     assert "1 of 2 checks differ" in text and f"axes       {words}" in text
     assert "first      mlp_up of layer 1, forward" in text and "blocks/mlp/up/weight, layer 1, step 1  DIFFERS" in text
     assert figures["axes"] == [list(axes) for axes in sets] and not figures["passed"]

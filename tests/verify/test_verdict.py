@@ -133,9 +133,8 @@ def test_every_other_check_can_fail(name: str) -> None:
 
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 3], [4, 5, 6]]])
 def test_rows_that_are_there_twice_or_not_at_all(rows: list[list[int]]) -> None:
-    assert "rows of the batch, each on one place of data" in [
-        f.name for f in verdict("fp64", replaced(rows=rows)).failed
-    ]
+    failed = [finding.name for finding in verdict("fp64", replaced(rows=rows)).failed]
+    assert "rows of the batch, each on one place of data" in failed
 
 
 def test_communication_is_named_with_its_purpose() -> None:
