@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.models.attention_mask import AttentionMask
+from megajax.models.attention_mask import FROM_START, AttentionMask, Places
 from megajax.models.blocked_attention import blocked_attention
 from megajax.parallel.collectives import TENSOR, axis_index
 from megajax.parallel.random import Dropout
@@ -22,6 +22,7 @@ class Setting(NamedTuple):
     visible: AttentionMask
     dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
     backend: Backend
+    places: Places = FROM_START
 
 
 class Implementation(Protocol):
@@ -30,10 +31,12 @@ class Implementation(Protocol):
     @staticmethod
     def can(q_BTHK: Array, setting: Setting) -> bool:
         """Whether it can do this, by types and static values alone."""
+        ...
 
     @staticmethod
     def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
         """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) has to know what its backward pass needs."""
+        ...
 
 
 class CuDNN:
@@ -42,12 +45,12 @@ class CuDNN:
 
     @staticmethod
     def can(q_BTHK: Array, setting: Setting) -> bool:
-        visible, dropout, backend = setting
+        visible, dropout, backend, places = setting
         size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
         fits = item_size == 2 and size % 8 == 0 and size <= 256
         window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
         limited = visible.first_key_BT is not None or not window_fits
-        return backend.fused_attention and fits and dropout.rate == 0 and not limited
+        return backend.fused_attention and fits and places == FROM_START and dropout.rate == 0 and not limited
 
     @staticmethod
     def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
@@ -73,13 +76,13 @@ class Blocks:
 
     @staticmethod
     def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-        visible, dropout, backend = setting
+        visible, dropout, backend, places = setting
         drop_BH = None
         if dropout.rate > 0:
             num_heads = q_BTHK.shape[2]
             head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
             drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
-        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, visible, drop_BH, backend)
+        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)
 
 
 IMPLEMENTATIONS: tuple[type[Implementation], ...] = (CuDNN, Blocks)

@@ -1,15 +1,55 @@
-"""Which keys a query of attention may see: all that attention knows of the task.
+"""Where queries and keys of attention stand, and which keys a query may see: all that attention knows of the task.
 
-Letters: B batch, T queries, S keys, N heads of all samples, one after the other.
+Letters: B batch, T queries, S keys, P pieces, H heads, N heads of all samples, one after the other.
 """
 
 import functools
 import operator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pieces:
+    """Where the tokens of an array stand in their sequence: the array is made of equal pieces, each of tokens that
+    follow one another.
+    """
+
+    starts: tuple[int, ...] | None = field(default=(0,), metadata={"static": True})  # where each piece starts
+    start_P: Array | None = None  # the same where it is known on the device only, int32, in place of `starts`
+
+    @property
+    def count(self) -> int:
+        """How many pieces."""
+        if self.starts is not None:
+            return len(self.starts)
+        assert self.start_P is not None
+        return self.start_P.shape[0]
+
+    def blocks(self, length: int, size: int) -> list[tuple[int, int]]:
+        """An array of `length` tokens in blocks of at most so many, none of which is of two pieces."""
+        piece = length // self.count
+        starts = [(first, first + piece) for first in range(0, length, piece)]
+        return [(start, min(start + size, end)) for first, end in starts for start in range(first, end, size)]
+
+    def shift(self, start: int, length: int) -> int | None:
+        """How much further on than in their array of `length` the tokens stand that are of one piece with number
+        `start`; None: it is not known yet."""
+        piece = length // self.count
+        return None if self.starts is None else self.starts[start // piece] - start // piece * piece
+
+    def at(self, start: int, end: int, length: int) -> Array:
+        """Where each of the tokens `start` to `end` stands, which may be of several pieces, int32."""
+        if self.starts == (0,):
+            return jnp.arange(start, end, dtype=jnp.int32)
+        piece = length // self.count
+        start_P = jnp.asarray(self.starts, jnp.int32) if self.start_P is None else self.start_P
+        return (start_P[:, None] + jnp.arange(piece, dtype=jnp.int32)[None]).reshape(-1)[start:end]
 
 
 @jax.tree_util.register_dataclass
@@ -40,14 +80,15 @@ class AttentionMask:
         return jax.tree.map(lambda x: jnp.repeat(x, num_heads, axis=0), self)
 
     def key_range(self, start: int, end: int, num_keys: int) -> tuple[int, int]:
-        """Which of the keys the queries `start` to `end` may see, whatever the sample."""
+        """Which of the keys the queries that stand at `start` to `end` may see, whatever the sample; both count from
+        the first key."""
         first = 0 if self.window is None else max(0, start - self.window + 1)
         last = num_keys if self.window is None else min(num_keys, end + self.window - 1)
         return first, min(last, end) if self.causal else last
 
-    def mask(self, queries: slice, keys: slice) -> Array | None:
-        """Which of these keys these queries see, bool, [B, T, S] or [1, T, S]. None: all of them."""
-        query_T, key_S = (jnp.arange(part.start, part.stop, dtype=jnp.int32) for part in (queries, keys))
+    def mask(self, query_T: Array, key_S: Array, queries: slice) -> Array | None:
+        """Which of the keys that stand at `key_S` the queries at `query_T` see, those that `queries` takes of all;
+        bool, [B, T, S] or [1, T, S]. None: all of them."""
         behind_TS = query_T[:, None] - key_S[None, :]
         limits = []
         if self.causal:
@@ -62,3 +103,23 @@ class AttentionMask:
 
 
 CAUSAL = AttentionMask(causal=True)
+
+
+class Places(NamedTuple):
+    """Where queries and keys stand."""
+
+    queries: Pieces = Pieces()
+    keys: Pieces = Pieces()
+
+    def key_range(self, visible: AttentionMask, start: int, end: int, num_queries: int, num_keys: int) -> slice:
+        """Which of the keys the queries `start` to `end` may see, whatever the sample; all, where it is not known while
+        tracing where they stand, or where keys are in several pieces."""
+        shifts = self.queries.shift(start, num_queries), self.keys.shift(0, num_keys)
+        if shifts[0] is None or shifts[1] is None or self.keys.count > 1:
+            return slice(0, num_keys)
+        ahead = shifts[0] - shifts[1]
+        first, last = visible.key_range(start + ahead, end + ahead, num_keys)
+        return slice(min(first, num_keys), min(last, num_keys))
+
+
+FROM_START = Places()  # both from the first token on

@@ -15,26 +15,27 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.backend import Backend
-from megajax.models.attention_mask import AttentionMask
+from megajax.models.attention_mask import AttentionMask, Places
 from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
 Drop = Dropout | None  # of every head of every sample
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def blocked_attention(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, drop_BH: Drop, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
 ) -> Array:
-    """Attention of every head, [B, T, H, K]; probabilities are dropped by bits that are folded with query and key.
+    """Attention of every head, [B, T, H, K]; probabilities are dropped by bits that are folded with the places of query
+    and key.
 
     Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query.
     """
-    return _forward(q_BTHK, k_BSHK, v_BSHK, visible, drop_BH, backend)[0]
+    return _forward(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)[0]
 
 
 def _forward(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, visible: AttentionMask, drop_BH: Drop, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
 ) -> tuple[Array, tuple]:
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
@@ -44,42 +45,43 @@ def _forward(
         visible.of_heads(kv_heads),
         _grouped_bits(drop_BH, group),
     )
-    forward = partial(_forward_of_heads, block=backend.block_of(num_queries))
+    forward = partial(_forward_of_heads, places=places, block=backend.block_of(num_queries))
     out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
     out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, visible, drop_BH, out_BTHK, *statistics_NGT1)
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1)
 
 
-def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array, Array, Array, None, None]:
-    q_BTHK, k_BSHK, v_BSHK, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
+def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array, Array, Array, None, None, None]:
+    q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
     of_queries = (_heads_first(x, group) for x in (q_BTHK, out_BTHK, grad_BTHK))
     of_keys = map(_heads_first, (k_BSHK, v_BSHK))
     inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), _grouped_bits(drop_BH, group), *statistics_NGT1
-    backward = partial(_backward_of_heads, block=backend.block_of(num_queries))
+    backward = partial(_backward_of_heads, places=places, block=backend.block_of(num_queries))
     dq_NGTK, dk_NSK, dv_NSK = _in_groups(backward, inputs, backend)
     dk_BSHK, dv_BSHK = (_heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
-    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None
+    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, None
 
 
 blocked_attention.defvjp(_forward, _backward)
 
 
 def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
     group = q_NGTK.shape[1]
     out, highest, total = [], [], []
-    for own in _blocks(q_NGTK.shape[2], block):
-        keys, scores_NRS = _seen_scores(q_NGTK, k_NSK, visible, own)
+    for start, end in places.queries.blocks(q_NGTK.shape[2], block):
+        own = slice(start, end)
+        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1)
         total_NR1 = jnp.sum(weights_NRS, axis=-1, keepdims=True)
-        drop = _dropped(drop_NG, own, keys)
+        drop = _dropped(drop_NG, *at)
         sum_NRK = _product("NRS,NSK->NRK", drop(weights_NRS).astype(v_NSK.dtype), v_NSK[:, keys])
         out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
         highest.append(_grouped_rows(highest_NR1, group))
@@ -98,6 +100,7 @@ def _backward_of_heads(
     highest_NGT1: Array,
     total_NGT1: Array,
     *,
+    places: Places,
     block: int,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values."""
@@ -110,13 +113,14 @@ def _backward_of_heads(
     q_NKGT, grad_NKGT = (_feature_first(x) for x in (_scaled(q_NGTK), grad_NGTK))
     dq_blocks: list[Array] = []
     dk_NKS = dv_NKS = None
-    for own in reversed(_blocks(q_NGTK.shape[2], block)):
+    for start, end in reversed(places.queries.blocks(q_NGTK.shape[2], block)):
+        own = slice(start, end)
         highest_NR1, total_NR1, inner_NR1, grad_NRK = (
             _rows(x, own) for x in (highest_NGT1, total_NGT1, inner_NGT1, grad_NGTK)
         )
-        keys, scores_NRS = _seen_scores(q_NGTK, k_NSK, visible, own)
+        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
-        drop = _dropped(drop_NG, own, keys)
+        drop = _dropped(drop_NG, *at)
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
         dscores_NRS = (weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
         dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
@@ -159,21 +163,21 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
     return total_NKS.at[:, :, keys].add(block)
 
 
-def _blocks(length: int, size: int) -> list[slice]:
-    """So many queries in blocks of at most `size`."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _seen_scores(q_NGTK: Array, k_NSK: Array, visible: AttentionMask, queries: slice) -> tuple[slice, Array]:
-    """Which keys these queries may see, and the scaled products with them, in at least fp32, of keys that a query does
-    not see -inf."""
-    keys = slice(*visible.key_range(queries.start, queries.stop, k_NSK.shape[1]))
+def _seen_scores(
+    q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice
+) -> tuple[slice, tuple[Array, Array], Array]:
+    """Which keys these queries may see; where both stand; and the scaled products with them, in at least fp32, of keys
+    that a query does not see -inf."""
+    num_queries, num_keys = q_NGTK.shape[2], k_NSK.shape[1]
+    keys = places.key_range(visible, queries.start, queries.stop, num_queries, num_keys)
     scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
-    seen_NTS = visible.mask(queries, keys)
+    query_T = places.queries.at(queries.start, queries.stop, num_queries)
+    key_S = places.keys.at(keys.start, keys.stop, num_keys)
+    seen_NTS = visible.mask(query_T, key_S, queries)
     if seen_NTS is None:
-        return keys, scores_NRS
+        return keys, (query_T, key_S), scores_NRS
     seen_NRS = jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
-    return keys, jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
+    return keys, (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
 
 
 def _scaled(x_NTK: Array) -> Array:
@@ -185,11 +189,10 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=at_least_fp32(x.dtype))
 
 
-def _dropped(drop_NG: Drop, queries: slice, keys: slice) -> Callable[[Array], Array]:
-    """Dropout of a block's probabilities."""
+def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
+    """Dropout of a block's probabilities, of queries and keys that stand there."""
     if drop_NG is None:
         return lambda x_NRS: x_NRS
-    query_T, key_S = (jnp.arange(part.start, part.stop, dtype=jnp.int32) for part in (queries, keys))
     bits_NGT = drop_NG.bits_B[:, :, None].fold(query_T[None, None, :])
     bits_NR = jax.tree.map(lambda word: word.reshape(word.shape[0], -1), bits_NGT)
     mask_NRS = bits_NR[:, :, None].last(key_S[None, None, :])

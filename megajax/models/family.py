@@ -40,10 +40,12 @@ class Block(Protocol):
     @property
     def products(self) -> Mapping[str, Sequence]:
         """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
+        ...
 
     def __call__(self, x_BTD: Array, context: Context, layer: Array) -> tuple[Array, dict[str, Array]]:
         """Its output, and figures by name, such as how many tokens it did something with: the metrics of a step have
         their sums over layers, microbatches and whatever mesh axes the input differs over; never differentiated."""
+        ...
 
 
 class Model(Protocol):
@@ -51,41 +53,53 @@ class Model(Protocol):
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
+        ...
 
     def embed(self, batch: Batch, context: Context) -> Array:
         """The first layer's input, x_BTD; any function of the weights."""
+        ...
 
     def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
         """The sum of every loss and every measure of the batch's form over its targets, from the last layer's output;
         scalars."""
+        ...
 
     def scores(self, x_BTD: Array, batch: Batch) -> Scores:
         """For every loss by name, of every target, [B, …]: its cross-entropy, and whether it is the most probable one:
         1 or 0, int32. Where the target is `IGNORED` they are 0 and `IGNORED`."""
+        ...
 
     def logits(self, x_BTD: Array) -> Array:
         """This device's columns of the logits; of a language model."""
+        ...
 
     def task_logits(self, x_BTD: Array, batch: Batch) -> Array:
         """The logits that a task is answered by, in at least fp32, on every device alike: [B, C] of the classes, or of
         the texts to choose from, or [B, T, 2] of the tokens where a span begins and ends; of a model with such a
         head."""
+        ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of models."""
+    """A kind of models.
 
-    # (configuration, key of the initial weights, boundary, backend) -> `Model`
+    Attributes:
+        model: (configuration, key of the initial weights, boundary, backend) -> `Model`.
+        form: configuration -> what its batch holds.
+        products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
+        reset_form: what its batch holds where attention starts anew with every document, if it can.
+        linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
+            its forward pass.
+        bidirectional: tokens see all of their text, whose length the layers get, and the head of pretraining
+            predicts those that were chosen; else each sees those before it and predicts the next.
+    """
+
     model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]
-    form: Callable[[ModelConfig], BatchSpec]  # what its batch holds
-    # (configuration, sequences, queries of a block of attention) -> the matrix products of a step
+    form: Callable[[ModelConfig], BatchSpec]
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
-    reset_form: BatchSpec | None = None  # the batch where attention starts anew with every document, if it can
-    # Whether `embed` is linear in the weights, so that its backward pass needs nothing of its forward pass.
+    reset_form: BatchSpec | None = None
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
-    # Tokens see all of their text, whose length the layers get, and the head of pretraining predicts those that were
-    # chosen; else each sees those before it and predicts the next.
     bidirectional: bool = False
 
 

@@ -1,5 +1,5 @@
 """Attention in blocks of queries equals plain dense attention, values and gradients, whatever is seen, with and without
-dropout, and with fewer heads of keys."""
+dropout, with fewer heads of keys, and wherever queries stand."""
 
 import dataclasses
 from functools import partial
@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
 from megajax.models.attend import Setting, attend
-from megajax.models.attention_mask import CAUSAL, AttentionMask
+from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
+from megajax.models.blocked_attention import blocked_attention
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.private import FUSED_FORWARD, imagined_cudnn
 
@@ -152,12 +153,12 @@ def test_bf16_is_near_fp32(kv_heads: int) -> None:
 
 def test_what_cudnn_is_asked_for():
     """Causality, padding, and windows back from the query, by the lengths that it takes; where it would not keep
-    documents apart, or knows no such window, it is not asked."""
+    documents apart, knows no such window, or queries stand elsewhere it is not asked."""
 
-    def asks_cudnn(visible, window=None) -> bool:
+    def asks_cudnn(visible, places=FROM_START, window=None) -> bool:
         x_BTHK = jax.ShapeDtypeStruct((BATCH, 16, HEADS, 8), jnp.bfloat16)
         with imagined_cudnn(version=91900, capability=9.0):
-            traced = jax.make_jaxpr(lambda x: attend(x, x, x, Setting(visible, dropout_at(0.0), GPU)))(x_BTHK)
+            traced = jax.make_jaxpr(lambda x: attend(x, x, x, Setting(visible, dropout_at(0.0), GPU, places)))(x_BTHK)
         said = str(traced)
         return FUSED_FORWARD in said and (not window or f"sliding_window_length={window}" in said)
 
@@ -165,6 +166,7 @@ def test_what_cudnn_is_asked_for():
     assert not asks_cudnn(AttentionMask.of_documents(np.zeros((BATCH, 16), np.int32)))
     assert asks_cudnn(AttentionMask(causal=True, window=3), window=3)
     assert not asks_cudnn(AttentionMask(window=3))
+    assert not asks_cudnn(CAUSAL, Places(queries=Pieces((16,))))
 
 
 def test_large_scores_do_not_overflow():
@@ -196,7 +198,8 @@ def test_a_mask_is_every_limit_at_once(limit):
     length, start, end = 40, 13, 29
     visible = LIMITS[limit](length)
     first, last = visible.key_range(start, end, length)
-    mask = visible.mask(slice(start, end), slice(first, last))
+    query_T, key_S = jnp.arange(start, end), jnp.arange(first, last)
+    mask = visible.mask(query_T, key_S, slice(start, end))
     expected = sees(limit, length)[:, start:end]
     outside = np.ones(length, bool)
     outside[first:last] = False
@@ -205,8 +208,58 @@ def test_a_mask_is_every_limit_at_once(limit):
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
 
 
+@pytest.mark.parametrize("limit", ["padding", "documents", "causal window"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_queries_may_stand_anywhere(limit, dynamic):
+    """Two devices, each with two pieces of the queries and all keys, in another order than the sequence's: together
+    they give attention of the whole sequence and its gradients, with dropout."""
+    length, piece = 320, 80
+    visible, rng = LIMITS[limit](length), np.random.default_rng(0)
+    q, k, v, grad = (jnp.asarray(rng.normal(size=(BATCH, length, HEADS, HEAD_SIZE)), jnp.float32) for _ in range(4))
+    drop_BH = Dropout.at(0.3, 0, jnp.int32(0), jnp.arange(BATCH * HEADS).reshape(BATCH, -1))
+
+    @partial(jax.jit, static_argnums=2)
+    def attention(start_P, queries_T, starts, q, k, v, grad):
+        seen = visible
+        if visible.first_key_BT is not None:
+            seen = dataclasses.replace(visible, first_key_BT=visible.first_key_BT[:, queries_T])
+        places = Places(Pieces(starts, start_P), Pieces((length,)))
+
+        def run(q, k, v):
+            return blocked_attention(q, k, v, places, moved(seen, length), drop_BH, SMALL)
+
+        y, pullback = jax.vjp(run, q[:, queries_T], k, v)
+        return y, *pullback(grad[:, queries_T])
+
+    def at(*starts):
+        """`starts` in pieces; all positions of the sequence are further on than its tokens' numbers."""
+        queries_T = np.concatenate([np.arange(start, start + piece) for start in starts])
+        there = tuple(length + start for start in starts)
+        if dynamic:
+            return queries_T, attention(jnp.asarray(there, jnp.int32), queries_T, None, q, k, v, grad)
+        return queries_T, attention(None, queries_T, there, q, k, v, grad)
+
+    whole = attention(None, np.arange(length), (length,), q, k, v, grad)
+    (first_T, first), (second_T, second) = at(0, 240), at(160, 80)
+    order = np.argsort(np.concatenate([first_T, second_T]))
+    for index in (0, 1):  # of queries
+        together = np.concatenate([first[index], second[index]], axis=1)[:, order]
+        np.testing.assert_allclose(together, whole[index], rtol=2e-5, atol=2e-5)
+    for index in (2, 3):  # of keys and values, sums
+        np.testing.assert_allclose(first[index] + second[index], whole[index], rtol=2e-5, atol=2e-5)
+
+
+def moved(visible: AttentionMask, by: int) -> AttentionMask:
+    """The same limits of a sequence that stands so much further on."""
+    first, count = visible.first_key_BT, visible.num_keys_B
+    first, count = (None if x is None else x + by for x in (first, count))
+    return dataclasses.replace(visible, first_key_BT=first, num_keys_B=count)
+
+
 def test_a_window_leaves_keys_out():
     """Of a long sequence a block of queries takes no more keys than its window reaches."""
     assert AttentionMask(causal=True, window=150).key_range(256, 384, 1000) == (107, 384)
     assert AttentionMask(window=9).key_range(256, 384, 1000) == (248, 392)
+    later = Places(Pieces((1000, 512)), Pieces((256,)))  # of two pieces of 128 tokens the second
+    assert later.key_range(AttentionMask(causal=True, window=150), 128, 256, 256, 1000) == slice(107, 384)
     assert CPU.block_of(1000) == 256 and CPU.block_of(32 * 256) == 256 and CPU.block_of(100_000) == 3125
