@@ -1,89 +1,210 @@
-"""Small GPT-2 models in Hugging Face's format: written by hand, or by transformers."""
+"""Small models in Hugging Face's format, by their `model_type`: written by hand, or by transformers."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from megajax.models.config import ModelConfig
+from megajax.convert.importing import open_source
+from megajax.errors import UserError
 
-SETTINGS = {
-    "model_type": "gpt2",
-    "vocab_size": 101,
-    "n_positions": 24,
-    "n_embd": 24,
-    "n_layer": 2,
-    "n_head": 4,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "megatron-bert": "MegatronBertForPreTraining",
+    "bert": "BertForPreTraining",
 }
+DECODERS = ("llama", "qwen2", "qwen3", "mistral")
+ORDERS = {"megatron-bert": "pre", "bert": "post"}
+TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
+_DECODER = {  # six heads of queries, two of keys and values
+    "vocab_size": 101,
+    "max_position_embeddings": 24,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_BERT = {
+    "vocab_size": 101,
+    "max_position_embeddings": 24,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_GPT2 = {"vocab_size": 101, "n_positions": 24, "n_embd": 24, "n_layer": 2, "n_head": 4}
+_GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(DECODERS, _DECODER),
+    **dict.fromkeys(ORDERS, _BERT),
+    "gpt2": _GPT2,
+}
+Shapes = dict[str, tuple[int, ...]]
 
 
-def random_tensors(settings: dict[str, Any] = SETTINGS, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Every tensor of a model, without the prefix `transformer.`."""
-    d, rng = settings["n_embd"], np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (settings["vocab_size"], d)}
-    shapes |= {"wpe.weight": (settings["n_positions"], d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
-    for layer in range(settings["n_layer"]):
-        for name, size in (("ln_1", d), ("ln_2", d), ("attn.c_attn", 3 * d), ("mlp.c_fc", 4 * d)):
-            shapes[f"h.{layer}.{name}.weight"] = (d,) if "ln" in name else (d, size)
-            shapes[f"h.{layer}.{name}.bias"] = (size,)
-        for name, size in (("attn.c_proj", d), ("mlp.c_proj", 4 * d)):
-            shapes |= {f"h.{layer}.{name}.weight": (size, d), f"h.{layer}.{name}.bias": (d,)}
+def class_of(kind: str, head: str = "pretraining") -> str:
+    """The class of transformers that has a head of ours."""
+    return CLASSES[kind] if head == "pretraining" else CLASSES[kind].replace("PreTraining", TASKS[head])
+
+
+def random_tensors(
+    kind: str, dtype: Any = np.float32, *, head: str = "pretraining", classes: int = 2, **settings: Any
+) -> dict[str, np.ndarray]:
+    """Every tensor of a model; `settings` are fields of config.json beside or instead of `SETTINGS`, `classes` those of
+    the head of that name."""
+    fields, rng = SETTINGS[kind] | settings, np.random.default_rng(0)
+    if kind in ORDERS:
+        shapes = _bert_shapes(fields, kind, head, classes)
+    else:
+        shapes = _gpt2_shapes(fields) if kind == "gpt2" else _decoder_shapes(fields, kind)
     return {name: rng.normal(0, 0.2, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def _gpt2_shapes(fields: dict[str, Any]) -> Shapes:
+    d = fields["n_embd"]
+    shapes: Shapes = {"wte.weight": (fields["vocab_size"], d), "wpe.weight": (fields["n_positions"], d)}
+    shapes |= {"ln_f.weight": (d,), "ln_f.bias": (d,)}
+    for layer in range(fields["n_layer"]):
+        for name in "ln_1", "ln_2":
+            shapes |= {f"h.{layer}.{name}.weight": (d,), f"h.{layer}.{name}.bias": (d,)}
+        for name, inner, outer in (
+            ("attn.c_attn", d, 3 * d),
+            ("attn.c_proj", d, d),
+            ("mlp.c_fc", d, 4 * d),
+            ("mlp.c_proj", 4 * d, d),
+        ):
+            shapes |= {f"h.{layer}.{name}.weight": (inner, outer), f"h.{layer}.{name}.bias": (outer,)}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
+
+
+def _bert_shapes(fields: dict[str, Any], kind: str, head: str, classes: int) -> Shapes:
+    size, inner = fields["hidden_size"], fields["intermediate_size"]
+    shapes: Shapes = {
+        "bert.embeddings.word_embeddings.weight": (fields["vocab_size"], size),
+        "bert.embeddings.position_embeddings.weight": (fields["max_position_embeddings"], size),
+        "bert.embeddings.token_type_embeddings.weight": (2, size),
+    }
+    norms = ["bert.embeddings.LayerNorm" if kind == "bert" else "bert.encoder.ln"]
+    linear: dict[str, tuple[int, int]] = {} if head == "span" else {"bert.pooler.dense": (size, size)}
+    if head == "pretraining":
+        shapes["cls.predictions.bias"] = (fields["vocab_size"],)
+        norms.append("cls.predictions.transform.LayerNorm")
+        linear |= {"cls.seq_relationship": (2, size), "cls.predictions.transform.dense": (size, size)}
+    elif head == "span":
+        linear["qa_outputs"] = (2, size)
+    else:
+        linear["classifier"] = (classes if head == "classes" else 1, size)
+    for layer in range(fields["num_hidden_layers"]):
+        start = f"bert.encoder.layer.{layer}."
+        for name in "self.query", "self.key", "self.value", "output.dense":
+            linear[f"{start}attention.{name}"] = (size, size)
+        linear |= {f"{start}intermediate.dense": (inner, size), f"{start}output.dense": (size, inner)}
+        own = ("attention.output.LayerNorm", "output.LayerNorm") if kind == "bert" else ("attention.ln", "ln")
+        norms += [start + name for name in own]
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+    return shapes
+
+
+def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
+    width, inner, size = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
+    queries, keys = (fields[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    everywhere = bool(fields.get("attention_bias"))
+    shapes: Shapes = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
+    if not fields.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    for layer in range(fields["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        for name in "input_layernorm", "post_attention_layernorm":
+            shapes[f"{start}{name}.weight"] = (width,)
+        if kind == "qwen3":
+            shapes |= {f"{start}self_attn.{name}_norm.weight": (size,) for name in "qk"}
+        for name, shape, bias in (
+            ("self_attn.q_proj", (queries, width), everywhere or kind == "qwen2"),
+            ("self_attn.k_proj", (keys, width), everywhere or kind == "qwen2"),
+            ("self_attn.v_proj", (keys, width), everywhere or kind == "qwen2"),
+            ("self_attn.o_proj", (width, queries), everywhere),
+            ("mlp.gate_proj", (inner, width), everywhere),
+            ("mlp.up_proj", (inner, width), everywhere),
+            ("mlp.down_proj", (width, inner), everywhere),
+        ):
+            shapes[f"{start}{name}.weight"] = shape
+            if bias:
+                shapes[f"{start}{name}.bias"] = shape[:1]
+    return shapes
 
 
 def write_model(
     folder: Path,
+    kind: str,
     tensors: dict[str, np.ndarray] | None = None,
     *,
-    prefix: str = "transformer.",
+    head: str = "pretraining",
     without: Iterable[str] = (),
     **settings: Any,
 ) -> Path:
     """A folder with config.json and model.safetensors; `settings` are fields of config.json, `without` names some that
     it lacks."""
-    tensors = random_tensors() if tensors is None else tensors
-    named = {name if name.startswith("lm_head") else prefix + name: tensor for name, tensor in tensors.items()}
-    return write_folder(folder, SETTINGS | settings, named, without)
-
-
-def write_folder(
-    folder: Path, fields: Mapping[str, Any], tensors: dict[str, np.ndarray], without: Iterable[str]
-) -> Path:
-    """config.json with these fields but those of the names `without`, and model.safetensors."""
+    fields = {"model_type": kind, "architectures": [class_of(kind, head)]} | SETTINGS[kind] | settings
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({n: value for n, value in fields.items() if n not in without}))
-    save_file(tensors, folder / "model.safetensors")
+    save_file(random_tensors(kind, head=head) if tensors is None else tensors, folder / "model.safetensors")
     return folder
 
 
-def peer_model(model: ModelConfig, **settings: Any) -> Any:
-    """A GPT-2 of `transformers` with random weights of the size that makes differences visible; `settings` are further
-    fields of config.json."""
+def refusal(folder: Path, **overrides: Any) -> str:
+    """The one line that an import of the folder ends with."""
+    with pytest.raises(UserError) as error:
+        open_source(folder, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of all its safetensors files."""
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            assert file.metadata() == {"format": "pt"}
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    return found
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Tensors are the same, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        assert tensor.tobytes() == expected[name].tobytes(), name
+
+
+def peer_model(name: str, **settings: Any) -> Any:
+    """A model of a class of `transformers` whose random weights all matter and of which nothing is dropped; `settings`
+    are fields of its configuration."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=model.vocab_size,
-        n_positions=model.sequence_length,
-        n_embd=model.hidden_size,
-        n_layer=model.num_layers,
-        n_head=model.num_heads,
-        initializer_range=0.2,
-        attn_implementation="eager",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        **settings,
-    )
-    peer = transformers.GPT2LMHeadModel(config)
+    kind = getattr(transformers, name)
+    of_kind = _GPT2 if name.startswith("GPT2") else _BERT if "Bert" in name else {"pad_token_id": None}
+    settings = {field: value for field, value in of_kind.items() if not value} | settings
+    peer = kind(kind.config_class(initializer_range=0.2, attn_implementation="eager", **settings))
     with torch.no_grad():
         for parameter in peer.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    return peer
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return peer.eval()

@@ -27,8 +27,7 @@ def import_hf(argv: Sequence[str]) -> None:
     parser.add_path("run", metavar="RUN", help="run directory to make")
     parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
-    from megajax.convert.hub import local_folder
-    from megajax.convert.importing import check_new, import_hf, open_source
+    from megajax.convert.importing import check_new, import_hf, local_folder, open_source
     from megajax.runs.ownership import check_outside_runs
 
     run_dir = Path(args.run)

@@ -6,7 +6,6 @@ the rows of its product, zeros elsewhere. Letters: I what goes into a module, O 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +13,22 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.backend import CPU
 from megajax.config import Config
 from megajax.convert.exporting import exchange_of_run
 from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
-from megajax.convert.tensor_files import WEIGHTS
-from megajax.convert.tensor_writing import write_tensors
+from megajax.convert.tensor_files import WEIGHTS, write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import Place, Tensor
+from megajax.convert.weights import Place, Tensor, whole_layout, whole_model
 from megajax.data.files import folder_atomically
 from megajax.errors import UserError
-from megajax.mesh import make_mesh
-from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
-from megajax.parallel.boundary import F_AND_G
-from megajax.program.state import StateLayout
 from megajax.runs.trained import weights_in_parts
 
 FILE = "adapter_model.safetensors"
 
-
-@dataclass(frozen=True)
-class _Module:
-    """A module of transformers' model."""
-
-    name: str  # with `{layer}` in it
-    products: dict[tuple[str, ...], Place]  # ours that are in it, as in `Adapters.products`, and where each is
-
-    @property
-    def target(self) -> str:
-        """By which `peft` finds it in every layer; GPT-2 has two `c_proj`."""
-        return ".".join(self.name.split(".")[-2:])
+# Modules of transformers' model, with `{layer}` in them -> ours that are in them, as in `Adapters.products` -> where.
+_Modules = dict[str, dict[tuple[str, ...], Place]]
 
 
 def check_has_adapters(run_dir: Path, config: Config) -> None:
@@ -57,29 +40,13 @@ def check_has_adapters(run_dir: Path, config: Config) -> None:
 
 
 def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "latest", *, dtype: str | None) -> int:
-    """Write a run's adapters to `folder`, which appears whole or not at all.
-
-    Args:
-        run_dir: the run, which has some.
-        config: `export_config(run_dir)`.
-        folder: to make.
-        step: of the checkpoint, `latest`, or `best`.
-        dtype: of the adapters, as in `DTYPES`; None: fp32.
-
-    Returns:
-        The step.
-
-    Raises:
-        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written.
-        RunError: the checkpoint is damaged.
-    """
+    """Write a run's adapters to `folder`, which appears whole or not at all, as `export_hf` does; returns the step.
+    `dtype` None: fp32."""
     check_new(folder, "PATH")
-    model = CutModel(config.model, F_AND_G, CPU)
-    layout = StateLayout(config, make_mesh(jax.devices()[:1]), model)
+    layout = whole_layout(config)
     read, number = weights_in_parts(layout, run_dir, step)
-    paths = [
-        path for path, _ in jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params) if path[0].key == LORA
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params)
+    paths = [path for path, _ in leaves if path[0].key == LORA]
     stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
     tensors = joined_tensors(run_dir, config, stored)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -95,24 +62,23 @@ def joined_tensors(
 ) -> dict[str, Tensor]:
     """Adapters in canonical form, or what has their shapes, by path as `peft`'s tensors by name."""
     tensors: dict[str, Tensor] = {}
-    for module in _modules(run_dir, config):
-        pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in module.products]
+    for module, products in _modules(run_dir, config).items():
+        pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in products]
         for layer in range(config.model.num_layers):
-            name = f"base_model.model.{module.name.format(layer=layer)}"
+            name = f"base_model.model.{module.format(layer=layer)}"
             of_layer = [(a[layer], b[layer]) for a, b in pairs]
-            a_RI, b_OR = _joined(list(module.products.values()), of_layer, config.lora.rank)
+            a_RI, b_OR = _joined(list(products.values()), of_layer, config.lora.rank)
             tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": b_OR}
     return tensors
 
 
-def _modules(run_dir: Path, config: Config) -> list[_Module]:
+def _modules(run_dir: Path, config: Config) -> _Modules:
     places = exchange_of_run(run_dir, config, Origin.read(run_dir)).places(config.model)
-    adapters = Adapters(config.lora, config.model, CutModel(config.model, F_AND_G, CPU))
-    found: dict[str, dict[tuple[str, ...], Place]] = {}
-    for product in adapters.products:
+    found: _Modules = {}
+    for product in Adapters(config.lora, config.model, whole_model(config.model)).products:
         place = places.blocks["/".join((*product, "weight"))]
         found.setdefault(place.name.removesuffix(".weight"), {})[product] = place
-    return [_Module(name, products) for name, products in found.items()]
+    return found
 
 
 def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
@@ -128,11 +94,12 @@ def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tup
     return a_RI, b_OR
 
 
-def _settings(config: Config, modules: list[_Module]) -> dict[str, Any]:
+def _settings(config: Config, modules: _Modules) -> dict[str, Any]:
     lora = config.lora
-    several = {module.target: len(module.products) for module in modules if len(module.products) > 1}
-    turned = {place.turned for module in modules for place in module.products.values()}
-    assert len(turned) == 1, "all of a model's products are stored alike"
+    # By these `peft` finds a module in every layer; GPT-2 has two `c_proj`.
+    targets = {".".join(name.split(".")[-2:]): products for name, products in modules.items()}
+    several = {target: len(products) for target, products in targets.items() if len(products) > 1}
+    (turned,) = {place.turned for products in modules.values() for place in products.values()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -141,10 +108,10 @@ def _settings(config: Config, modules: list[_Module]) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [module.target for module in modules],
+        "target_modules": [*targets],
         "rank_pattern": {target: count * lora.rank for target, count in several.items()},
         "alpha_pattern": {target: count * lora.alpha for target, count in several.items()},
-        "fan_in_fan_out": not turned.pop(),
+        "fan_in_fan_out": not turned,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

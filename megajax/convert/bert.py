@@ -80,7 +80,7 @@ _HEADS = {  # their classes by the names from `Bert` on
 
 
 def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    fields.check("intermediate_size", 4 * fields.get("hidden_size"), missing=None)
+    fields.check("intermediate_size", 4 * fields["hidden_size"], missing=None)
     return {}
 
 
@@ -123,7 +123,7 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
         shared={
             "table": Place(_TABLE, "VD"),
             "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
-            "token_types": Place("bert.embeddings.token_type_embeddings.weight", "SD"),
+            "token_types": Place("bert.embeddings.token_type_embeddings.weight", "2D"),
             **norm("norm", outside),
         },
         blocks={

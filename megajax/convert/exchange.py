@@ -4,15 +4,17 @@ To add one, write such an `Exchange` and enter it in `families.py`. What a field
 our options stands on the option (`Theirs` in `models/config.py`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megajax.convert.parts import Lacks, Part
 from megajax.convert.settings import Fields
 from megajax.convert.tokenizer_files import check_wordpiece
-from megajax.convert.weights import Place, Places, named, weight_paths
+from megajax.convert.weights import Place, Places, Spelling, named, weight_paths
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
+from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
 from megajax.options import Option, options
@@ -21,67 +23,39 @@ from megajax.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, The
 
 @dataclass(frozen=True)
 class Head:
-    """What a model predicts, `model.head`, in Hugging Face's format.
+    """What a model predicts, `model.head`, in Hugging Face's format."""
 
-    Attributes:
-        classes: of transformers that have it; the first is written.
-        kind: a model with all of its weights, in messages.
-        shared: where its own weights are.
-        read: config.json -> values by key of a run's preset; raises `UserError` where the head is not ours.
-        write: model -> fields of config.json.
-        copies: as in `Places`.
-        unused: as in `Places`.
-        fresh: as in `Places`.
-    """
-
-    classes: tuple[str, ...]
-    kind: str
-    shared: Mapping[str, Place] = field(default_factory=dict)
+    classes: tuple[str, ...]  # of transformers that have it; the first is written
+    kind: str  # a model with all of its weights, in messages, as in "a GPT-2"
+    shared: Mapping[str, Place] = field(default_factory=dict)  # where its own weights are
+    # config.json -> values by key of a run's preset; raises `UserError` where the head is not ours.
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
-    copies: Mapping[str, str] = field(default_factory=dict)
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}  # model -> fields of config.json
+    copies: Mapping[str, str] = field(default_factory=dict)  # these three as in `Places`
     unused: tuple[str, ...] = ()
     fresh: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Settings and weights of a class of transformers, or of several that differ in their heads.
+    """Settings and weights of a class of transformers, or of several that differ in their heads."""
 
-    Attributes:
-        family: whose models they are, `model.family`.
-        model_type: its value in config.json.
-        dialect: by which options have names there (`Theirs`).
-        heads: by `model.head`.
-        options: those that have one value there, beside those of our family; all that nothing here names must have
-            their defaults.
-        fixed: fields of config.json that have one value, which they also have where they are missing.
-        defaults: of options that have names there, where the field is missing; None: it may be null.
-        parts: what is said in another way.
-        shared: where the weights of the ends are; of those of a head, its own table.
-        blocks: where those of every layer are.
-        copies: as in `Places`, where the model has no such weights of its own.
-        unused: as in `Places`.
-        spelling: as in `Places`.
-    """
-
-    family: str
-    model_type: str
-    dialect: str
-    heads: Mapping[str, Head]
-    shared: Mapping[str, Place]
-    blocks: Mapping[str, Place]
+    family: str  # whose models they are, `model.family`
+    model_type: str  # its value in config.json
+    dialect: str  # by which options have names there (`Theirs`)
+    heads: Mapping[str, Head]  # by `model.head`
+    shared: Mapping[str, Place]  # where the weights of the ends are; of those of a head, its own table
+    blocks: Mapping[str, Place]  # where those of every layer are
+    # Options that have one value there, beside those of our family; all that nothing here names must have their
+    # defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value, also where they are missing
+    # Of options that have names there, where the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
-    spelling: Callable[[Collection[str]], Callable[[str], str]] = lambda _: str
-
-    def kind(self, model: ModelConfig) -> str:
-        """What a model is in messages, as in "a GPT-2"."""
-        return self.heads[model.head].kind
+    parts: tuple[Part, ...] = ()  # what is said in another way
+    copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, unless they are weights of the model
+    unused: tuple[str, ...] = ()  # as in `Places`
+    spelling: Spelling = lambda _: str  # as in `Places`
 
     def architecture(self, model: ModelConfig) -> str:
         """The class that loads a model."""
@@ -98,12 +72,14 @@ class Exchange:
         if classes is not None:
             fields.check("architectures", *([name] for name in known))
         head = known[classes[0]] if classes else self.heads["pretraining"]
-        fields.check_all(self.fixed)
+        for name, value in self.fixed.items():
+            fields.check(name, value)
         found = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
         for name, (theirs, option) in self.named_options().items():
             key, missing = f"model.{name}", self.defaults.get(name, ...)
             if option.trait(Changes) is NOTHING:  # weights that exist do not need it
-                found |= fields.if_valid(theirs, key)
+                with contextlib.suppress(UserError):
+                    found[key] = fields.value(theirs, key)
             elif missing is not None or fields.get(theirs) is not None:
                 found[key] = fields.value(theirs, key, None if missing is ... else missing)
         for part in self.parts:
@@ -113,12 +89,8 @@ class Exchange:
     def settings(
         self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
     ) -> dict[str, dict[str, Any]]:
-        """Contents of the JSON files by name, config.json among them.
-
-        Args:
-            model: to write.
-            labels: names of the classes that it distinguishes; none if they have none.
-            tokenizer: of the model, if there is one.
+        """Contents of the JSON files by name, config.json among them, of a model whose classes have these names, or
+        none.
 
         Raises:
             UserError: the tokenizer is of another kind than the class's.
@@ -130,15 +102,16 @@ class Exchange:
         for part in self.parts:
             config |= part.write(model)
         if model.head != "pretraining":
-            config |= _labels(model, labels)
+            names = labels or [f"LABEL_{number}" for number in range(model.num_classes)]  # as transformers names them
+            config["id2label"] = {str(number): name for number, name in enumerate(names)}
+            config["label2id"] = {name: number for number, name in enumerate(names)}
         config |= head.write(model)
         if FAMILIES[self.family].tokenizer == "wordpiece":
             if tokenizer:
                 check_wordpiece(tokenizer, "the run's tokenizer")
             return {"config.json": config | {"pad_token_id": tokenizer.vocabulary["[PAD]"] if tokenizer else None}}
         special = _special_ids(tokenizer)
-        generation = {"_from_model_config": True, **special}
-        return {"config.json": config | special, "generation_config.json": generation}
+        return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
 
     def lacks(self, model: ModelConfig) -> Lacks:
         """Those of a model's options that the class cannot hold."""
@@ -181,12 +154,6 @@ class Exchange:
             if theirs and name not in covered and (field := theirs.name_in(self.dialect)):
                 found[name] = (field, option)
         return found
-
-
-def _labels(model: ModelConfig, names: Sequence[str]) -> dict[str, Any]:
-    names = names or [f"LABEL_{number}" for number in range(model.num_classes)]  # as transformers names them
-    numbers = {name: number for number, name in enumerate(names)}
-    return {"id2label": {str(number): name for name, number in numbers.items()}, "label2id": numbers}
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -4,26 +4,20 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from megajax.backend import CPU
 from megajax.config import Config
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
-from megajax.convert.tensor_writing import SHARD_BYTES, write_tensors
+from megajax.convert.tensor_files import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects, write_tokenizer
-from megajax.convert.weights import Tensor, tensors_of
+from megajax.convert.weights import Tensor, tensors_of, whole_layout
 from megajax.data.corpus import corpus_tokenizer
 from megajax.data.files import folder_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.host import reading
-from megajax.mesh import make_mesh
-from megajax.models.family import CutModel
-from megajax.parallel.boundary import F_AND_G
-from megajax.program.state import StateLayout
 from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
 from megajax.tasks.registry import TASKS
@@ -72,15 +66,13 @@ def export_hf(
     """
     check_new(folder, "PATH")
     model, origin = config.model, Origin.read(run_dir)
-    own = run_dir / "data" / "tokenizer"
-    tokenizer = corpus_tokenizer(run_dir / "data") if reading.kind(own) else None
+    tokenizer = corpus_tokenizer(run_dir / "data") if reading.kind(run_dir / "data" / "tokenizer") else None
     exchange, dtype = exchange_of_run(run_dir, config, origin), dtype or origin.dtype
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)
-    origin.put_into(settings, model.sequence_length, rotary=model.rotary)
+    origin.put_into(settings, model)
     settings["config.json"]["dtype"] = _TORCH[dtype]
-    layout = StateLayout(config, make_mesh(jax.devices()[:1]), CutModel(model, F_AND_G, CPU))
-    stored, number = weights_in_parts(layout, run_dir, step)
+    stored, number = weights_in_parts(whole_layout(config), run_dir, step)
 
     def read(paths: list[Any]) -> list[Tensor]:
         return [weight.astype(np.float32, copy=False) for weight in stored(paths)]
@@ -95,9 +87,5 @@ def export_hf(
 
 
 def exchange_of_run(run_dir: Path, config: Config, origin: Origin) -> Exchange:
-    """Of the class of transformers that holds a run's model.
-
-    Raises:
-        UserError: none can.
-    """
+    """Of the class of transformers that holds a run's model; raises `UserError` if none can."""
     return exchange_for(config.model, origin.architecture, f"RUN {run_dir}")

@@ -3,7 +3,6 @@ model on export."""
 
 from megajax.convert import bert, gpt2, llama
 from megajax.convert.exchange import Exchange
-from megajax.convert.parts import Lacks
 from megajax.convert.settings import Fields
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
@@ -22,8 +21,8 @@ def exchange_of(fields: Fields) -> Exchange:
     fields.check("model_type", *by_type, missing=None)
     for name in "quantization_config", "compression_config":
         if fields.get(name) is not None:
-            raise fields.refusal(name, fields.get(name), "null, with weights in F32, F16 or BF16")
-    return by_type[fields.get("model_type")]
+            raise fields.refusal(name, fields[name], "null, with weights in F32, F16 or BF16")
+    return by_type[fields["model_type"]]
 
 
 def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
@@ -32,21 +31,19 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     Raises:
         UserError: that says that the model of `name` fits none, with the options that the nearest would take.
     """
-    those = [exchange for exchange in EXCHANGES if exchange.family == model.family]
-    if not those:
+    lacks = [(exchange, exchange.lacks(model)) for exchange in EXCHANGES if exchange.family == model.family]
+    if not lacks:
         families = ", ".join(dict.fromkeys(exchange.family for exchange in EXCHANGES))
         raise UserError(f"{name} holds a model of the family {model.family}; valid: {families}")
-    fitting = [exchange for exchange in those if not exchange.lacks(model)]
+    fitting = [exchange for exchange, lacking in lacks if not lacking]
     if fitting:
-        same = [exchange for exchange in fitting if exchange.architecture(model) == came_from]
-        return (same or fitting)[0]
-    fewest = min(len(exchange.lacks(model)) for exchange in those)
-    nearest = [exchange for exchange in those if len(exchange.lacks(model)) == fewest]
-    has = dict.fromkeys(option for exchange in nearest for option in exchange.lacks(model))
+        return next((each for each in fitting if each.architecture(model) == came_from), fitting[0])
+    fewest = min(len(lacking) for _, lacking in lacks)
+    nearest = {each.architecture(model): lacking for each, lacking in lacks if len(lacking) == fewest}
+    has = dict.fromkeys(option for lacking in nearest.values() for option in lacking)
     given = " and ".join(as_flag(f"model.{option}", getattr(model, option)) for option in has)
-    valid = " or ".join(f"{_flags(exchange.lacks(model))} ({exchange.architecture(model)})" for exchange in nearest)
+    valid = " or ".join(
+        " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items()) + f" ({architecture})"
+        for architecture, lacking in nearest.items()
+    )
     raise UserError(f"{name} holds a model that no class of transformers can, with {given}; valid: {valid}")
-
-
-def _flags(lacks: Lacks) -> str:
-    return " ".join(as_flag(f"model.{option}", value) for option, value in lacks.items())

@@ -2,53 +2,67 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from megajax.backend import CPU
 from megajax.config import Config, to_toml
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
 from megajax.convert.origin import Origin
-from megajax.convert.settings import RECIPE, Fields
+from megajax.convert.settings import Fields
 from megajax.convert.stored_weights import StoredWeights
 from megajax.convert.tokenizer_files import read_tokenizer
-from megajax.convert.weights import Tensor
+from megajax.convert.weights import Tensor, whole_layout
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
+from megajax.host import hub
 from megajax.host.paths import check_place
-from megajax.mesh import make_mesh
-from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
-from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.settings.presets import resolve
 
+_RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
+    "train.steps": 1000,
+    "train.global_batch": 8,
+    "train.microbatch": 1,
+    "train.eval_batches": 20,
+    "train.remat": "selective",
+    "optimizer.learning_rate": 5e-5,
+    "optimizer.warmup_steps": 100,
+    "checkpoint.every": 100,
+}
+_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "vocab.txt"]
+_FILES += ["tokenizer*.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"]
+
+
+def local_folder(path: str) -> Path:
+    """The folder of a model: `path` itself, or, if that is the name of a model on the hub, a download of it."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"PATH {path} is a file; valid: the folder of a model, with config.json and model.safetensors")
+    missing = f"PATH {path}: no such folder"
+    if not hub.is_name(path):
+        raise UserError(f"{missing}; valid: a folder, or a model of the Hugging Face hub, as in openai-community/gpt2")
+    return hub.download(path, _FILES, missing, "valid: a folder")
+
 
 @dataclass(frozen=True)
 class Source:
-    """A model in Hugging Face's format, checked, its weights not read yet.
+    """A model in Hugging Face's format, checked, its weights not read yet."""
 
-    Attributes:
-        config: of a run that trains on, its run directory not set.
-        exchange: of its class.
-        origin: what the run keeps of it.
-        added_tokens: tokens that were added to the tokenizer and that the model has no ids for.
-    """
-
-    config: Config
-    exchange: Exchange
-    origin: Origin
+    config: Config  # of a run that trains on, its run directory not set
+    exchange: Exchange  # of its class
+    origin: Origin  # what the run keeps of it
     weights: StoredWeights
     tokenizer: Tokenizer | None
-    added_tokens: list[str]
+    added_tokens: list[str]  # that were added to the tokenizer and that the model has no ids for
 
 
 def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Source:
@@ -58,10 +72,10 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
         UserError: it is of no class that we know, its files are damaged or do not fit each other, or hold weights as a
             pickle.
     """
-    fields, overrides = Fields(folder), overrides or {}
+    fields, overrides = Fields.read(folder), overrides or {}
     exchange = exchange_of(fields)
     settings = exchange.read_settings(fields, overrides)
-    config = resolve(RECIPE | settings, overrides, decay_follows=False)
+    config = resolve(_RECIPE | settings, overrides, decay_follows=False)
     length = settings["model.sequence_length"]
     if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
         valid = f"{length} or less, the positions in config.json" if config.model.rotary else "without it"
@@ -82,17 +96,42 @@ def check_new(folder: Path, name: str) -> None:
         raise UserError(f"{name} {folder} is {kind}; valid: an empty folder, or a path that does not exist")
 
 
-def import_hf(source: Source, run_dir: Path) -> None:
-    """Write the run directory, which appears whole or not at all: configuration, tokenizer, and a checkpoint of step 0
-    with fresh optimizer state.
+def write_run(
+    run_dir: Path,
+    name: str,
+    config: Config,
+    layout: StateLayout,
+    tokenizer: Tokenizer | None,
+    save: Callable[[Checkpoints], object],
+    origin: Origin | None = None,
+) -> None:
+    """Write a run directory, which appears whole or not at all: configuration, tokenizer, and what `save` saves.
 
     Raises:
-        UserError: `run_dir` is not empty, or cannot be written.
+        UserError: `run_dir`, the argument `name`, is not empty, or cannot be written.
         RunError: the checkpoint cannot be written.
     """
-    check_new(run_dir, "RUN")
-    config = dataclasses.replace(source.config, run_dir=str(run_dir))
-    weight = source.weights.weights(config.seed)
+    check_new(run_dir, name)
+    with folder_atomically(run_dir.absolute()) as new:
+        mark(new)
+        # `wait` tells of a failure: here there is no training to go on.
+        checkpoints = Checkpoints(new, layout, config.checkpoint.keep, max_failures=2)
+        try:
+            save(checkpoints)
+            checkpoints.wait()
+        finally:
+            checkpoints.close()
+        if tokenizer:
+            tokenizer.save(new / "data" / "tokenizer")
+        if origin:
+            origin.write(new)
+        write_atomically(new / "config.toml", to_toml(dataclasses.replace(config, run_dir=str(run_dir))))
+
+
+def import_hf(source: Source, run_dir: Path) -> None:
+    """Write the run directory, with a checkpoint of step 0 and fresh optimizer state; raises as `write_run`, and
+    `UserError` of a tensor."""
+    weight = source.weights.weights(source.config.seed)
     refused: list[UserError] = []  # of tensors, which are read in another thread
 
     def checked(path: Any, shape: tuple[int, ...]) -> Tensor:
@@ -102,21 +141,12 @@ def import_hf(source: Source, run_dir: Path) -> None:
             refused.append(error)
             raise
 
-    layout = StateLayout(config, make_mesh(jax.devices()[:1]), CutModel(config.model, F_AND_G, CPU))
-    with folder_atomically(run_dir.absolute()) as new:
-        mark(new)
-        # `wait` tells of a failure: here there is no training to go on.
-        checkpoints = Checkpoints(new, layout, config.checkpoint.keep, max_failures=2)
-        try:
-            checkpoints.save_new(checked)
-            checkpoints.wait()
-        except RunError:
-            if refused:
-                raise refused[0] from None
-            raise
-        finally:
-            checkpoints.close()
-        if source.tokenizer:
-            source.tokenizer.save(new / "data" / "tokenizer")
-        source.origin.write(new)
-        write_atomically(new / "config.toml", to_toml(config))
+    config, tokenizer = source.config, source.tokenizer
+    try:
+        write_run(
+            run_dir, "RUN", config, whole_layout(config), tokenizer, lambda to: to.save_new(checked), source.origin
+        )
+    except RunError:
+        if refused:
+            raise refused[0] from None
+        raise

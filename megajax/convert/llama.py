@@ -3,12 +3,10 @@ queries and keys, and in what a field means that is missing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.parts import Lacks, Part, lacks_divisible_heads, words
-from megajax.convert.rope import ROPE
+from megajax.convert.parts import ROPE, Lacks, Part, lacks_divisible_heads, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, linear
 from megajax.models.config import ModelConfig
@@ -19,117 +17,87 @@ _NO_WINDOW = "full_attention"
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the classes.
+    """One of the classes."""
 
-    Attributes:
-        architecture: its name.
-        model_type: as config.json has it.
-        said: as in messages.
-        biases: those that it can have, `model.bias`.
-        window: where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so.
-        query_key_norm: whether it has one.
-        kv_heads: where the field is missing; None: as many as heads.
-        head_size: where the field is missing; None: width / heads.
-        heads_divide: whether the heads must divide the width even where their size is given.
-    """
-
-    architecture: str
-    model_type: str
-    said: str
-    biases: tuple[str, ...] = ("none",)
+    name: str  # as in `…ForCausalLM`
+    biases: tuple[str, ...] = ("none",)  # those that it can have, `model.bias`
+    # Where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so.
     window: Literal["none", "plain", "switched"] = "none"
     query_key_norm: bool = False
-    kv_heads: int | None = None
-    head_size: int | None = None
-    heads_divide: bool = False
+    kv_heads: int | None = None  # where the field is missing; None: as many as heads
+    head_size: int | None = None  # where the field is missing; None: width / heads
+    heads_divide: bool = False  # whether the heads must divide the width even where their size is given
 
+    def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        kv_heads = heads
+        if fields.get("num_key_value_heads", self.kv_heads) is not None:
+            kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", self.kv_heads)
+        if kv_heads > heads or heads % kv_heads:
+            raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
+        given = fields.get("head_dim", self.head_size) is not None
+        if self.heads_divide or not given:
+            fields.check_divides("num_attention_heads", "hidden_size")
+        size = fields.value("head_dim", "model.head_size", self.head_size) if given else hidden // heads
+        if size % 2:
+            raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
+        return {"model.num_kv_heads": kv_heads, "model.head_size": size}
 
-def _read_heads(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    kv_heads = heads
-    if fields.get("num_key_value_heads", kind.kv_heads) is not None:
-        kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", kind.kv_heads)
-    if kv_heads > heads or heads % kv_heads:
-        raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
-    if kind.heads_divide or fields.get("head_dim", kind.head_size) is None:
-        fields.check_divides("num_attention_heads", "hidden_size")
-    size = hidden // heads
-    if fields.get("head_dim", kind.head_size) is not None:
-        size = fields.value("head_dim", "model.head_size", kind.head_size)
-    if size % 2:
-        raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
-    return {"model.num_kv_heads": kv_heads, "model.head_size": size}
+    def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Llama says whether attention and MLP have biases, and ours are in both or neither; the others' is fixed."""
+        chosen = "all" in self.biases
+        for name in "attention_bias", "mlp_bias":
+            fields.check(name, False, *((True,) if chosen else ()))
+        attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
+        if attention != mlp:
+            raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
+        return {"model.bias": "all" if attention else self.biases[0]}
 
+    def write_bias(self, model: ModelConfig) -> dict[str, Any]:
+        if "all" in self.biases:
+            return dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
+        return {"attention_bias": False} if self.query_key_norm else {}
 
-def _write_heads(model: ModelConfig) -> dict[str, Any]:
-    return {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_size}
+    def lacks_bias(self, model: ModelConfig) -> Lacks:
+        return {} if model.bias in self.biases else {"bias": self.biases[0]}
 
+    def read_window(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Tokens that a token sees, the same in all layers; 0: all before it."""
+        layers = fields["num_hidden_layers"]
+        window = fields.get("sliding_window", None if self.window == "none" else 4096)
+        if self.window == "none":
+            fields.check("sliding_window", None)
+        elif self.window == "switched":
+            fields.check("use_sliding_window", False, True)
+            window = window if fields.get("use_sliding_window") else None
+        if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
+            raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
+        types = fields.get("layer_types")
+        if types is not None:
+            valid = [[_NO_WINDOW] * layers] if self.window != "plain" or window is None else []
+            valid += [[_WINDOW] * layers] if window is not None else []
+            if types not in valid:
+                kinds = " or ".join(f"{each[0]} {layers} times" for each in valid)
+                raise fields.refusal("layer_types", types, f"{kinds}: the same in all layers")
+            window = window if types[0] == _WINDOW else None
+        elif self.window == "switched" and window is not None:
+            first = fields.get("max_window_layers", 28)  # the layers before it have none
+            if type(first) is not int or 0 < first < layers:
+                valid_layers = f"0, all layers have the window, or {layers} and more, none has"
+                raise fields.refusal("max_window_layers", first, valid_layers)
+            window = None if first else window
+        return {"model.sliding_window": window or 0}
 
-def _read_bias(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama says whether attention and MLP have biases, and ours are in both or neither; the others' is fixed."""
-    chosen = "all" in kind.biases
-    for name in "attention_bias", "mlp_bias":
-        fields.check(name, False, *((True,) if chosen else ()))
-    attention, mlp = (fields.get(name, False) for name in ("attention_bias", "mlp_bias"))
-    if attention != mlp:
-        raise fields.refusal("mlp_bias", mlp, f"as attention_bias, {str(attention).lower()}")
-    return {"model.bias": "all" if attention else kind.biases[0]}
+    def write_window(self, model: ModelConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": model.sliding_window or None}
+        if self.window == "switched":
+            name = _WINDOW if model.sliding_window else _NO_WINDOW
+            found |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
+            found["max_window_layers"] = 0 if model.sliding_window else model.num_layers
+        return found
 
-
-def _write_bias(kind: _Kind, model: ModelConfig) -> dict[str, Any]:
-    if "all" in kind.biases:
-        return dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
-    return {"attention_bias": False} if kind.query_key_norm else {}
-
-
-def _lacks_bias(kind: _Kind, model: ModelConfig) -> Lacks:
-    return {} if model.bias in kind.biases else {"bias": kind.biases[0]}
-
-
-def _read_window(kind: _Kind, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model.sliding_window": _window(kind, fields)}
-
-
-def _window(kind: _Kind, fields: Fields) -> int:
-    """Tokens that a token sees, the same in all layers; 0: all before it."""
-    layers = fields.get("num_hidden_layers")
-    window = fields.get("sliding_window", None if kind.window == "none" else 4096)
-    if kind.window == "none":
-        fields.check("sliding_window", None)
-    elif kind.window == "switched":
-        fields.check("use_sliding_window", False, True)
-        window = window if fields.get("use_sliding_window") else None
-    if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
-        raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
-    types = fields.get("layer_types")
-    if types is None and kind.window == "switched" and window is not None:
-        first = fields.get("max_window_layers", 28)  # the layers before it have none
-        if type(first) is not int or 0 < first < layers:
-            raise fields.refusal(
-                "max_window_layers", first, f"0, all layers have the window, or {layers} and more, none has"
-            )
-        return 0 if first else window
-    if types is not None:
-        valid = [[name] * layers for name in ([_NO_WINDOW] if kind.window != "plain" or window is None else [])]
-        valid += [[_WINDOW] * layers] if window is not None else []
-        if types not in valid:
-            words = " or ".join(f"{each[0]} {layers} times" for each in valid)
-            raise fields.refusal("layer_types", types, f"{words}: the same in all layers")
-        return window if window is not None and types[0] == _WINDOW else 0
-    return window or 0
-
-
-def _write_window(kind: _Kind, model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {} if kind.window == "none" else {"sliding_window": model.sliding_window or None}
-    if kind.window == "switched":
-        name = _WINDOW if model.sliding_window else _NO_WINDOW
-        found |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
-        found["max_window_layers"] = 0 if model.sliding_window else model.num_layers
-    return found
-
-
-def _lacks_window(kind: _Kind, model: ModelConfig) -> Lacks:
-    return {"sliding_window": 0} if model.sliding_window and kind.window == "none" else {}
+    def lacks_window(self, model: ModelConfig) -> Lacks:
+        return {"sliding_window": 0} if model.sliding_window and self.window == "none" else {}
 
 
 def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
@@ -146,9 +114,9 @@ _LAYER = "model.layers.{layer}."
 def _exchange(kind: _Kind) -> Exchange:
     return Exchange(
         family="decoder",
-        model_type=kind.model_type,
+        model_type=kind.name.lower(),
         dialect="llama",
-        heads={"pretraining": Head((kind.architecture,), f"a {kind.said}")},
+        heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
         options={"norm": "rmsnorm", "positions": "rotary", "query_key_norm": kind.query_key_norm},
         fixed={"is_causal": True},
         defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
@@ -156,17 +124,12 @@ def _exchange(kind: _Kind) -> Exchange:
             words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of one function
             Part(
                 ("num_kv_heads", "head_size"),
-                partial(_read_heads, kind),
-                _write_heads,
+                kind.read_heads,
+                lambda model: {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_size},
                 lacks_divisible_heads if kind.heads_divide else lambda _: {},
             ),
-            Part(("bias",), partial(_read_bias, kind), partial(_write_bias, kind), partial(_lacks_bias, kind)),
-            Part(
-                ("sliding_window",),
-                partial(_read_window, kind),
-                partial(_write_window, kind),
-                partial(_lacks_window, kind),
-            ),
+            Part(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
+            Part(("sliding_window",), kind.read_window, kind.write_window, kind.lacks_window),
             Part(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
             ROPE,
         ),
@@ -194,17 +157,9 @@ def _exchange(kind: _Kind) -> Exchange:
 
 
 _KINDS = (  # a model that several can hold is exported as the first of them
-    _Kind("LlamaForCausalLM", "llama", "Llama", biases=("none", "all"), heads_divide=True),
-    _Kind("MistralForCausalLM", "mistral", "Mistral", window="plain", kv_heads=8),
-    _Kind("Qwen2ForCausalLM", "qwen2", "Qwen2", biases=("query-key-value",), window="switched", kv_heads=32),
-    _Kind(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        "Qwen3",
-        window="switched",
-        query_key_norm=True,
-        kv_heads=32,
-        head_size=128,
-    ),
+    _Kind("Llama", biases=("none", "all"), heads_divide=True),
+    _Kind("Mistral", window="plain", kv_heads=8),
+    _Kind("Qwen2", biases=("query-key-value",), window="switched", kv_heads=32),
+    _Kind("Qwen3", window="switched", query_key_norm=True, kv_heads=32, head_size=128),
 )
 EXCHANGES = tuple(map(_exchange, _KINDS))

@@ -12,6 +12,7 @@ from megajax.convert.tensor_files import DTYPES
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host import reading
+from megajax.models.config import ModelConfig
 from megajax.runs.ownership import IMPORTED
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -20,21 +21,13 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Of a run that was not imported, as it is by default.
+    """Of a run that was not imported, as it is by default."""
 
-    Attributes:
-        architecture: the class of transformers.
-        dtype: of the weights, as in `DTYPES`; fp32 where they had several.
-        length: positions that config.json names; a run may use fewer.
-        tokens: ids of special tokens in config.json, null, one or several, by their fields.
-        generation: the fields of generation_config.json; none where there was none.
-    """
-
-    architecture: str = ""
-    dtype: str = "fp32"
-    length: int = 0
-    tokens: dict[str, Any] = field(default_factory=dict)
-    generation: dict[str, Any] = field(default_factory=dict)
+    architecture: str = ""  # the class of transformers
+    dtype: str = "fp32"  # of the weights, as in `DTYPES`; fp32 where they had several
+    length: int = 0  # positions that config.json names; a run may use fewer
+    tokens: dict[str, Any] = field(default_factory=dict)  # ids of special tokens in config.json by their fields
+    generation: dict[str, Any] = field(default_factory=dict)  # fields of generation_config.json; none without it
 
     @classmethod
     def of(cls, fields: Fields, architecture: str, dtype: str, length: int) -> "Origin":
@@ -43,7 +36,7 @@ class Origin:
         generation = reading.read_json(file) if reading.is_file(file) else {}
         if not isinstance(generation, dict):
             raise UserError(f"{file}: not a JSON object; valid: what save_pretrained of transformers wrote")
-        tokens = {name: fields.get(name) for name in _TOKENS if fields.has(name)}
+        tokens = {name: fields[name] for name in _TOKENS if name in fields}
         for owner, ids in (fields.file, tokens), (file, generation):
             for name in _TOKENS:
                 if not _are_ids(ids.get(name)):
@@ -57,9 +50,8 @@ class Origin:
         if not reading.kind(file):
             return cls()
         content = reading.read_json(file, 2 * reading.SMALL_BYTES)
-        kinds = {one.name: type(getattr(cls(), one.name)) for one in dataclasses.fields(cls)}
-        good = isinstance(content, dict) and content.keys() == kinds.keys()
-        good = good and all(type(content[name]) is kind for name, kind in kinds.items())
+        kinds = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
+        good = isinstance(content, dict) and {name: type(value) for name, value in content.items()} == kinds
         good = good and content["dtype"] in DTYPES and content["tokens"].keys() <= {*_TOKENS}
         if not good or not all(map(_are_ids, content["tokens"].values())):
             raise UserError(f"{file}: damaged; valid: what import-hf wrote, or no such file")
@@ -69,13 +61,11 @@ class Origin:
         """Into a new run."""
         write_atomically(run_dir / IMPORTED, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    def put_into(self, settings: dict[str, dict[str, Any]], model_length: int, *, rotary: bool) -> None:
-        """Replace what the JSON files to export say by what the model came with; `rotary`: no weight depends on the
-        number of positions."""
-        config = settings["config.json"]
-        config |= self.tokens
-        if rotary:
-            config["max_position_embeddings"] = max(model_length, self.length)
+    def put_into(self, settings: dict[str, dict[str, Any]], model: ModelConfig) -> None:
+        """Replace what the JSON files to export say by what the model came with."""
+        settings["config.json"] |= self.tokens
+        if model.rotary:  # no weight depends on the number of positions
+            settings["config.json"]["max_position_embeddings"] = max(model.sequence_length, self.length)
         if self.generation:
             settings[_GENERATION] = self.generation
 

@@ -10,26 +10,16 @@ from megajax.models.config import ModelConfig
 Lacks = dict[str, Any]  # options of the model that a class cannot hold, each with a value that would be valid
 
 
-def _nothing(_: ModelConfig) -> Lacks:
-    return {}
-
-
 @dataclass(frozen=True)
 class Part:
-    """Some options in config.json.
+    """Some options in config.json."""
 
-    Attributes:
-        options: that it covers.
-        read: (config.json, values by key that the user gave) -> values by key of a run's preset; raises `UserError`
-            where the model is not ours.
-        write: model -> fields of config.json.
-        lacks: model -> those of the options whose values the class cannot hold.
-    """
-
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # that it covers
+    # (config.json, values by key that the user gave) -> values by key of a run's preset; raises `UserError` where the
+    # model is not ours.
     read: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    lacks: Callable[[ModelConfig], Lacks] = _nothing
+    write: Callable[[ModelConfig], dict[str, Any]]  # model -> fields of config.json
+    lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those of the options whose values it cannot hold
 
 
 def words(option: str, field: str, ours: Mapping[str, str]) -> Part:
@@ -81,11 +71,66 @@ def dropout(*names: str) -> Part:
 
 
 def _common_rate(fields: Fields, names: Sequence[str]) -> float:
-    rates = [fields.get(name, 0.1) for name in names]
-    for name, rate in zip(names, rates, strict=True):
+    rates = {name: fields.get(name, 0.1) for name in names}
+    for name, rate in rates.items():
         if type(rate) not in (int, float) or not 0 <= rate < 1:
             raise fields.refusal(name, rate, "0 or more and less than 1")
-    if len(set(rates)) > 1:
-        given = ", ".join(f"{name} {rate}" for name, rate in zip(names, rates, strict=True))
+    if len(set(rates.values())) > 1:
+        given = ", ".join(f"{name} {rate}" for name, rate in rates.items())
         raise fields.error(given, "all the same, or --model.dropout X")
-    return rates[0]
+    return rates[names[0]]
+
+
+# Rotary positions: `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5, which have both in one
+# object. The rules of precedence are those of transformers 5.
+_SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}  # their rope_type -> ours
+_LLAMA3 = {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"}  # theirs -> ours
+_LENGTH = "original_max_position_embeddings"
+_KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _LENGTH)
+
+
+def _read_rope(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    for name, value in part.items():
+        if name not in _KNOWN:
+            raise part.refusal(name, value, f"without it; known are {', '.join(_KNOWN)}")
+    for owner in part, fields:
+        owner.check("partial_rotary_factor", 1, None)
+    kind = "rope_type" if "rope_type" in part else "type"
+    part.check(kind, *_SCALINGS)
+    scaling = _SCALINGS[part.get(kind, "default")]
+    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", 10_000.0)
+    found = {"model.positions": "rotary", "model.rope_theta": theta, "model.rope_scaling": scaling}
+    if scaling != "none":
+        found["model.rope_factor"] = part.value("factor", "model.rope_factor")
+    if scaling == "llama3":
+        found |= {f"model.{ours}": part.value(name, f"model.{ours}") for name, ours in _LLAMA3.items()}
+        low, high = (part[name] for name in _LLAMA3)
+        if low >= high:
+            raise part.refusal("high_freq_factor", high, f"more than low_freq_factor, {low}")
+        places = ((fields, _LENGTH), (part, _LENGTH), (fields, "max_position_embeddings"))
+        owner, name = next((owner, name) for owner, name in places if name in owner)
+        found["model.rope_original_length"] = owner.value(name, "model.rope_original_length")
+    return found
+
+
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    """In both spellings: versions of transformers before 5 do not know `rope_parameters`, and would take the default
+    angles without a word."""
+    kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == model.rope_scaling)
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if model.rope_scaling != "none":
+        scaling["factor"] = model.rope_factor
+    if model.rope_scaling == "llama3":
+        scaling |= {name: getattr(model, ours) for name, ours in _LLAMA3.items()}
+        scaling[_LENGTH] = model.rope_original_length
+    theta = {"rope_theta": model.rope_theta}
+    return theta | {
+        "rope_scaling": scaling if model.rope_scaling != "none" else None,
+        "rope_parameters": scaling | theta,
+    }
+
+
+ROPE = Part(
+    ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length"), _read_rope, _write_rope
+)

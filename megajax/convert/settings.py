@@ -1,6 +1,5 @@
-"""`config.json` of a model in Hugging Face's format, read field by field; what trains it further."""
+"""`config.json` of a model in Hugging Face's format, read field by field."""
 
-import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,88 +10,43 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.options import options
 
-RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
-    "train.steps": 1000,
-    "train.global_batch": 8,
-    "train.microbatch": 1,
-    "train.eval_batches": 20,
-    "train.remat": "selective",
-    "optimizer.learning_rate": 5e-5,
-    "optimizer.warmup_steps": 100,
-    "checkpoint.every": 100,
-}
 
+class Fields(dict[str, Any]):
+    """The fields of a config.json, or of an object in it, whose name stands `before` theirs in messages. What is not
+    valid is a `UserError`."""
 
-class Fields:
-    """The fields of `folder/config.json`, or of an object in it.
+    def __init__(self, file: Path, content: Mapping[str, Any], before: str = ""):
+        super().__init__(content)
+        self.file, self._before = file, before
 
-    Attributes:
-        file: its path.
-
-    Raises:
-        UserError: there is none, or it is no JSON object.
-    """
-
-    def __init__(self, folder: Path):
-        self.file, self._before = folder / "config.json", ""
-        if not reading.is_file(self.file):
+    @classmethod
+    def read(cls, folder: Path) -> "Fields":
+        """Of `folder/config.json`."""
+        file = folder / "config.json"
+        if not reading.is_file(file):
             raise UserError(
                 f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote"
             )
-        self._fields = reading.read_json(self.file)
-        if not isinstance(self._fields, dict):
-            raise UserError(f"{self.file}: not a JSON object; valid: the configuration of a model")
-
-    def get(self, name: str, missing: Any = None) -> Any:
-        """The value of a field, or `missing`."""
-        return self._fields.get(name, missing)
-
-    def has(self, name: str) -> bool:
-        """Whether a field is there, null or not."""
-        return name in self._fields
-
-    def names(self) -> list[str]:
-        """Names of the fields that are there."""
-        return list(self._fields)
+        content = reading.read_json(file)
+        if not isinstance(content, dict):
+            raise UserError(f"{file}: not a JSON object; valid: the configuration of a model")
+        return cls(file, content)
 
     def part(self, name: str) -> "Fields":
-        """The fields of the object in a field, none if that is null or missing.
-
-        Raises:
-            UserError: something else is there.
-        """
+        """The fields of the object in a field, none if that is null or missing."""
         inner = self.get(name)
         if not isinstance(inner, dict | None):
             raise self.refusal(name, inner, "null, or an object")
-        part = copy.copy(self)
-        part._fields, part._before = inner or {}, f"{self._before}{name}."
-        return part
+        return Fields(self.file, inner or {}, f"{self._before}{name}.")
 
     def check(self, name: str, *valid: object, missing: object = ...) -> None:
-        """Check that a field has one of the values that are valid; one that is missing has the first, or `missing`.
-
-        Raises:
-            UserError: it has another.
-        """
+        """Check that a field has one of the values that are valid; one that is missing has the first, or `missing`."""
         value = self.get(name, valid[0] if missing is ... else missing)
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in valid):
             raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
-    def check_all(self, valid: Mapping[str, object]) -> None:
-        """Check several fields, each against its only valid value, which it also has where it is missing.
-
-        Raises:
-            UserError: one has another.
-        """
-        for name, value in valid.items():
-            self.check(name, value)
-
     def value(self, name: str, key: str, missing: Any = None) -> Any:
-        """What a field says of our option `key`; of one that is missing, `missing` does.
-
-        Raises:
-            UserError: it is no valid value of that.
-        """
+        """What a field says of our option `key`; of one that is missing, `missing` does."""
         given, option = self.get(name, missing), options(Config)[key]
         try:
             value = option.convert(given)
@@ -106,11 +60,7 @@ class Fields:
 
     def labels(self) -> tuple[str, ...]:
         """Names of the classes in the order of their numbers; those of transformers where only their number is given,
-        of two where not even that.
-
-        Raises:
-            UserError: they have no such numbers, or are fewer than two.
-        """
+        of two where not even that."""
         given = self.get("id2label")
         if given is None:
             number = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
@@ -121,23 +71,9 @@ class Fields:
         return tuple(given[number] for number in numbers)
 
     def check_divides(self, number: str, width: str) -> None:
-        """Check that the field `number` divides `width`, both of which have been read.
-
-        Raises:
-            UserError: it does not.
-        """
-        if self.get(width) % self.get(number):
-            problem = f"{width} {self.get(width)} is not divisible by {number} {self.get(number)}"
-            raise self.error(problem, "a multiple of it")
-
-    def if_valid(self, name: str, key: str) -> dict[str, Any]:
-        """What a field says of our option `key`, by that; nothing if it is missing or not valid."""
-        option = options(Config)[key]
-        try:
-            value = option.convert(self.get(name))
-        except ValueError:
-            return {}
-        return {} if option.problem(value) else {key: value}
+        """Check that the field `number` divides `width`, both of which have been read."""
+        if self[width] % self[number]:
+            raise self.error(f"{width} {self[width]} is not divisible by {number} {self[number]}", "a multiple of it")
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """That a field's value is not valid."""

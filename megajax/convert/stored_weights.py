@@ -7,25 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.backend import CPU
 from megajax.convert.exchange import Exchange
 from megajax.convert.tensor_files import TensorFiles
-from megajax.convert.weights import Tensor, named, weight_of, weight_shapes
+from megajax.convert.weights import Tensor, named, weight_of, whole_model
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.family import CutModel
-from megajax.parallel.boundary import F_AND_G
 
 _LAYERS = 1000  # are soon looked for one by one
 
 
 class StoredWeights:
-    """All weights of a model, of which none is read yet.
-
-    Args:
-        folder: where the files are.
-        config: the model, by the folder's config.json.
-        exchange: of its family.
+    """All weights in a folder of a model, which is `config` by its config.json; none is read yet.
 
     Attributes:
         dtype: of all that are there, as in `DTYPES`; fp32 where they have several.
@@ -46,19 +38,21 @@ class StoredWeights:
             )
         self._places = exchange.places(config)
         self._spelled = self._places.spelling(there)
-        self.fresh = {
-            head: tuple(theirs)
-            for head, theirs in self._places.may_be_fresh().items()
-            if not theirs.values() & there.keys()
-        }
-        self.dtype = self._check(exchange)
+        self.fresh: dict[str, tuple[str, ...]] = {}
+        missing: set[str] = set()
+        for beginning, head in self._places.fresh.items():
+            theirs = {ours: each.name for ours, each in self._places.shared.items() if ours.startswith(beginning)}
+            if not there.keys() & theirs.values():
+                self.fresh[head] = tuple(theirs)
+                missing.update(theirs.values())
+        self.dtype = self._check(exchange, missing)
 
-    def _check(self, exchange: Exchange) -> str:
+    def _check(self, exchange: Exchange, missing: set[str]) -> str:
         places, tensors, spelled = self._places, self._tensors, self._spelled
-        fresh = {places.shared[name].name for names in self.fresh.values() for name in names}
-        shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in fresh}
-        tensors.check(shapes, exchange.kind(self._config))
-        unused = {spelled(name) for name in places.names_unused(self._config)}
+        shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in missing}
+        layers = range(self._config.num_layers)
+        unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
+        tensors.check(shapes, exchange.heads[self._config.head].kind)
         tensors.check_no_others(shapes.keys() | unused | places.copies.keys(), exchange.architecture(self._config))
         for copy, name in places.copies.items():
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), self.read(name)):
@@ -67,11 +61,7 @@ class StoredWeights:
         return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
-        """The tensor of a name in the family's `Places`, in fp32.
-
-        Raises:
-            UserError: it has values that are NaN or infinite.
-        """
+        """The tensor of a name in the family's `Places`, in fp32; a `UserError` if it has NaNs or infinities."""
         return self._tensors.read(self._spelled(name))
 
     def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
@@ -87,24 +77,13 @@ class StoredWeights:
 
         return weight
 
-    def canonical(self, seed: int) -> dict[str, Any]:
-        """All of our weights at once.
-
-        Raises:
-            UserError: as `read`.
-        """
-        weight, shapes = self.weights(seed), weight_shapes(self._config)
-        return jax.tree_util.tree_map_with_path(lambda path, ours: weight(path, ours.shape), shapes)
-
 
 def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]:
     """Fresh weights of the ends, by our names."""
-    if not names:
-        return {}
-    model = CutModel(config, F_AND_G, CPU)
+    model = whole_model(config)
 
     def draw() -> dict[str, jax.Array]:  # of the others nothing is computed
         leaves = ((named(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model.init(seed)))
         return {name: leaf for (part, name), leaf in leaves if part == "shared" and name in names}
 
-    return {name: np.asarray(leaf) for name, leaf in jax.jit(draw)().items()}
+    return {name: np.asarray(leaf) for name, leaf in jax.jit(draw)().items()} if names else {}

@@ -1,12 +1,16 @@
-"""The tensors in a folder's safetensors files, one file or several with an index.
+"""The tensors in a folder's safetensors files, one file or several with an index, as transformers writes them.
 
 Other formats of weights are never read: they are pickles, which can run any code.
 """
 
-from collections.abc import Collection, Mapping
+import contextlib
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -15,25 +19,24 @@ from megajax.host import reading
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
+SHARD_BYTES = 5 * 10**9  # of tensors in a file, at most, unless one alone has more
 _INDEX_BYTES = 1 << 25  # a line of some hundred for each tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
+_NUMPY = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+_ALIGNMENT = 8  # of the header, which blanks end
 
 
 class TensorFiles:
     """Tensors by name. Only the files' headers are read at once; a tensor is read when it is asked for.
 
-    Args:
-        folder: where the files are.
-
     Attributes:
-        folder: as given.
+        folder: where the files are.
         shapes: of all tensors, by name.
     """
 
     def __init__(self, folder: Path):
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.folder = folder
         for path in _find(folder):
@@ -52,44 +55,44 @@ class TensorFiles:
             raise UserError(f"{path}: damaged, or not a safetensors file: {error}; valid: a whole one") from None
         for name in file.keys():  # noqa: SIM118  # not a dict
             if name in self._files:
-                raise UserError(f"{path}: {name} is in {self._paths[name].name} too; valid: every tensor once")
-            self._files[name], self._paths[name] = file, path
+                raise UserError(f"{path}: {name} is in {self._files[name][0].name} too; valid: every tensor once")
+            self._files[name] = path, file
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
         """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16. `kind` is the model
-        that has them all, for error messages.
-        """
+        that has them all, for error messages."""
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
             raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of {kind}")
         for name, shape in shapes.items():
-            path = self._paths[name]
+            path, file = self._files[name]
             if self.shapes[name] != shape:
                 raise UserError(
                     f"{path}: {name} has shape {list(self.shapes[name])}; valid: {list(shape)}, by config.json"
                 )
-            dtype = self._files[name].get_slice(name).get_dtype()
+            dtype = file.get_slice(name).get_dtype()
             if dtype not in DTYPES.values():
                 raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
     def check_no_others(self, names: set[str], architecture: str) -> None:
         """Check that there are no tensors of other names than those of this class of transformers."""
-        others = sorted(self.shapes.keys() - names)
-        if others:
-            raise UserError(f"{self._paths[others[0]]}: holds {_list(others)}; valid: only what a {architecture} has")
+        if others := sorted(self.shapes.keys() - names):
+            path, _ = self._files[others[0]]
+            raise UserError(f"{path}: holds {_list(others)}; valid: only what a {architecture} has")
 
     def dtype(self, names: Collection[str]) -> str:
         """What the tensors of these names have in common, as in `DTYPES`; fp32, which holds every number of the others,
         where they differ."""
-        there = {self._files[name].get_slice(name).get_dtype() for name in names}
+        there = {self._files[name][1].get_slice(name).get_dtype() for name in names}
         return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor in fp32."""
-        tensor = self._files[name].get_tensor(name).astype(np.float32)
+        path, file = self._files[name]
+        tensor = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(tensor).all():
-            raise UserError(f"{self._paths[name]}: {name} has values that are NaN or infinite; valid: finite numbers")
+            raise UserError(f"{path}: {name} has values that are NaN or infinite; valid: finite numbers")
         return tensor
 
 
@@ -123,3 +126,73 @@ def _shards(index: Path) -> list[Path]:
     if not plain:
         raise UserError(f"{index}: not an index of safetensors; valid: a weight_map from tensors to .safetensors files")
     return [index.parent / name for name in sorted(names)]
+
+
+def write_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, npt.NDArray[np.float32]]],
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the files that hold the tensors of a model, in a dtype of `DTYPES`. Each goes to its place as it comes, in
+    any order: the library's own function wants all of a file at once."""
+    sizes = {name: math.prod(shape) * _NUMPY[dtype].itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]  # files are filled one after the other
+    room = shard_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    files = files if shards[1:] else [WEIGHTS]
+    with contextlib.ExitStack() as stack:
+        places: dict[str, tuple[IO[bytes], int]] = {}  # of a tensor: its file, and where its bytes begin there
+        file = folder
+        try:
+            for shard, names in zip(files, shards, strict=True):
+                file = folder / shard
+                begun = stack.enter_context(file.open("wb"))
+                header, starts = _header({name: (shapes[name], sizes[name]) for name in names}, DTYPES[dtype])
+                begun.write(header)
+                places |= {name: (begun, start) for name, start in starts.items()}
+            for name, tensor in tensors:
+                written, start = places[name]
+                file = Path(written.name)
+                written.seek(start)
+                written.write(_converted(name, tensor, dtype).data)
+            for written, _ in places.values():
+                written.flush()
+            if shards[1:]:
+                file = folder / INDEX
+                metadata = {"total_parameters": sum(map(math.prod, shapes.values())), "total_size": sum(sizes.values())}
+                weight_map = {name: Path(places[name][0].name).name for name in sorted(places)}
+                index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+                file.write_text(index + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a writable place with room") from None
+
+
+def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file with tensors of these shapes and numbers of bytes, the length of the header in eight
+    bytes and the header in JSON (https://huggingface.co/docs/safetensors); where the bytes of each tensor begin."""
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name, (shape, size) in tensors.items():
+        starts[name], end = end, end + size
+        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def _converted(name: str, tensor: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in a dtype."""
+    with np.errstate(over="ignore"):
+        found = np.ascontiguousarray(tensor).astype(_NUMPY[dtype], copy=False)
+    if dtype == "fp16" and not np.isfinite(found).all():
+        raise UserError(f"--dtype fp16: {name} has numbers beyond {np.finfo(np.float16).max:g}; valid: bf16 or fp32")
+    return found.reshape(-1).view(np.uint8)

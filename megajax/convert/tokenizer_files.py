@@ -24,15 +24,10 @@ _DECIDED = {  # fields of tokenizer_config.json that transformers follows, not t
 
 def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of a model's folder, None where there is none, and its added tokens that are left out because the
-    model has no ids for them.
-
-    Args:
-        folder: of the model.
-        kind: of the tokenizers that its family is trained with.
-        vocab_size: ids that the model has.
+    model, of this `vocab_size`, has no ids for them.
 
     Raises:
-        UserError: it is damaged, or of another kind, or has more ids than the model.
+        UserError: it is damaged, or of another `kind` than its family is trained with, or has more ids than the model.
     """
     if not is_tokenizer_folder(folder):
         if other := next((name for name in _OTHERS if reading.is_file(folder / name)), ""):
@@ -53,11 +48,7 @@ def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer
 
 
 def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
-    """Check that a tokenizer, `name` in messages, is one that BERT can use.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raises `UserError` unless a tokenizer, `name` in messages, is one that BERT can use."""
     missing = [token for token in SPECIAL_TOKENS if token not in tokenizer.vocabulary]
     if not tokenizer.is_wordpiece or missing:
         what = f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer cuts no words in pieces"

@@ -70,8 +70,7 @@ class Decoder:
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids `ends`."""
-        self._config, self._mesh = program.config.model, program.mesh
-        self._row_shards = program.config.mesh.row_shards
+        self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.row_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
         self._model, self._adapters = CutModel(self._config, F_AND_G, program.backend), program.layout.adapters
@@ -101,7 +100,7 @@ class Decoder:
         A prompt has one id at least, and at most as many as the context.
         """
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
-        rows = _round_up(min(batch, len(prompts)), self._row_shards)
+        rows = -(-min(batch, len(prompts)) // self._row_shards) * self._row_shards
         # A prompt's last token may be the first beyond the context.
         limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
         missing = list(limits)
@@ -126,10 +125,8 @@ class Decoder:
 
     def _inputs(self, prompts: Sequence[Sequence[int]], limits: list[int], bits: RandomBits, rows: int) -> State:
         """A batch's prompts as sharded arrays; rows without a prompt are stopped from the start."""
-        width = SHORTEST
-        while width < max(map(len, prompts)):
-            width *= 2
-        tokens = np.zeros((rows, min(width, self._config.sequence_length)), np.int32)
+        power = 1 << (max(map(len, prompts)) - 1).bit_length()
+        tokens = np.zeros((rows, min(max(power, SHORTEST), self._config.sequence_length)), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         free = rows - len(prompts)
@@ -145,7 +142,7 @@ class Decoder:
 
     def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
         """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
-        num_slots = inputs["tokens"].shape[1] + _round_up(most - 1, TOKENS_AT_ONCE)
+        num_slots = inputs["tokens"].shape[1] + -(-(most - 1) // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
         prefill_ = partial(self._prefill, num_slots)
         state, tokens_BN = self._run(("prefill", num_slots), prefill_, inputs, ROWS)
         for _ in range(1, most, TOKENS_AT_ONCE):
@@ -245,10 +242,6 @@ class Decoder:
 def _running(state: State) -> Array:
     """How many rows of the batch have not stopped."""
     return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), ROW_AXES)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _map_specs(function: Callable, specs: Tree) -> Tree:

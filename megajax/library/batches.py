@@ -28,8 +28,7 @@ def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     """The arrays that a model reads, from ids or a batch."""
     if isinstance(given, Mapping):
         return _named(config, form, given, _INPUTS & form.entries.keys())
-    tokens_BT = _ids(config, given, more=0)
-    return {"tokens": tokens_BT}
+    return {"tokens": _ids(config, given, more=0)}
 
 
 def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from megajax.config import Config
-from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.library.model import Model
 from megajax.options import shown
@@ -60,20 +59,12 @@ def init(config: Config | str | Path) -> Model:
     config = config if isinstance(config, Config) else load_preset(config)
     program = make_program(config)
     check_first_weights(config)
-    tokenizer = _tokenizer(config)
+    tokenizer, most = named_or_init_tokenizer(config), config.model.vocab_size
+    if tokenizer is not None and config.tokenizer.path and tokenizer.size > most:
+        valid = f"at most model.vocab_size {most}"
+        raise UserError(f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: {valid}")
     check_memory(program, training=True, rows=config.train.microbatch)
     return Model(program, first_state(program)[0], 0, tokenizer)
-
-
-def _tokenizer(config: Config) -> Tokenizer | None:
-    """`named_or_init_tokenizer`, if its ids fit the model."""
-    tokenizer = named_or_init_tokenizer(config)
-    if tokenizer is not None and config.tokenizer.path and tokenizer.size > config.model.vocab_size:
-        raise UserError(
-            f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: at most model.vocab_size "
-            f"{config.model.vocab_size}"
-        )
-    return tokenizer
 
 
 def restore(

@@ -12,9 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax.config import to_toml
-from megajax.convert.importing import check_new
-from megajax.data.files import folder_atomically, write_atomically
+from megajax.convert.importing import write_run
 from megajax.data.indexed import prepared_prefix
 from megajax.data.loader import train_batches
 from megajax.data.tokenizer import Tokenizer
@@ -31,10 +29,8 @@ from megajax.program.program import Program
 from megajax.program.scoring import logits, scores, task_logits
 from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
-from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
-from megajax.runs.ownership import mark
 from megajax.training.begin import check_given
 
 
@@ -79,13 +75,8 @@ class Model:
             batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
         """
         found = self._run(scores, batch_of(self.config, self.program.form, batch))
-        return total_loss(
-            {
-                name: Perplexity.of([SampleScores.of(np.asarray(loss), np.asarray(hit))])
-                for name, (loss, hit) in found.items()
-                if name in self.program.form.targets
-            }
-        )
+        targets = self.program.form.targets
+        return total_loss({name: Perplexity.of([SampleScores.of(*map(np.asarray, found[name]))]) for name in targets})
 
     def train_step(self, batch: Given) -> dict[str, float]:
         """One step of the optimizer, as in a run.
@@ -210,20 +201,8 @@ class Model:
         """
         if self._state is None:
             raise UserError("save: the optimizer's state was not restored; valid: restore(…, training=True)")
-        check_new(Path(run_dir), "save")
-        config = dataclasses.replace(self.config, run_dir=str(run_dir))
-        with folder_atomically(Path(run_dir).absolute()) as new:
-            mark(new)
-            # `wait` tells of a failure: there is no training to go on.
-            checkpoints = Checkpoints(new, self.program.layout, config.checkpoint.keep, max_failures=2)
-            try:
-                checkpoints.save(self.step, self._state)
-                checkpoints.wait()
-            finally:
-                checkpoints.close()
-            if self.tokenizer:
-                self.tokenizer.save(new / "data" / "tokenizer")
-            write_atomically(new / "config.toml", to_toml(config))
+        layout, step, state = self.program.layout, self.step, self._state
+        write_run(Path(run_dir), "save", self.config, layout, self.tokenizer, lambda to: to.save(step, state))
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         """Call a function of `program/scoring.py` on the model's weights and a batch of any size."""

@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from canonical_weights import places_of
+from canonical_weights import back_to_tensors, exported, weights_of
 from drawn import drawn_state
-from hugging_face_bert import class_of, peer_bert
-from safetensors.numpy import load_file
+from hugging_face import ORDERS, SETTINGS, TASKS, assert_same, class_of, peer_model, tensors_in
 from tiny import tiny_config, tiny_program
 
 from megajax.batch import IGNORED
-from megajax.config import Config, to_toml
-from megajax.convert.exporting import export_config, export_hf
+from megajax.config import Config
 from megajax.convert.importing import open_source
-from megajax.convert.weights import to_tensors
 from megajax.optim.adam import NOT_DECAYED
 from megajax.optim.config import OptimizerConfig
 from megajax.program.program import Program
@@ -25,38 +22,30 @@ from megajax.program.scoring import task_logits
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
-from megajax.runs.checkpoint import Checkpoints
-from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.tasks import registry
+from megajax.tasks.registry import TaskConfig
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 HEADS = {"classes": 3, "span": 2, "choice": 4}
+SIZES = {"hidden_size": 40, "intermediate_size": 160, "max_position_embeddings": 23}
 LABELS = ["entailment", "neutral", "contradiction"]
-FIELDS = {  # of config.json
-    "classes": {"id2label": dict(enumerate(LABELS)), "label2id": {name: n for n, name in enumerate(LABELS)}},
-    "span": {},
-    "choice": {},
-}
-# By default every head once: what computes the layers does not know the head (test_peer_bert.py has both orders).
-FEW = {("classes", "pre"), ("span", "post"), ("choice", "pre")}
+# By default every head once: what computes the layers does not know the head (test_peer_models.py has both orders).
+FEW = {("classes", "megatron-bert"), ("span", "bert"), ("choice", "megatron-bert")}
 KINDS = [
-    pytest.param(head, order, marks=[] if (head, order) in FEW else pytest.mark.full)
-    for head in HEADS
-    for order in ("pre", "post")
+    pytest.param(head, kind, marks=[] if (head, kind) in FEW else pytest.mark.full) for head in HEADS for kind in ORDERS
 ]
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3, schedule="constant", warmup_steps=0, weight_decay=0.1, clip_norm=1.0, zero=0
 )
 
 
-def configuration(order: str, head: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Config:
+def configuration(kind: str, head: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Config:
     sizes = {"num_layers": 2, "hidden_size": 40, "num_heads": 4, "sequence_length": 23, "dropout": 0.0, "init_std": 0.2}
-    config = tiny_config(
-        mesh, family="bert", layer_order=order, head=head, num_classes=HEADS[head], microbatch=2, **sizes
-    )
-    return dataclasses.replace(config, optimizer=OPTIMIZER)
+    words = {"family": "bert", "layer_order": ORDERS[kind], "head": head, "num_classes": HEADS[head]}
+    return dataclasses.replace(tiny_config(mesh, microbatch=2, **words, **sizes), optimizer=OPTIMIZER)
 
 
 def full_batch(config: Config, step: int) -> dict[str, np.ndarray]:
@@ -77,42 +66,33 @@ def full_batch(config: Config, step: int) -> dict[str, np.ndarray]:
     return batch
 
 
-def _logits(peer: Any, batch: dict[str, np.ndarray]) -> Any:
-    """As `Model.task_logits`."""
-    there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
-    found = peer(
-        input_ids=torch.tensor(batch["tokens"], dtype=torch.long),
-        token_type_ids=torch.tensor(batch["token_types"], dtype=torch.long),
-        attention_mask=torch.tensor(there, dtype=torch.long),
-    )
-    if batch["length"].ndim == 2:  # the class knows nothing of options that are missing
-        return found.logits.masked_fill(torch.tensor(batch["length"] == 0), torch.finfo(found.logits.dtype).min)
-    return found.logits if "logits" in found else torch.stack([found.start_logits, found.end_logits], -1)
-
-
-def _loss(peer: Any, batch: dict[str, np.ndarray]) -> Any:
-    """The class's own, but of a choice, where options may be missing."""
-    there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
-    if batch["length"].ndim == 2:
-        return torch.nn.functional.cross_entropy(_logits(peer, batch), _long(batch["label"]))
-    names = {"label": "labels", "start": "start_positions", "end": "end_positions"}
-    targets = {theirs: _long(batch[ours]) for ours, theirs in names.items() if ours in batch}
-    tokens, types = _long(batch["tokens"]), _long(batch["token_types"])
-    return peer(input_ids=tokens, token_type_ids=types, attention_mask=_long(there), **targets).loss
-
-
-def _long(array: np.ndarray) -> Any:
+def long(array: np.ndarray) -> Any:
     return torch.tensor(array, dtype=torch.long)
 
 
-def state_of(program: Program, canonical: Any) -> TrainState:
-    return program.layout.from_canonical(program.layout.begin(canonical))
+def peer_output(peer: Any, batch: dict[str, np.ndarray], **targets: Any) -> tuple[Any, Any]:
+    """Logits as `Model.task_logits` has them, and the class's loss if it gets targets."""
+    there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
+    tokens, types = long(batch["tokens"]), long(batch["token_types"])
+    found = peer(input_ids=tokens, token_type_ids=types, attention_mask=long(there), **targets)
+    if batch["length"].ndim == 2:  # the class knows nothing of options that are missing
+        return found.logits.masked_fill(torch.tensor(batch["length"] == 0), torch.finfo(found.logits.dtype).min), None
+    logits = found.logits if "logits" in found else torch.stack([found.start_logits, found.end_logits], -1)
+    return logits, found.get("loss")
+
+
+def peer_loss(peer: Any, batch: dict[str, np.ndarray]) -> Any:
+    """The class's own, but of a choice, where options may be missing."""
+    if batch["length"].ndim == 2:
+        return torch.nn.functional.cross_entropy(peer_output(peer, batch)[0], long(batch["label"]))
+    names = {"label": "labels", "start": "start_positions", "end": "end_positions"}
+    return peer_output(peer, batch, **{names[ours]: long(batch[ours]) for ours in names if ours in batch})[1]
 
 
 def assert_same_logits(program: Program, state: TrainState, peer: Any, batch: dict[str, np.ndarray]) -> None:
     """Within 1e-5 of the largest, of tokens and of padding; options that are missing cannot be chosen."""
     with torch.no_grad():
-        theirs = _logits(peer, batch).numpy()
+        theirs = peer_output(peer, batch)[0].numpy()
     ours = np.asarray(task_logits(program)(state.params, program.put_batch(batch, program.local_rows)))
     there = np.ones(ours.shape, bool)
     if batch["length"].ndim == 2:
@@ -122,21 +102,19 @@ def assert_same_logits(program: Program, state: TrainState, peer: Any, batch: di
     np.testing.assert_allclose(ours[there], theirs[there], rtol=0, atol=1e-5 * np.abs(theirs[there]).max())
 
 
-@pytest.mark.parametrize(("head", "order"), KINDS)
-def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("head", "kind"), KINDS)
+def test_what_transformers_wrote(head: str, kind: str, tmp_path: Path) -> None:
     """Its logits; then three steps of AdamW with weight decay and clipping, whose losses are the same to 1e-5."""
-    config = configuration(order, head)
-    peer = peer_bert(config.model, **FIELDS[head]).train()  # nothing is dropped
+    config = configuration(kind, head)
+    names = {"id2label": dict(enumerate(LABELS)), "label2id": {name: n for n, name in enumerate(LABELS)}}
+    peer = peer_model(class_of(kind, head), **SETTINGS[kind] | SIZES | (names if head == "classes" else {})).train()
     peer.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
     assert source.config.model == dataclasses.replace(config.model, scan_layers="auto") and not source.weights.fresh
-    canonical = source.weights.canonical(0)
-    tensors = to_tensors(places_of(config.model), canonical, config.model)
-    written = load_file(tmp_path / "hf" / "model.safetensors")
-    assert tensors.keys() == written.keys()
-    assert all(tensor.tobytes() == written[name].tobytes() for name, tensor in tensors.items())
+    canonical = weights_of(source)
+    assert_same(back_to_tensors(canonical, config.model), tensors_in(tmp_path / "hf"))
     program = tiny_program(config)
-    state = state_of(program, canonical)
+    state = program.layout.from_canonical(program.layout.begin(canonical))
     assert_same_logits(program, state, peer, full_batch(config, 9))
 
     groups: dict[bool, list[Any]] = {True: [], False: []}
@@ -154,7 +132,7 @@ def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
         batch = full_batch(config, step % 2)
         state, metrics = step_function(state, program.put_batch(batch, program.local_rows))
         adam.zero_grad()
-        loss = _loss(peer, batch)
+        loss = peer_loss(peer, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), OPTIMIZER.clip_norm)
         adam.step()
@@ -166,24 +144,18 @@ def test_what_transformers_wrote(order: str, head: str, tmp_path: Path) -> None:
     assert open_source(tmp_path / "after").config.model.num_classes == HEADS[head]
 
 
-@pytest.mark.parametrize(("task", "order"), [("mnli", "pre"), ("squad1", "post"), ("race", "post")])
-def test_an_export_answers_the_same_there(task: str, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "kind"), [("mnli", "megatron-bert"), ("squad1", "bert"), ("race", "bert")])
+def test_an_export_answers_the_same_there(task: str, kind: str, tmp_path: Path) -> None:
     """From a checkpoint of a mesh of four devices with a padded vocabulary."""
-    config = dataclasses.replace(configuration(order, TASKS[task].head, (1, 2, 2)), task=TaskConfig(name=task))
-    program, run, head = tiny_program(config), tmp_path / "run", config.model.head
+    head, labels = registry.TASKS[task].head, registry.TASKS[task].labels
+    config = dataclasses.replace(configuration(kind, head, (1, 2, 2)), task=TaskConfig(name=task))
+    program = tiny_program(config)
     state = program.layout.from_canonical(drawn_state(program))
-    checkpoints = Checkpoints(run, program.layout, keep=1)
-    checkpoints.save(7, state)
-    checkpoints.close()
-    (run / "config.toml").write_text(to_toml(config))
-    assert export_hf(run, export_config(run), tmp_path / "hf")[0] == 7
-
-    peer, told = getattr(transformers, class_of(order, head)).from_pretrained(
-        tmp_path / "hf", attn_implementation="eager", output_loading_info=True
-    )
+    there = exported(tmp_path, program, config, state)
+    auto = getattr(transformers, f"AutoModelFor{TASKS[head]}")
+    peer, told = auto.from_pretrained(there, attn_implementation="eager", output_loading_info=True)
+    assert type(peer).__name__ == class_of(kind, head)
     assert not any(told[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    auto = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}[head]
-    assert type(getattr(transformers, f"AutoModelFor{auto}").from_pretrained(tmp_path / "hf")) is type(peer)
-    names = [*TASKS[task].labels] or ["LABEL_0", "LABEL_1"]
-    assert peer.config.id2label == dict(enumerate(names)) and peer.config.num_labels == HEADS[head]
+    assert peer.config.id2label == dict(enumerate(labels or ["LABEL_0", "LABEL_1"]))
+    assert peer.config.num_labels == HEADS[head]
     assert_same_logits(program, state, peer, full_batch(config, 0))

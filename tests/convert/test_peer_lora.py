@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face_decoders import peer_decoder
+from hugging_face import CLASSES, peer_model
 from tiny import tiny_program
 
 from megajax.config import Config, MeshConfig, to_toml
@@ -16,7 +16,7 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.models.config import LoraConfig
 from megajax.optim.config import OptimizerConfig
-from megajax.program.scoring import next_logits
+from megajax.program.scoring import logits
 from megajax.program.train_step import train_step_with_gradients
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 peft = pytest.importorskip("peft", reason="the extra `peer` is not installed")
 
 LENGTH, VOCABULARY, RATE = 21, 211, 1e-2
@@ -42,6 +42,7 @@ SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
 }
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 48, "n_layer": 2, "n_head": 6}
 ALL, ONE_MODULE_EACH = ("attention", "mlp"), ("output", "mlp")
 CASES = [  # what transformers calls it, the mesh, the targets
     ("llama", (1, 1, 6), ALL),  # each of three heads of keys and values on two devices
@@ -52,21 +53,12 @@ CASES = [  # what transformers calls it, the mesh, the targets
 ]
 
 
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=2, n_head=6, initializer_range=0.2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager",
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
 class Tuning:
     """A LoRA run of ours that begins with a model of transformers, and steps on random batches."""
 
     def __init__(self, folder: Path, kind: str, mesh: tuple[int, int, int], targets: tuple[str, ...]):
         self.folder, self.run = folder, folder / "run"
-        peer = gpt2() if kind == "gpt2" else peer_decoder(kind, **SIZES)
+        peer = peer_model(CLASSES[kind], **(GPT2 if kind == "gpt2" else SIZES))
         peer.save_pretrained(folder / "hf")
         self.peer = type(peer).from_pretrained(folder / "hf", attn_implementation="eager").double().eval()
         source = open_source(folder / "hf", {"model.vocab_multiple": 48, "model.scan_layers": "true"})
@@ -107,21 +99,13 @@ class Tuning:
         export_adapter(self.run, export_config(self.run), self.folder / f"adapter-{step}", dtype=None)
         return self.folder / f"adapter-{step}"
 
-    def logits(self, number: int, position: int) -> np.ndarray:
-        placed = self.program.put_batch(self.batch(number), self.program.local_rows)
-        return np.asarray(next_logits(self.program)(self.state.params, placed, np.int32(position)))[:, :VOCABULARY]
-
-
-def torch_ids(ids: np.ndarray) -> Any:
-    return torch.tensor(ids, dtype=torch.long)
-
 
 def assert_logits(tuning: Tuning, peer: Any, number: int) -> None:
+    batch, program = tuning.batch(number), tuning.program
     with torch.no_grad():
-        logits = peer(torch_ids(tuning.batch(number)["tokens"])).logits.numpy()
-    for position in (0, LENGTH - 1):
-        atol = 1e-5 * np.abs(logits).max()
-        np.testing.assert_allclose(tuning.logits(number, position), logits[:, position], rtol=0, atol=atol)
+        theirs = peer(torch.tensor(batch["tokens"]).long()).logits.numpy()
+    ours = np.asarray(logits(program)(tuning.state.params, program.put_batch(batch, program.local_rows)))
+    np.testing.assert_allclose(ours[..., :VOCABULARY], theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(("kind", "mesh", "targets"), CASES)
@@ -137,8 +121,8 @@ def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[st
         loss, gradients = tuning.step(number)
         batch = tuning.batch(number)
         optimizer.zero_grad()
-        logits = peer(torch_ids(batch["tokens"])).logits
-        theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch_ids(batch["targets"]).flatten())
+        of_tokens = peer(torch.tensor(batch["tokens"]).long()).logits.flatten(0, 1)
+        theirs = torch.nn.functional.cross_entropy(of_tokens, torch.tensor(batch["targets"]).long().ravel())
         theirs.backward()
         assert loss == pytest.approx(theirs.item(), rel=2e-6)
         assert gradients.keys() == trained.keys()

@@ -1,12 +1,15 @@
 """Tokenizers that are kept whole beside those of `transformers`: ids, texts, chats, and what is written again."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from saved_tokenizers import CHATML, KINDS, LLAMA3, MARKED, MISTRAL, TEXTS, write_saved
+from saved_tokenizers import CHATML, KINDS, LLAMA3, MARKED, MISTRAL, TEXTS, write_pair, write_saved, write_vocabulary
 
 from megajax.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megajax.data.chat import ChatTemplate
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import train_tokenizer, wordpiece
 
 pytestmark = pytest.mark.peer
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
@@ -28,11 +31,57 @@ CHAT = [
 ]
 
 
+def both(folder: Path) -> tuple[Any, Tokenizer]:
+    """The tokenizer of `transformers`, and ours."""
+    tokenizer, left_out = read_tokenizer(folder, "bpe", 5000)
+    assert tokenizer is not None and not left_out
+    return transformers.AutoTokenizer.from_pretrained(folder), tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordpiece cased"])
+def test_a_tokenizer_of_one_file(kind: str, tmp_path: Path) -> None:
+    """`transformers` writes tokenizer.json alone: the same ids here, cased and not, also of a token that is added."""
+    text = "Some TEXT — with some Words, ünd some words again.\n\n\tEnd." * 3
+    name, _, cased = kind.partition(" ")
+    tokenizer = train_tokenizer([text], 280 if name == "bpe" else 100, name)
+    if cased:
+        tokenizer = wordpiece(tokenizer.vocabulary | {"Some": tokenizer.size, "TEXT": tokenizer.size + 1})
+    (tmp_path / "ours").mkdir()
+    if name == "bpe":
+        write_pair(tmp_path / "ours", tokenizer)
+        theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path / "ours")
+    else:
+        write_vocabulary(tmp_path / "ours", tokenizer)
+        theirs = transformers.BertTokenizer.from_pretrained(tmp_path / "ours", do_lower_case=not cased)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert not {"vocab.json", "vocab.txt"} & {file.name for file in (tmp_path / "hf").iterdir()}
+    assert read_tokenizer(tmp_path / "hf", name, 300) == (tokenizer, [])
+    assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
+    theirs.add_special_tokens({"additional_special_tokens": ["[MORE]"]})
+    theirs.save_pretrained(tmp_path / "hf")
+    again, left_out = read_tokenizer(tmp_path / "hf", name, 300)
+    assert again is not None and not left_out  # the model has an id for it
+    assert again.encode(text + "[MORE]") == theirs(text + "[MORE]", add_special_tokens=False).input_ids
+
+
+def test_pairs_of_texts_in_a_wordpiece_that_is_exported(tmp_path: Path) -> None:
+    text = "A naïve text, with a few words of it twice: a text, with words.\n\n" * 3
+    tokenizer = train_tokenizer([text], 150, "wordpiece")
+    write_tokenizer(tokenizer, 64, tmp_path)
+    special = {token: tokenizer.encode(token) for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")}
+    first, second = tokenizer.encode(text), tokenizer.encode("Other words.")
+    for kind in (transformers.AutoTokenizer, transformers.BertTokenizer):
+        theirs = kind.from_pretrained(tmp_path)
+        both = theirs(text, "Other words.")
+        assert both.input_ids == [*special["[CLS]"], *first, *special["[SEP]"], *second, *special["[SEP]"]]
+        assert both.token_type_ids == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+        assert [theirs.pad_token_id, theirs.mask_token_id] == special["[PAD]"] + special["[MASK]"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
     folder = write_saved(tmp_path / "theirs", kind)
-    tokenizer, left_out = read_tokenizer(folder, "bpe", 5000)
-    assert tokenizer is not None and not left_out
+    _, tokenizer = both(folder)
     (tmp_path / "again").mkdir()
     write_tokenizer(tokenizer, 64, tmp_path / "again")
     for place in folder, tmp_path / "again":
@@ -54,8 +103,8 @@ def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
 def test_a_tokenizer_without_settings(tmp_path: Path) -> None:
     folder = write_saved(tmp_path / "theirs", "mistral")
     (folder / "tokenizer_config.json").unlink()
-    tokenizer, _ = read_tokenizer(folder, "bpe", 5000)
-    assert tokenizer is not None and tokenizer.decode([tokenizer.end_of_text]) == "</s>"  # by config.json
+    _, tokenizer = both(folder)
+    assert tokenizer.decode([tokenizer.end_of_text]) == "</s>"  # by config.json
     (tmp_path / "again").mkdir()
     write_tokenizer(tokenizer, 64, tmp_path / "again")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
@@ -69,7 +118,7 @@ def test_the_class_that_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
     folder = write_saved(tmp_path, "mistral")
     settings = (folder / "tokenizer_config.json").read_text().replace("PreTrainedTokenizerFast", "LlamaTokenizer")
     (folder / "tokenizer_config.json").write_text(settings)
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
+    theirs, tokenizer = both(folder)
     assert type(theirs).__name__ == "LlamaTokenizer"
     for text in [*TEXTS, "a", "ünïcödé 漢字 🙂", "a</s>b"]:
         assert theirs(text).input_ids == tokenizer.encode_prompt(text), text
@@ -90,8 +139,7 @@ def test_chats(source: str, add_generation_prompt: bool, tmp_path: Path) -> None
 
 
 def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
-    folder = write_saved(tmp_path, "qwen")
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
+    theirs, tokenizer = both(write_saved(tmp_path, "qwen"))
     found = theirs.apply_chat_template(
         CHAT, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -107,8 +155,7 @@ def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
 def test_what_the_harness_encodes(kind: str, tmp_path: Path) -> None:
     """Contexts begin as those of the harness's own models do."""
     harness = pytest.importorskip("megajax.evaluation.harness", reason="the extra `eval` is not installed")
-    folder = write_saved(tmp_path, kind)
-    theirs, (tokenizer, _) = transformers.AutoTokenizer.from_pretrained(folder), read_tokenizer(folder, "bpe", 5000)
+    theirs, tokenizer = both(write_saved(tmp_path, kind))
     model = object.__new__(harness.MegajaxLM)
     model._text = tokenizer
     assert model.prefix_token_id == (theirs.eos_token_id if theirs.bos_token_id is None else theirs.bos_token_id)

@@ -3,116 +3,184 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from canonical_weights import from_tensors, places_of
-from hugging_face import SETTINGS, random_tensors, write_model
-from safetensors import safe_open
+from canonical_weights import exported, from_tensors, weights_of
+from hugging_face import DECODERS, ORDERS, SETTINGS, assert_same, class_of, random_tensors, tensors_in, write_model
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config, tiny_program
 
-from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.runs.checkpoint import Checkpoints
 from megajax.settings.presets import load_preset, resolve
+from megajax.tasks.registry import TASKS, TaskConfig
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+IDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_full = pytest.mark.full
 
 
-def export(run: Path, folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of a run's newest checkpoint, without the prefix."""
-    export_hf(run, export_config(run), folder)
-    tensors = load_file(folder / "model.safetensors")
-    assert all(name.startswith("transformer.") for name in tensors)
-    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings"),
+    [
+        ("gpt2", "float32", {}),
+        ("gpt2", "float16", {}),
+        ("bert", "float32", {}),
+        ("megatron-bert", "float32", {}),
+        ("llama", "bfloat16", {}),
+        pytest.param("gpt2", "bfloat16", {}, marks=_full),
+        pytest.param("qwen3", "float16", TIED, marks=_full),
+        pytest.param("llama", "float32", BIASES | TIED, marks=_full),
+        pytest.param("qwen2", "bfloat16", TIED, marks=_full),
+        pytest.param("mistral", "float16", {"sliding_window": 5}, marks=_full),
+    ],
+)
+def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """In several files: the identical tensors, the class, the settings, what ends a generation, the tokenizer."""
+    folder, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
+    decodes, settings = kind not in ORDERS, settings | IDS if kind in DECODERS else settings
+    tensors = random_tensors(kind, NAMES[dtype], **settings)
+    write_model(folder, kind, tensors, **settings)
+    if decodes:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
+    else:
+        train_tokenizer(["some words of some text"], 100, "wordpiece").save(folder)
+    source = open_source(folder, {"model.sequence_length": 16} if kind in DECODERS else {})
+    assert not source.weights.fresh
+    import_hf(source, run)
+    config = resolve(load_preset(run / "config.toml"))
+    assert config.model == source.config.model and config.optimizer.learning_rate == 5e-5
+    assert config.run_dir == str(run) and config.model.sequence_length == (16 if kind in DECODERS else 24)
+    export_hf(run, export_config(run), back, shard_bytes=9000)
+
+    assert_same(tensors_in(back), tensors)
+    fields = json.loads((back / "config.json").read_text())
+    expected = SETTINGS[kind] | settings | {"dtype": dtype, "model_type": kind, "architectures": [class_of(kind)]}
+    assert fields.items() >= (expected if decodes else expected | {"pad_token_id": 0}).items()
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in back.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    kept = "generation_config.json" if decodes else "tokenizer.json"
+    assert json.loads((back / kept).read_text()) == json.loads((folder / kept).read_text())
+    again, first = open_source(back), open_source(folder)
+    assert again.config == first.config and again.tokenizer == first.tokenizer
+    assert kind not in DECODERS or again.origin == first.origin
+    export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
+    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Bit for bit."""
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        assert tensor.tobytes() == expected[name].tobytes(), name
+@pytest.mark.parametrize(
+    ("kind", "task", "names", "words"),
+    [
+        ("gpt2", "pretraining", [], {"precision": "bf16", "num_heads": 4, "tokenizer": "bpe"}),
+        ("bert", "pretraining", [], {}),
+        ("megatron-bert", "mnli", ["entailment", "neutral", "contradiction"], {}),
+        pytest.param("bert", "qqp", ["0", "1"], {}, marks=_full),
+        pytest.param("bert", "squad2", ["LABEL_0", "LABEL_1"], {}, marks=_full),
+        pytest.param("megatron-bert", "race", ["A", "B", "C", "D"], {}, marks=_full),
+    ],
+)
+def test_export_then_import(kind: str, task: str, names: list[str], words: dict[str, Any], tmp_path: Path) -> None:
+    """A run on (1, 2, 2): the main weights without the vocabulary's padding, a task's names of its classes; as another
+    run they have fresh optimizer state."""
+    sizes = {"num_layers": 2, "num_heads": 4, "sequence_length": 24, "dropout": 0.25, "vocab_size": 300}
+    tokenizer = train_tokenizer(["some words of some text"], 300) if words.pop("tokenizer", "") else None
+    head = TASKS[task].head if names else "pretraining"
+    if kind in ORDERS:
+        sizes |= {"family": "bert", "layer_order": ORDERS[kind], "head": head}
+        sizes |= {"num_classes": TASKS[task].classes} if names else {}
+    config = dataclasses.replace(tiny_config((1, 2, 2), **sizes | words), task=TaskConfig(name=task))
+    tensors = random_tensors(kind, head=head, classes=len(names), vocab_size=300)
+    weights, program = from_tensors(tensors, config.model), tiny_program(config)
+    padded = [weights["shared"]["table"]]
+    padded += [weights["shared"]["head"]["masked"]["bias"]] if kind in ORDERS and not names else []
+    for rows in padded:
+        rows[300:] = 1
+    there = exported(tmp_path, program, config, program.layout.from_canonical(program.layout.begin(weights)), tokenizer)
+    assert_same(load_file(there / "model.safetensors"), tensors)
+    fields = json.loads((there / "config.json").read_text())
+    assert fields["architectures"] == [class_of(kind, head)]
+    if names:
+        assert fields["id2label"] == {str(n): name for n, name in enumerate(names)}
+        assert fields["label2id"] == {name: n for n, name in enumerate(names)}
+    settings = {"config.json"} | ({"generation_config.json"} if kind == "gpt2" else set())
+    beside = {"tokenizer.json", "tokenizer_config.json"} if tokenizer else set()
+    assert {file.name for file in there.iterdir()} == settings | beside | {"model.safetensors"}
 
-
-def test_import_then_export(tmp_path: Path) -> None:
-    """The identical tensors, with the settings that they came with."""
-    tensors = random_tensors()
-    import_hf(open_source(write_model(tmp_path / "hf", tensors)), tmp_path / "run")
-    assert_same(export(tmp_path / "run", tmp_path / "back"), tensors)
-    fields = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert fields.items() >= SETTINGS.items() and fields["architectures"] == ["GPT2LMHeadModel"]
-    with safe_open(tmp_path / "back" / "model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert sorted(file.name for file in (tmp_path / "back").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
-
-
-def test_export_then_import(tmp_path: Path) -> None:
-    """A bf16 run on (1, 2, 2): the main weights of step 7 without the vocabulary's padding; fresh optimizer state."""
-    config = tiny_config((1, 2, 2), precision="bf16", num_layers=3, vocab_size=300, dropout=0.25)
-    tensors = random_tensors(SETTINGS | {"n_layer": 3, "n_positions": 16, "vocab_size": 300})
-    layout = tiny_program(config).layout
-    weights = from_tensors(
-        places_of(config.model), lambda name: tensors[name.removeprefix("transformer.")], config.model
-    )
-    weights["shared"]["table"][300:] = 1
-    checkpoints = Checkpoints(tmp_path / "run", layout, keep=1)
-    checkpoints.save(7, layout.from_canonical(layout.begin(weights)))
-    checkpoints.close()
-    (tmp_path / "run" / "config.toml").write_text(to_toml(config))
-    tokenizer = train_tokenizer(["some words of some text"], 300)
-    tokenizer.save(tmp_path / "run" / "data" / "tokenizer")
-    assert_same(export(tmp_path / "run", tmp_path / "hf"), tensors)
-
-    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
-    kept = dataclasses.replace(config.model, scan_layers="auto")
-    assert source.tokenizer == tokenizer and source.config.model == kept
+    source = open_source(there, {"model.vocab_multiple": 64})
+    assert source.tokenizer == tokenizer
+    assert source.config.model == dataclasses.replace(config.model, scan_layers="auto")
     import_hf(source, tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again" / "data" / "tokenizer") == tokenizer
+    if tokenizer:
+        assert load_tokenizer(tmp_path / "again" / "data" / "tokenizer") == tokenizer
     one = tiny_program(resolve(load_preset(tmp_path / "again" / "config.toml")))
     reader = Checkpoints(tmp_path / "again", one.layout)
     assert reader.steps() == [0]
     found = jax.device_get(one.layout.to_canonical(reader.restore(0)))
     reader.close()
-    weights["shared"]["table"][300:] = 0
+    for rows in padded:
+        rows[300:] = 0
     jax.tree.map(np.testing.assert_array_equal, found.params, weights)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((found.step, found.optimizer)))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_without_a_prefix_and_with_buffers(dtype, tmp_path: Path) -> None:
-    """As GPT2Model saves it, with the masks of older versions; weights in half precision are those in fp32, and go out
-    in either."""
-    tensors = random_tensors(dtype=dtype)
-    buffers = {f"h.{layer}.attn.bias": np.tri(24, dtype=np.uint8)[None, None] for layer in range(2)}
-    buffers |= {"h.1.attn.masked_bias": np.full((), -1e4, np.float32)}
-    source = open_source(write_model(tmp_path / "hf", tensors | buffers, prefix=""))
-    import_hf(source, tmp_path / "run")
-    assert_same(export(tmp_path / "run", tmp_path / "back"), tensors)
-    export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "wide", dtype="fp32")
-    expected = {f"transformer.{name}": tensor.astype(np.float32) for name, tensor in tensors.items()}
-    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), expected)
+def test_what_older_files_have(tmp_path: Path) -> None:
+    """Names without a prefix, or as TensorFlow had them, masks, angles and positions, a tied head once more, the pooler
+    of a span: the same weights."""
+    gpt2, bert, llama = random_tensors("gpt2"), random_tensors("bert"), random_tensors("llama", **TIED)
+    short = {name.removeprefix("transformer."): tensor for name, tensor in gpt2.items()}
+    short |= {f"h.{layer}.attn.bias": np.tri(24, dtype=np.uint8)[None, None] for layer in range(2)}
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in bert.items()
+    }
+    table, positions = bert["bert.embeddings.word_embeddings.weight"].copy(), np.arange(24)[None]
+    older |= {"cls.predictions.decoder.weight": table, "cls.predictions.decoder.bias": bert["cls.predictions.bias"] + 0}
+    angles = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for n in range(2)}
+    span = random_tensors("bert", head="span")
+    pooler = {f"bert.pooler.dense.{part}": bert[f"bert.pooler.dense.{part}"] for part in ("weight", "bias")}
+    masked, head = {"architectures": ["BertForMaskedLM"]}, {"architectures": [class_of("bert", "span")]}
+    for number, (kind, tensors, further, settings) in enumerate(
+        (
+            ("gpt2", gpt2, short | {"h.1.attn.masked_bias": np.full((), -1e4, np.float32)}, {}),
+            ("gpt2", gpt2, gpt2 | {"lm_head.weight": gpt2["transformer.wte.weight"].copy()}, {}),
+            ("bert", bert, older | {"bert.embeddings.position_ids": positions}, masked),
+            ("bert", span, span | pooler, head),
+            ("llama", llama, llama | angles | {"lm_head.weight": llama["model.embed_tokens.weight"] + 0}, TIED),
+        )
+    ):
+        source = open_source(write_model(tmp_path / str(number), kind, further, **settings))
+        assert not source.weights.fresh
+        assert_same({name: source.weights.read(name) for name in tensors}, tensors)
 
 
-def test_several_files_and_a_tied_head(tmp_path: Path) -> None:
-    """Sharded as save_pretrained does it, with the table once more as the head."""
-    tensors = random_tensors() | {"lm_head.weight": random_tensors()["wte.weight"]}
-    folder = write_model(tmp_path / "hf", tensors)
-    shards = split(folder)
-    source = open_source(folder)
-    for name, tensor in random_tensors().items():
-        assert source.weights.read(f"transformer.{name}").tobytes() == tensor.tobytes()
-
+def test_several_files(tmp_path: Path) -> None:
+    """Sharded as save_pretrained does it; what is no index or is not there is refused."""
+    tensors = random_tensors("gpt2")
+    folder = write_model(tmp_path / "hf", "gpt2", tensors)
+    (folder / "model.safetensors").unlink()
+    shards = [f"model-{number}.safetensors" for number in range(2)]
+    for number, shard in enumerate(shards):
+        save_file({name: tensors[name] for name in sorted(tensors)[number::2]}, folder / shard)
     index = folder / "model.safetensors.index.json"
-    shards[1].rename(tmp_path / "gone")
+    weight_map = {name: shards[number % 2] for number, name in enumerate(sorted(tensors))}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    source = open_source(folder)
+    assert_same({name: source.weights.read(name) for name in tensors}, tensors)
+
+    (folder / shards[1]).rename(tmp_path / "gone")
     with pytest.raises(UserError, match=r"model-1\.safetensors: .*does not exist"):
         open_source(folder)
     for text in ('{"weight_map": {"a": "../model-0.safetensors"}}', '{"weight_map": {"a": "b.bin"}}', "{}", "[", "[]"):
@@ -121,14 +189,24 @@ def test_several_files_and_a_tied_head(tmp_path: Path) -> None:
             open_source(folder)
 
 
-def split(folder: Path) -> list[Path]:
-    """model.safetensors as two files and an index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = [folder / f"model-{number}.safetensors" for number in range(2)]
-    for number, shard in enumerate(shards):
-        save_file({name: tensors[name] for name in names[number::2]}, shard)
-    places = {name: shards[number % 2].name for number, name in enumerate(names)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return shards
+def test_without_the_order_head(tmp_path: Path) -> None:
+    """It and the pooler are what a run with this seed begins with, all else is what is there."""
+    left_out = ("bert.pooler", "cls.seq_relationship")
+    whole = random_tensors("megatron-bert")
+    tensors = {name: tensor for name, tensor in whole.items() if not name.startswith(left_out)}
+    write_model(
+        tmp_path / "hf", "megatron-bert", tensors, architectures=["MegatronBertForMaskedLM"], initializer_range=0.3
+    )
+    source = open_source(tmp_path / "hf")
+    assert list(source.weights.fresh) == ["the pooler", "the order head"]
+    import_hf(source, tmp_path / "run")
+    program = tiny_program(source.config)
+    begun = jax.device_get(program.layout.canonical_weights(program.layout.init().params))["shared"]["head"]
+    found = weights_of(source, source.config.seed)["shared"]["head"]
+    assert np.abs(begun["order"]["weight"]).max() > 0.1
+    for part in ("pooler", "order"):
+        jax.tree.map(np.testing.assert_array_equal, found[part], begun[part])
+    export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "back")
+    back = tensors_in(tmp_path / "back")
+    pooler = {"bert.pooler.dense.weight": np.ascontiguousarray(begun["pooler"]["dense"]["weight"].T)}
+    assert_same({name: back[name] for name in [*tensors, *pooler]}, tensors | pooler)

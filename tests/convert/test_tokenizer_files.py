@@ -5,11 +5,8 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hugging_face import random_tensors, write_model
-from hugging_face_bert import bert_tensors, write_bert
-from refusals import refusal
+from hugging_face import random_tensors, refusal, write_model
 from saved_tokenizers import write_pair, write_vocabulary
 from tiny import tiny_config
 
@@ -22,19 +19,13 @@ from megajax.errors import UserError
 
 TEXTS = ["some words of some text, and words of others"]
 BYTE_PAIR, WORDPIECE = train_tokenizer(TEXTS, 280), train_tokenizer(TEXTS, 100, "wordpiece")
+TOKENIZERS = {"gpt2": BYTE_PAIR, "bert": WORDPIECE}
+SIZES = {"gpt2": 301, "bert": 101}
 
 
-def gpt2(folder: Path, vocab_size: int) -> Path:
-    tensors = random_tensors() | {"wte.weight": np.zeros((vocab_size, 24), np.float32)}
-    return write_model(folder, tensors, vocab_size=vocab_size)
-
-
-def bert(folder: Path, vocab_size: int = 101) -> Path:
-    tensors = bert_tensors("post")
-    cut = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-    return write_bert(
-        folder, "post", tensors | {name: tensors[name][:vocab_size].copy() for name in cut}, vocab_size=vocab_size
-    )
+def write(folder: Path, kind: str, vocab_size: int = 0) -> Path:
+    vocab_size = vocab_size or SIZES[kind]
+    return write_model(folder, kind, random_tensors(kind, vocab_size=vocab_size), vocab_size=vocab_size)
 
 
 def other_words(prefix: str = "##", lowercases: str = "Lowercase") -> str:
@@ -44,25 +35,23 @@ def other_words(prefix: str = "##", lowercases: str = "Lowercase") -> str:
     return json.dumps(content | {"normalizer": {"type": lowercases} if lowercases else None})
 
 
-def test_more_ids_than_the_model(tmp_path: Path) -> None:
-    for write, tokenizer, few in ((gpt2, BYTE_PAIR, 260), (bert, WORDPIECE, 20)):
-        folder = tmp_path / write.__name__
-        tokenizer.save(write(folder, few))
-        assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is {few}", refusal(folder))
-        content = json.loads(tokenizer.files["tokenizer.json"])
-        more = [{**content["added_tokens"][0], "id": 300 + n, "content": f"<new{n}>"} for n in range(2)]
-        (folder / "tokenizer.json").write_text(
-            json.dumps(content | {"added_tokens": [*content["added_tokens"], *more]})
-        )
-        settings = {"pad_token": "<new1>", "added_tokens_decoder": {"301": {"content": "<new1>"}}}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
-        source = open_source(write(folder, 301 if write is gpt2 else 101))
-        assert source.added_tokens == (["<new1>"] if write is gpt2 else ["<new0>", "<new1>"])
-        assert source.tokenizer is not None and "<new1>" not in "".join(source.tokenizer.files.values())
-        assert json.loads(source.tokenizer.files["tokenizer_config.json"])["padding_side"] == "left"
-        assert source.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
-        import_hf(source, tmp_path / f"run-{write.__name__}")
-        assert load_tokenizer(tmp_path / f"run-{write.__name__}" / "data" / "tokenizer") == source.tokenizer
+@pytest.mark.parametrize(("kind", "few", "left_out"), [("gpt2", 260, ["<new1>"]), ("bert", 20, ["<new0>", "<new1>"])])
+def test_more_ids_than_the_model(kind: str, few: int, left_out: list[str], tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "hf", TOKENIZERS[kind]
+    tokenizer.save(write(folder, kind, few))
+    assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is {few}", refusal(folder))
+    content = json.loads(tokenizer.files["tokenizer.json"])
+    more = [{**content["added_tokens"][0], "id": 300 + n, "content": f"<new{n}>"} for n in range(2)]
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], *more]}))
+    settings = {"pad_token": "<new1>", "added_tokens_decoder": {"301": {"content": "<new1>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
+    source = open_source(write(folder, kind))
+    assert source.added_tokens == left_out
+    assert source.tokenizer is not None and "<new1>" not in "".join(source.tokenizer.files.values())
+    assert json.loads(source.tokenizer.files["tokenizer_config.json"])["padding_side"] == "left"
+    assert source.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    import_hf(source, tmp_path / "run")
+    assert load_tokenizer(tmp_path / "run" / "data" / "tokenizer") == source.tokenizer
 
 
 @pytest.mark.parametrize(
@@ -78,18 +67,13 @@ def test_more_ids_than_the_model(tmp_path: Path) -> None:
 )
 def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words: str, tmp_path: Path) -> None:
     """Also where it is a vocabulary alone, of whose settings the file says nothing."""
-    folder = gpt2(tmp_path, 300) if kind == "gpt2" else bert(tmp_path)
-    tokenizer = BYTE_PAIR if kind == "gpt2" else WORDPIECE
+    folder, tokenizer = write(tmp_path, kind), TOKENIZERS[kind]
     (folder / "tokenizer_config.json").write_text(settings)
+    (folder / "tokenizer.json").write_text(tokenizer.files["tokenizer.json"])
     for alone in (False, True):
-        if alone and kind == "bert":
+        if alone:
             (folder / "tokenizer.json").unlink()
-            write_vocabulary(folder, tokenizer)
-        elif alone:
-            (folder / "tokenizer.json").unlink()
-            write_pair(folder, tokenizer)
-        else:
-            (folder / "tokenizer.json").write_text(tokenizer.files["tokenizer.json"])
+            (write_pair if kind == "gpt2" else write_vocabulary)(folder, tokenizer)
         if words:
             assert words in refusal(folder)
         else:
@@ -99,11 +83,7 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
 @pytest.mark.parametrize(
     ("kind", "files", "words"),
     [
-        (
-            "bert",
-            {"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n"},
-            "no [MASK]; valid: a WordPiece vocabulary with [PAD]",
-        ),
+        ("bert", {"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n"}, "no [MASK]; valid: a WordPiece vocabulary with [P"),
         ("bert", {"tokenizer.json": BYTE_PAIR.files["tokenizer.json"]}, "cuts no words in pieces; valid: a WordPiece"),
         ("bert", {"tokenizer.json": other_words(prefix="@@")}, 'continuing_subword_prefix of tokenizer.json is "@@"'),
         ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, which"),
@@ -113,7 +93,7 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
     ],
 )
 def test_of_another_kind_or_not_whole(kind: str, files: dict[str, str], words: str, tmp_path: Path) -> None:
-    folder = gpt2(tmp_path, 300) if kind == "gpt2" else bert(tmp_path)
+    folder = write(tmp_path, kind)
     for name, text in files.items():
         (folder / name).write_text(text)
     assert words in refusal(folder)

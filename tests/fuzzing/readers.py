@@ -14,8 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hugging_face import random_tensors, write_model
-from hugging_face_bert import bert_tensors, write_bert
-from hugging_face_decoders import write_decoder
 from mutations import GZ, ZST, Reader
 from saved_tokenizers import write_pair, write_saved, write_vocabulary
 from task_readers import TASK_READERS, writing
@@ -162,28 +160,25 @@ _ENDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
 
 def _write_decoder(folder: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}
-    write_decoder(folder, "qwen3", rope_parameters=_LLAMA3, **window, **_ENDS)
+    write_model(folder, "qwen3", rope_parameters=_LLAMA3, **window, **_ENDS)
     (folder / "generation_config.json").write_text(json.dumps(_ENDS | {"temperature": 0.6}))
 
 
 def _write_hugging_face(folder: Path) -> None:
-    tensors = random_tensors() | {"wte.weight": np.zeros((300, 24), np.float32)}
-    write_model(folder, tensors, vocab_size=300)
+    write_model(folder, "gpt2", random_tensors("gpt2", vocab_size=300), vocab_size=300)
     _tokenizer("bpe").save(folder)
     (folder / "tokenizer_config.json").write_text('{"add_prefix_space": false, "model_max_length": 24}')
 
 
 def _write_hugging_face_shards(folder: Path) -> None:
-    write_model(folder)
+    write_model(folder, "gpt2")
     (folder / "model.safetensors").rename(folder / "a.safetensors")
-    names = {f"transformer.{name}": "a.safetensors" for name in random_tensors()}
+    names = dict.fromkeys(random_tensors("gpt2"), "a.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def _write_bert(folder: Path) -> None:
-    rows = {"bert.embeddings.word_embeddings.weight": (120, 24), "cls.predictions.bias": (120,)}
-    tensors = bert_tensors("post") | {name: np.zeros(shape, np.float32) for name, shape in rows.items()}
-    write_bert(folder, "post", tensors, vocab_size=120)
+    write_model(folder, "bert", random_tensors("bert", vocab_size=120), vocab_size=120)
     _tokenizer("wordpiece").save(folder)
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "strip_accents": null}')
 
@@ -195,9 +190,9 @@ def _write_bert_vocabulary(folder: Path) -> None:
 
 
 def _write_bert_classes(folder: Path) -> None:
-    tensors, labels = bert_tensors("post", head="classes", classes=3), {"0": "no", "1": "yes", "2": "maybe"}
-    kind = {"architectures": ["BertForSequenceClassification"], "problem_type": "single_label_classification"}
-    write_bert(folder, "post", tensors, **kind, id2label=labels)
+    tensors, labels = random_tensors("bert", head="classes", classes=3), {"0": "no", "1": "yes", "2": "maybe"}
+    problem = "single_label_classification"
+    write_model(folder, "bert", tensors, head="classes", problem_type=problem, id2label=labels)
 
 
 def _use_bert(folder: Path) -> None:

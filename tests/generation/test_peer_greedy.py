@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face_decoders import peer_decoder
+from hugging_face import CLASSES, peer_model
 from tiny import tiny_program
 
 from megajax.convert.importing import import_hf, open_source
@@ -61,7 +61,7 @@ def beside(peer: Any, prompt: list[int], ours: list[int]) -> list[tuple[int, flo
 )
 def test_64_greedy_tokens(kind: str, tensor: int, tmp_path: Path) -> None:
     """Of prompts of several lengths at once; a tensor group of six holds each of the two heads of keys three times."""
-    peer = peer_decoder(kind, **SIZES | CASES[kind])
+    peer = peer_model(CLASSES[kind], **SIZES | CASES[kind])
     peer.save_pretrained(tmp_path / "hf")
     overrides = {"precision": "fp64", "model.vocab_multiple": 6, "mesh.tensor": tensor}
     with jax.enable_x64(True):

@@ -1,0 +1,139 @@
+"""A config.json of what is none of our models is refused in one line that names file, field and what would be valid."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hugging_face import refusal, write_model
+
+LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3"'
+COMMON_RATE = r"all the same, or --model\.dropout"
+
+# The model, and its head after a blank; a field of its config.json, its value, what would be valid.
+FIELDS: list[tuple[str, str, Any, str]] = [
+    *(("gpt2", "model_type", kind, TYPES)
+      for kind in ("gemma", "phi3", "mixtral", "qwen3_moe", "llama4", "mistral3")),
+    ("gpt2", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
+    ("gpt2", "activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
+    ("gpt2", "layer_norm_epsilon", 0, "more than 0"),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True, "false"),
+    ("gpt2", "scale_attn_weights", False, "true"),
+    ("gpt2", "reorder_and_upcast_attn", True, "false"),
+    ("gpt2", "tie_word_embeddings", 1, "true or false"),
+    ("gpt2", "n_inner", 0, "more than 0"),
+    ("gpt2", "n_layer", 0, ".*1 to 10000"),
+    ("gpt2", "n_layer", 99_999_999, ".*1 to 10000"),
+    ("gpt2", "n_layer", 9999, "the number of layers"),
+    ("gpt2", "n_embd", "24", "a whole number"),
+    ("gpt2", "n_head", 5, "a multiple"),
+    ("gpt2", "attn_pdrop", 0.1, COMMON_RATE),
+    ("gpt2", "resid_pdrop", 1.0, ".*less than 1"),
+    ("llama", "architectures", ["LlamaForSequenceClassification"], r'\["LlamaForCausalLM"\]'),
+    ("qwen2", "architectures", ["LlamaForCausalLM"], r'\["Qwen2ForCausalLM"\]'),
+    ("llama", "quantization_config", {"quant_method": "awq"}, "null"),
+    ("llama", "num_key_value_heads", 4, "a divisor of num_attention_heads, 6"),
+    ("llama", "num_key_value_heads", 0, "more than 0"),
+    ("llama", "hidden_size", 26, "a multiple"),
+    ("qwen3", "head_dim", 7, "an even number"),
+    ("llama", "intermediate_size", 40.0, "a whole number"),
+    ("llama", "hidden_act", "gelu", '"silu"'),
+    ("llama", "mlp_bias", True, "as attention_bias, false"),
+    ("qwen3", "attention_bias", True, "false"),
+    ("mistral", "mlp_bias", True, "false"),
+    ("llama", "tie_word_embeddings", None, "true or false"),
+    ("llama", "rms_norm_eps", 0, "more than 0"),
+    ("llama", "attention_dropout", 0.1, r"0, or --model\.dropout"),
+    ("llama", "sliding_window", 5, "null"),
+    ("mistral", "sliding_window", 0, "null, or a whole number above 0"),
+    ("mistral", "layer_types", ["full_attention"] * 2, "sliding_attention 2 times"),
+    ("qwen2", "layer_types", ["sliding_attention"] * 2, "full_attention 2 times"),
+    ("llama", "rope_scaling", "linear", "null, or an object"),
+    ("llama", "rope_theta", "1e4", "a finite number"),
+    ("llama", "partial_rotary_factor", 0.5, "1"),
+    ("llama", "is_causal", False, "true"),
+    ("llama", "eos_token_id", "2", "null, an id, or several"),
+    ("bert", "model_type", "roberta", '.*"qwen3", "megatron-bert", "bert"'),
+    ("bert", "architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
+    ("bert", "architectures", ["MegatronBertForPreTraining"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
+    ("bert", "hidden_act", "gelu_new", '"gelu"'),
+    ("bert", "position_embedding_type", "relative_key", '"absolute"'),
+    ("bert", "is_decoder", True, "false"),
+    ("bert", "add_cross_attention", True, "false"),
+    ("bert", "type_vocab_size", 1, "2"),
+    ("bert", "tie_word_embeddings", False, "true"),
+    ("bert", "layer_norm_eps", 1e-5, "1e-12"),
+    ("bert", "intermediate_size", 100, "96"),
+    ("bert", "intermediate_size", None, "96"),
+    ("bert", "num_hidden_layers", 9999, "the number of layers"),
+    ("bert", "max_position_embeddings", 0, ".*1 to 1000000"),
+    ("bert", "hidden_size", "24", "a whole number"),
+    ("bert", "num_attention_heads", 5, "a multiple"),
+    ("bert", "attention_probs_dropout_prob", 0.1, COMMON_RATE),
+    ("bert", "hidden_dropout_prob", 1, ".*less than 1"),
+    # What does not tell two classes or more apart, or has a task's classes under other numbers.
+    ("bert classes", "problem_type", "regression", 'null, "single_label_classification"'),
+    ("bert classes", "problem_type", "multi_label_classification", 'null, "single_label_classification"'),
+    ("bert classes", "num_labels", 1, ".*2 to 10000"),
+    ("bert classes", "num_labels", "2", "a whole number"),
+    ("bert classes", "id2label", {"0": "one"}, ".*two classes or more"),
+    ("bert classes", "id2label", {"1": "a", "2": "b"}, ".*numbers from 0 on"),
+    ("bert classes", "id2label", {"0": "a", "1": 1}, "a name for each"),
+    ("bert classes", "id2label", ["a", "b"], "a name for each"),
+    ("bert classes", "id2label", {"0": "1", "1": "0"}, "in the order of qqp, 0, 1"),
+    ("bert classes", "id2label", {"0": "CONTRADICTION", "1": "NEUTRAL", "2": "ENTAILMENT"},
+     "in the order of mnli, entailment, neutral, contradiction"),
+    ("bert span", "id2label", {"0": "a", "1": "b", "2": "c"}, "two labels, a span's start and its end"),
+    ("bert span", "num_labels", 3, "two labels, a span's start and its end"),
+]  # fmt: skip
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((kind, {field: value}, rf"config\.json: .*{field} .*; valid: {valid}") for kind, field, value, valid in FIELDS),
+    ("llama", {"hidden_size": 26}, "hidden_size 26 is not divisible by num_attention_heads 6"),
+    ("llama", {"hidden_size": 18, "head_dim": None}, "head_dim is 3; valid: an even number"),
+    ("llama", {"attention_bias": True}, "mlp_bias is false; valid: as attention_bias, true"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers is 1; valid: 0, all .* 2 and"),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types is .*valid: full_attention 2 times or sliding_attention 2 times: the same in all layers",
+    ),
+    ("llama", {"rope_scaling": {"type": "yarn"}}, r'rope_scaling\.type is "yarn"; valid: "default", "linear", "llama3'),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r'rope_parameters\.rope_type is "longrope"; valid: "def'),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is null; valid: a finite number"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor is 0\.5; valid: .*1 to"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "valid: more than low_freq"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention is .*valid: without it"),
+    ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\..* missing from the safetensors; valid: all of a Llama"),
+    ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "words"), REFUSED)
+def test_refused(kind: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    name, _, head = kind.partition(" ")
+    line = refusal(write_model(tmp_path, name, head=head or "pretraining", **settings))
+    assert re.search(words, line) and str(tmp_path) in line, line
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("gpt2", "n_positions"), ("gpt2", "model_type"), ("megatron-bert", "vocab_size")]
+)
+def test_what_may_not_be_left_out(kind: str, field: str, tmp_path: Path) -> None:
+    assert f"{field} is null" in refusal(write_model(tmp_path, kind, without=[field]))
+
+
+def test_what_is_no_config_json(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    for text, words in (("{", "config.json: not JSON"), ("[]", "config.json: not a JSON object")):
+        (tmp_path / "config.json").write_text(text)
+        assert words in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "no config.json" in refusal(tmp_path)
+
+
+def test_lengths(tmp_path: Path) -> None:
+    """Rotary positions may be fewer than there, not more; learned ones are as they are."""
+    for kind, valid in (("llama", f"{tmp_path}; valid: 24 or less"), ("gpt2", "learned; valid: without it")):
+        line = refusal(write_model(tmp_path, kind), **{"model.sequence_length": 25})
+        assert "--model.sequence-length 25 with" in line and valid in line

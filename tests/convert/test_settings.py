@@ -1,0 +1,241 @@
+"""Every field of config.json that changes the numbers, the class that a model is exported as, and where the weights
+are."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from canonical_weights import back_to_tensors, from_tensors, weights_of
+from hugging_face import CLASSES, DECODERS, ORDERS, assert_same, class_of, random_tensors, refusal, write_model
+from tiny import tiny_config, tiny_program
+
+from megajax.convert.families import exchange_for
+from megajax.convert.importing import import_hf, open_source
+from megajax.models.config import ModelConfig
+from megajax.runs.init import first_state
+from megajax.settings.presets import load_preset, resolve
+from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.verify import named_leaves
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOW = {"sliding_window": 5, "use_sliding_window": True}
+
+READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gpt2", {"n_inner": 96}, {"mlp_size": 96, "norm_epsilon": 1e-5, "tied_embedding": True}),
+    ("llama", {}, {"bias": "none", "norm_epsilon": 1e-6, "rope_theta": 1e4, "sliding_window": 0, "dropout": 0.0}),
+    ("llama", {"rms_norm_eps": 1e-5, **TIED}, {"norm_epsilon": 1e-5, "tied_embedding": True}),
+    ("llama", BIASES, {"bias": "all"}),
+    ("llama", {"head_dim": 4}, {"head_size": 4}),
+    ("llama", {"head_dim": None, "num_key_value_heads": None}, {"head_size": 4, "num_kv_heads": 6}),
+    ("llama", {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": "none"}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7}, "rope_theta": 8}, {"rope_theta": 7.0}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": "linear", "rope_factor": 2.0}),
+    (
+        "mistral",
+        {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 9}},
+        {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_high_frequency": 4.0, "rope_original_length": 9},
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_original_length": 24}),
+    ("mistral", {}, {"sliding_window": 4096, "bias": "none"}),
+    ("mistral", {"sliding_window": None}, {"sliding_window": 0}),
+    ("mistral", {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, {"sliding_window": 5}),
+    ("qwen2", {"sliding_window": 5}, {"sliding_window": 0, "bias": "query-key-value", "query_key_norm": False}),
+    ("qwen2", WINDOW | {"max_window_layers": 0}, {"sliding_window": 5}),
+    ("qwen2", WINDOW, {"sliding_window": 0}),  # from layer 28 on
+    ("qwen3", WINDOW | {"max_window_layers": 2}, {"sliding_window": 0}),
+    (
+        "qwen3",
+        WINDOW | {"layer_types": ["sliding_attention"] * 2},
+        {"sliding_window": 5, "query_key_norm": True, "bias": "none"},
+    ),
+    ("qwen3", {"layer_types": ["full_attention"] * 2, "pretraining_tp": 2}, {"sliding_window": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "expected"), READ)
+def test_settings(kind: str, settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers understands them, also where they are missing; what is written is read as the same."""
+    sizes = {
+        "num_key_value_heads": settings.get("num_key_value_heads", 2) or 6,
+        "head_dim": settings.get("head_dim", 8) or 4,
+    }
+    tensors = random_tensors(kind, **settings | sizes)
+    source = open_source(write_model(tmp_path, kind, tensors, **settings))
+    model = source.config.model
+    assert {name: getattr(model, name) for name in expected} == expected
+    assert source.exchange.lacks(model) == {} and source.exchange.architecture(model) == CLASSES[kind]
+    fields = source.exchange.settings(model, (), None)["config.json"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert open_source(tmp_path).config == source.config
+
+
+def test_what_older_files_lack(tmp_path: Path) -> None:
+    """Fields that were not known yet; the class of the model, which its tensors tell; one rate of dropout of several,
+    with a flag for the one of ours."""
+    tied = random_tensors("llama", **TIED)
+    assert open_source(write_model(tmp_path, "llama", tied, without=["architectures"], **TIED)).tokenizer is None
+    heads = {"num_key_value_heads": 6}
+    write_model(tmp_path, "llama", random_tensors("llama", **heads), without=heads)
+    assert open_source(tmp_path).config.model.num_kv_heads == 6
+    write_model(tmp_path, "qwen3", without=["head_dim"])
+    assert "valid: [768, 24], by config.json" in refusal(tmp_path)  # 128, as Qwen3 has it
+    write_model(tmp_path, "gpt2", attn_pdrop=0.1, without=["resid_pdrop"])
+    assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
+    write_model(tmp_path, "megatron-bert", architectures=None, attention_probs_dropout_prob=0.2)
+    assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
+
+
+_SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
+_ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "GPT2LMHeadModel"),
+        ({"mlp_size": 10, "tied_embedding": False, "norm_epsilon": 1e-3}, "GPT2LMHeadModel"),
+        ({"rope_theta": 5e5, "num_kv_heads": 2}, "LlamaForCausalLM"),
+        ({"num_kv_heads": 2, "bias": "all"}, "LlamaForCausalLM"),
+        ({"sliding_window": 7}, "MistralForCausalLM"),
+        ({"hidden_size": 25, "head_size": 8}, "MistralForCausalLM"),
+        ({"bias": "query-key-value", "sliding_window": 7}, "Qwen2ForCausalLM"),
+        ({"query_key_norm": True}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
+    """By its options, unless it came from another that can hold it."""
+    rotary = {} if expected.startswith("GPT") else _ROTARY
+    model = ModelConfig(**_SMALL | rotary | options)
+    assert exchange_for(model, "", "RUN x").architecture(model) == expected
+    if expected == "LlamaForCausalLM":
+        came_from = "LlamaForCausalLM" if model.bias == "all" else "MistralForCausalLM"
+        assert exchange_for(model, "MistralForCausalLM", "RUN x").architecture(model) == came_from
+
+
+# Ours -> theirs: modules of a layer, of the ends, and tables, whose rows are padded.
+_LLAMA = {
+    **{f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")},
+    **{f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+}
+_BERT = {
+    **{f"attention/{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
+    **{"attention/output": "attention.output.dense", "mlp/up": "intermediate.dense", "mlp/down": "output.dense"},
+}
+_MASKED = (("dense", "dense"), ("norm", "LayerNorm"))
+_HEADS = {
+    **{f"head/masked/{ours}": f"cls.predictions.transform.{name}" for ours, name in _MASKED},
+    **{"head/pooler/dense": "bert.pooler.dense", "head/order": "cls.seq_relationship"},
+}
+_TABLES = {
+    **{name: f"bert.embeddings.{name.rstrip('s')}_embeddings.weight" for name in ("positions", "token_types")},
+    **{"table": "bert.embeddings.word_embeddings.weight", "head/masked/bias": "cls.predictions.bias"},
+}
+_QWEN3 = {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
+_DECODER = ({"final_norm": "model.norm"}, {"table": "model.embed_tokens.weight", "output": "lm_head.weight"})
+_PRE = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
+_POST = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
+PLACES = {
+    **dict.fromkeys(DECODERS, (_LLAMA, *_DECODER)),
+    "qwen3": (_LLAMA | _QWEN3, *_DECODER),
+    "megatron-bert": (_BERT | _PRE, _HEADS | {"norm": "bert.encoder.ln"}, _TABLES),
+    "bert": (_BERT | _POST, _HEADS | {"norm": "bert.embeddings.LayerNorm"}, _TABLES),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
+    """Each under its own name and turned to [in, out], of the last layer; every tensor once, also as it goes back."""
+    theirs = random_tensors(kind)
+    source = open_source(write_model(tmp_path, kind, theirs))
+    model, weights = source.config.model, weights_of(source)
+    ours, (of_layer, of_ends, tables) = named_leaves(weights), PLACES[kind]
+    start = "bert.encoder.layer.1." if kind in ORDERS else "model.layers.1."
+    modules = {f"blocks/{name}/": start + prefix for name, prefix in of_layer.items()}
+    modules |= {f"shared/{name}/": prefix for name, prefix in of_ends.items()}
+    for module, prefix in modules.items():
+        found = {name.removeprefix(module): leaf for name, leaf in ours.items() if name.startswith(module)}
+        assert found, module
+        for name, leaf in found.items():
+            expected = theirs[f"{prefix}.{name.replace('scale', 'weight')}"].T
+            own = leaf[1] if module.startswith("blocks") else leaf
+            np.testing.assert_array_equal(own.reshape(expected.shape), expected, err_msg=module)
+    for name, tensor in tables.items():
+        leaf, rows = ours[f"shared/{name}"], theirs[tensor]
+        np.testing.assert_array_equal(leaf[: len(rows)], rows, err_msg=name)
+        assert not leaf[len(rows) :].any()
+    assert_same(back_to_tensors(weights, model), theirs)
+    assert_same(back_to_tensors(from_tensors(theirs, model), model), theirs)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize(("head", "classes"), [("classes", 2), ("classes", 5), ("span", 2), ("choice", 4)])
+def test_heads(kind: str, head: str, classes: int, tmp_path: Path) -> None:
+    """All weights are read, those of the head where they belong; config.json has the class and its labels."""
+    tensors = random_tensors(kind, head=head, classes=classes)
+    labels = classes if head == "classes" else 2
+    source = open_source(write_model(tmp_path, kind, tensors, head=head, num_labels=labels))
+    model = source.config.model
+    assert (model.layer_order, model.head, model.num_classes) == (ORDERS[kind], head, classes)
+    assert not source.weights.fresh
+    weights = weights_of(source)
+    output, name = weights["shared"]["head"]["output"], "qa_outputs" if head == "span" else "classifier"
+    np.testing.assert_array_equal(output["weight"], tensors[f"{name}.weight"].T)
+    np.testing.assert_array_equal(output["bias"], tensors[f"{name}.bias"])
+    assert_same(back_to_tensors(weights, model), tensors)
+
+    fields = exchange_for(model, "", "").settings(model, (), None)["config.json"]
+    assert fields["architectures"] == [class_of(kind, head)]
+    assert fields["id2label"] == {str(n): f"LABEL_{n}" for n in range(classes)}
+    assert fields["label2id"] == {f"LABEL_{n}": n for n in range(classes)}
+    assert fields.get("problem_type") == ("single_label_classification" if head == "classes" else None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert open_source(tmp_path).config == source.config
+
+
+def test_names_of_classes(tmp_path: Path) -> None:
+    """As transformers writes them, in any order of the file; of two default ones it writes nothing."""
+    three = {"id2label": {"2": "contradiction", "0": "Entailment", "1": "neutral"}}
+    for classes, settings in ((3, three), (2, {"problem_type": "single_label_classification"})):
+        tensors = random_tensors("bert", head="classes", classes=classes)
+        source = open_source(write_model(tmp_path, "bert", tensors, head="classes", **settings))
+        assert source.config.model.num_classes == classes
+
+
+_OUTPUT = ["head.output.bias", "head.output.weight"]
+
+
+@pytest.mark.parametrize(
+    ("task", "fresh"),
+    [
+        ("qqp", _OUTPUT),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in (("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT))),
+    ],
+)
+def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path: Path) -> None:
+    """It has all weights where the answers are the same ones; where they are not, those but the outputs."""
+    tensors = random_tensors("bert", head="classes", classes=3)
+    write_model(tmp_path / "hf", "bert", tensors, head="classes", num_labels=3)
+    source = open_source(tmp_path / "hf", {"model.vocab_multiple": 64})
+    import_hf(source, tmp_path / "run")
+    preset = resolve(load_preset(tmp_path / "run" / "config.toml"))
+    assert preset.model == source.config.model and preset.pretrains
+    sizes = {"num_layers": 2, "num_heads": 4, "sequence_length": 24, "dropout": 0.0}
+    head = {"head": TASKS[task].head, "num_classes": TASKS[task].classes}
+    config = tiny_config(family="bert", layer_order="post", **sizes, **head)
+    program = tiny_program(dataclasses.replace(config, task=TaskConfig(name=task), init=str(tmp_path / "run")))
+    state, told = first_state(program)
+    assert told == f"weights: of step 0 of {tmp_path / 'run'}, fresh {', '.join(fresh) or 'none'}"
+    expected = {name: tensor for name, tensor in tensors.items() if not fresh or not name.startswith("classifier")}
+    if config.model.head == "span":
+        expected = {name: tensor for name, tensor in expected.items() if not name.startswith("bert.pooler")}
+    found = back_to_tensors(jax.device_get(program.layout.canonical_weights(state.params)), config.model)
+    outputs = [found.pop(name) for name in list(found) if name not in expected]
+    assert len(outputs) == len(fresh) and all(0 < np.abs(output).sum() < 5 for output in outputs if output.ndim == 2)
+    assert_same(found, expected)
