@@ -84,10 +84,13 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{MNLI} --task.doc-stride 0", r"--task\.doc-stride 0", "valid: 1 to"),
     (f"{MNLI} --mesh.data 2 --simulate-devices 2 --train.microbatch 8", r"--train\.global-batch 8"),
     (f"{MNLI} --data.train", r"--data\.train needs a value"),
-    *((f"{MNLI} --data.{kind} no.tsv", f"--data.{kind}: no.tsv does not exist") for kind in ("train", "dev")),
+    *(
+        (f"{MNLI} --data.{kind} no.tsv", f"--data.{kind}: no.tsv does not exist; valid: a file of mnli")
+        for kind in ("train", "dev")
+    ),
     (f"train.py {PRESET} --run-dir FILES/new", r"--data\.train missing", r"valid: files of --task\.name qqp"),
     *(
-        (f"{PRETRAIN} {flags}", f"{flags.split()[0]} .*without a task", ANY_TASK)
+        (f"{PRETRAIN} {flags}", f"{flags.split()[0]}( classes)? without a task", ANY_TASK)
         for flags in ("--data.train x", "--data.dev x", "--train.epochs 2", "--seeds 2", "--model.head classes")
     ),
     (PRETRAIN, r"--data\.path missing"),
@@ -104,7 +107,7 @@ TRAINING: list[tuple[str, ...]] = [
     # What cannot be seen from the beginning of a file: the first question without an answer.
     (
         f"{tune('squad1')} --data.train FILES/squad2-train.json",
-        r"--data.train: .*question \d+ \(id q\d+\).*squad2",
+        r"--data.train: .*question \d+ \(id q\d+\).*squad2.*; valid: ",
     ),
     *(
         (
@@ -116,7 +119,7 @@ TRAINING: list[tuple[str, ...]] = [
     ),
     (
         f"{MNLI} --data.dev FILES/maybe.tsv",
-        'FILES/maybe.tsv:8.*label "maybe"',
+        '--data.dev: FILES/maybe.tsv:8.*label "maybe"',
         "valid: entailment, neutral, contradiction",
     ),
     # The directory of a run that was trained otherwise, of several, or of something else.
@@ -133,11 +136,14 @@ TRAINING: list[tuple[str, ...]] = [
     ),
     (f"{AGAIN} --seeds 2", "--run-dir TUNED is the directory of one run; valid: a new folder, or without --seeds"),
     (MNLI.replace("FILES/new", "SEEDS"), "--run-dir SEEDS.*valid: "),
-    (f"{tune('qqp').replace('FILES/new', 'SEEDS')} --seeds 2", "task.name mnli, not qqp|model.num_classes 3, not 2"),
+    (
+        f"{tune('qqp').replace('FILES/new', 'SEEDS')} --seeds 2",
+        "--run-dir SEEDS.* (task.name mnli, not qqp|model.num_classes 3, not 2)",
+    ),
     *(
         (
             f"{MNLI} --run-dir FILES/foreign{number} --seeds 2",
-            "seeds.json was not written by --seeds.*another --run-dir",
+            f"FILES/foreign{number}/seeds.json was not written by --seeds; valid: another --run-dir",
         )
         for number in range(len(FOREIGN))
     ),
@@ -148,7 +154,7 @@ TRAINING: list[tuple[str, ...]] = [
     ),
     (f"{MNLI} --seeds 0", "--seeds 0; valid: 1 to 1000"),
     (f"{MNLI} --seeds 3 --seed {2**31 - 2}", "--seeds 3.*--seed 2147483646.*valid: "),
-    (f"{MNLI} --seeds many", "--seeds.*valid: a whole number"),
+    (f"{MNLI} --seeds many", "--seeds 'many'; valid: a whole number"),
     # The weights of another model, and what has none.
     (f"{INIT} BERT --model.hidden-size 64", "--init.*hidden_size 32, .* not 64.*valid: --model.hidden-size 32"),
     (f"{INIT} BERT --model.vocab-size 600", "--init.*vocab_size 512, not 600.*valid: --model.vocab-size 512"),
@@ -158,7 +164,10 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{INIT} BERT --model.num-heads 2", "--init.*num_heads 4, .*not 2.*valid: --model.num-heads 4"),
     (f"{INIT} BERT --model.vocab-multiple 1024", "--init.*padded_vocab_size 512, not 1024.*vocab-multiple 64"),
     (f"{INIT} BERT --precision fp64", "--precision fp64.*holds a run in bf16"),
-    (f"{INIT} BERT --tokenizer.path TUNED/data/tokenizer", "--tokenizer.path.*not the tokenizer of --init.*valid: "),
+    (
+        f"{INIT} BERT --tokenizer.path TUNED/data/tokenizer",
+        "--tokenizer.path.*not the tokenizer of --init.*; valid: that, or none",
+    ),
     (f"{INIT} BARE", "--init BARE.*no checkpoint.*valid: "),
     (f"{INIT} GPT", "--init GPT.*model.family decoder.*valid: "),
     *(
