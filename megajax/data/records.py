@@ -190,18 +190,14 @@ class TextDocuments:
     A broken line of JSONL is an error. Documents of white space only are left out. With `cut`, a single text file is
     cut in several documents; `key` is that of the text in JSONL, and the column of a Parquet file.
 
-    Attributes:
-        size: bytes of its files; 0 where that is not known.
-        num_documents: read by the latest iteration.
-        num_bytes: of these documents in UTF-8.
-        skipped_files: files of a folder that are not UTF-8, which it left out.
+    Of the latest iteration are `num_documents`, `num_bytes` of them in UTF-8, and `skipped_files`, which are not UTF-8.
     """
 
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:
         self.path, self._flag = str(path), flag
         self._files = TextFiles([path], flag)
         self._cut, self._key = cut, key
-        self.size = sum(self._files.sizes)
+        self.size = sum(self._files.sizes)  # bytes; 0 where that is not known
         self.num_documents = self.num_bytes = self.skipped_files = 0
 
     def __iter__(self) -> Iterator[str]:

@@ -29,34 +29,25 @@ class Tokenizer:
     Before every text stands what the post-processor of `tokenizer.json` puts there, as in `transformers`, which ignores
     `add_bos_token` where there is a `tokenizer.json`; what it puts after a text is left out. BERT's `[CLS]` is not put
     there: its samples have that themselves. Documents end with `eos_token`.
-
-    Attributes:
-        vocabulary: id of every token.
-        size: ids that a model needs: the largest id plus one.
-        end_of_text: id of the token that ends every document.
-        begin: ids that stand before every document and every prompt.
-        ends: ids that end a generation, `end_of_text` the first.
-        chat_template: how messages become a text (`megajax.data.chat`); None: that is not known.
-        named_tokens: special tokens by their role, as chat templates name them (`eos_token`).
-        files: texts of its files by name.
     """
 
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
         file = folder / SINGLE
         self._content = parsed_object(text, file)
         self._core = _core(text, file)
-        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # id of every token
         if not self.vocabulary or max(self.vocabulary.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
         _add_named(self._core, self.vocabulary, settings)
-        self.size = max(self.vocabulary.values()) + 1
-        self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]
-        self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)
+        self.size = max(self.vocabulary.values()) + 1  # ids that a model needs
+        self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]  # id that ends every document
+        self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)  # before every document and prompt
         known = [number for number in settings.ends if number in self.vocabulary.values()]
-        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))
-        self.chat_template = settings.template
+        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # that end a generation
+        self.chat_template = settings.template  # how messages become a text (`data/chat.py`); None: not known
+        # Special tokens by their role, as chat templates name them (`eos_token`).
         self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
-        self.files, self._settings = {**settings.files, SINGLE: text}, settings
+        self.files, self._settings = {**settings.files, SINGLE: text}, settings  # texts of its files by name
 
     def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
         """The tokenizer without the added tokens whose ids are `size` or more, and what those tokens are."""

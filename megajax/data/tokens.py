@@ -1,6 +1,7 @@
 """Documents of token ids, back to back in one array, the basis of every dataset."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,31 +12,19 @@ from megajax.errors import UserError
 _SCAN_TOKENS = 1 << 24  # tokens looked at in one go: bounds the memory of a scan
 
 
+@dataclass(eq=False)
 class TokenDocuments:
-    """D documents with N tokens in all, cut in S sequences, back to back.
+    """D documents with N tokens in all, back to back. Each is one sequence, or several if it was cut in sentences."""
 
-    Attributes:
-        tokens: ids, an integer array [N], possibly memory-mapped; `read` and `document` read them checked.
-        document_offsets: int64 [D + 1]; document d is `tokens[document_offsets[d]:document_offsets[d + 1]]`.
-        sequence_lengths: int32 [S], in tokens. A document is one sequence, or several if it was cut in sentences.
-        document_index: int64 [D + 1]; document d has the sequences `document_index[d]` to `document_index[d + 1] - 1`.
-        name: file or path, for error messages.
-        checked: finds what is wrong with the tokens, if given.
-    """
+    tokens: npt.NDArray[np.integer]  # ids [N], possibly memory-mapped; `read` and `document` read them checked
+    document_offsets: npt.NDArray[np.int64]  # [D + 1]; where in `tokens` every document begins, and N
+    sequence_lengths: npt.NDArray[np.int32]  # of S sequences, in tokens
+    document_index: npt.NDArray[np.int64]  # [D + 1]; the first sequence of every document, and S
+    name: str  # file or path, for error messages
+    checked: CheckedTokens | None = None  # finds what is wrong with the tokens
 
-    checked: CheckedTokens | None = None
-
-    def __init__(
-        self,
-        tokens: npt.NDArray[np.integer],
-        document_offsets: npt.NDArray[np.int64],
-        sequence_lengths: npt.NDArray[np.int32],
-        document_index: npt.NDArray[np.int64],
-        name: str,
-    ) -> None:
-        assert tokens.ndim == 1 and document_offsets[0] == 0 and document_offsets[-1] == len(tokens)
-        self.tokens, self.document_offsets, self.name = tokens, document_offsets, name
-        self.sequence_lengths, self.document_index = sequence_lengths, document_index
+    def __post_init__(self) -> None:
+        assert self.tokens.ndim == 1 and self.document_offsets[[0, -1]].tolist() == [0, len(self.tokens)]
 
     @classmethod
     def from_sequences(cls, documents: Iterable[Sequence[npt.NDArray[np.int32]]], name: str) -> "TokenDocuments":

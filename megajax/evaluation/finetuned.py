@@ -18,9 +18,8 @@ from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, squad_figures, write_predictions
-from megajax.tasks.readers import read_records
 from megajax.tasks.registry import TASKS
-from megajax.tasks.samples import TaskSamples, task_samples
+from megajax.tasks.samples import TaskSamples, read_records, task_samples
 from megajax.tasks.windows import SpanWindows, find_answers, mean_logits
 
 Logits = npt.NDArray[np.float32]

@@ -63,9 +63,6 @@ class Decoder:
     """A model that continues prompts, on the mesh of a program without a pipe.
 
     All processes make one and call its methods together, and all get the same ids.
-
-    Attributes:
-        compile_seconds: spent in compiling so far.
     """
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
@@ -82,7 +79,7 @@ class Decoder:
         self._unstack = jax.jit(self._unstacked, out_shardings=shardings)
         self._weights = self._unstack(params)
         self._programs: dict[tuple, Callable] = {}
-        self.compile_seconds = 0.0
+        self.compile_seconds = 0.0  # so far
 
     def renew(self, params: Tree) -> None:
         """Continue with other weights of the same program."""

@@ -7,6 +7,7 @@ A gram is eight words in a row of a test document, in lower case, without punctu
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -26,27 +27,20 @@ _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+")
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(GRAM)], np.uint64)
 
 
+@dataclass
 class TestSets:
-    """The grams of one or more test sets.
-
-    Attributes:
-        grams: ids of each gram's words, int32 [G, 8].
-        members: for each test set the numbers of its grams, int64, ascending.
-        too_short: for each test set, how many of its documents have no gram.
-    """
+    """The grams of one or more test sets."""
 
     __test__ = False  # no test of ours
 
-    def __init__(
-        self,
-        words: list[str],
-        grams: npt.NDArray[np.int32],
-        members: list[npt.NDArray[np.int64]],
-        too_short: list[int],
-    ) -> None:
-        self._words = words
-        self._ids = {word: number for number, word in enumerate(words)}
-        self.grams, self.members, self.too_short = grams, members, too_short
+    words: list[str]  # by their ids
+    grams: npt.NDArray[np.int32]  # ids of each gram's words, [G, 8]
+    members: list[npt.NDArray[np.int64]]  # for each test set the numbers of its grams, ascending
+    too_short: list[int]  # for each test set, how many of its documents have no gram
+
+    def __post_init__(self) -> None:
+        self._ids = {word: number for number, word in enumerate(self.words)}
+        grams = self.grams
         hashes = _hashes(grams.reshape(-1))[::GRAM] if len(grams) else np.empty(0, np.uint64)
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
@@ -85,7 +79,7 @@ class TestSets:
     def save(self, file: IO[bytes]) -> None:
         """Write an `.npz` file."""
         sizes = np.array([len(numbers) for numbers in self.members], np.int64)
-        words = np.frombuffer("\n".join(self._words).encode(), np.uint8)
+        words = np.frombuffer("\n".join(self.words).encode(), np.uint8)
         members = np.concatenate([np.empty(0, np.int64), *self.members])
         short = np.array(self.too_short, np.int64)
         np.savez(file, words=words, grams=self.grams, sizes=sizes, members=members, too_short=short)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.preparation.cleaning import normalised
-from megajax.preparation.minhash import bands_for, gram_set, jaccard
+from megajax.preparation.minhash import bands_for, gram_set, jaccard, normalised
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import Map
 from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder

@@ -16,6 +16,11 @@ _SEED = 1
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
+def normalised(text: str) -> str:
+    """The text by which duplicates are compared: in lower case, with one space for any white space."""
+    return " ".join(text.lower().split())
+
+
 def gram_set(text: str) -> set[str]:
     """The 5-grams of a normalised text; a shorter text is one gram."""
     return {text[start : start + GRAM] for start in range(max(1, len(text) - GRAM + 1))}

@@ -44,8 +44,13 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     if given not in TRAINED:
         loaded = named_tokenizer(given, flag="--tokenizer")  # its errors come before any work
         tokenizer = hashlib.sha256(json.dumps(loaded.files).encode()).hexdigest()
-    if task.options.split_sentences:
-        _check_pieces(given)
+        if task.options.split_sentences:
+            WordPieces.of(loaded, f"--tokenizer {given}")
+    elif task.options.split_sentences and given == "bpe":
+        raise UserError(
+            "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
+            "folder with vocab.txt"
+        )
     inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]
     inputs += [("--decontaminate", file) for file in tests if isinstance(file, Path)]
     inputs += [] if given in TRAINED else [("--tokenizer", Path(given))]
@@ -60,17 +65,6 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
         "options": options,
     }
     return plan | ({DOCSTRINGS: True} if DOCSTRINGS in map(str, task.inputs) else {})  # of the files of python-stdlib
-
-
-def _check_pieces(tokenizer: str) -> None:
-    """Check that the tokenizer splits words into pieces, which BERT masks."""
-    if tokenizer == "bpe":
-        raise UserError(
-            "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
-            "folder with vocab.txt"
-        )
-    if tokenizer not in TRAINED:
-        WordPieces.of(named_tokenizer(tokenizer, flag="--tokenizer"), f"--tokenizer {tokenizer}")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""The two stages of a preparation that workers run on one shard: cleaning its documents, and analysing them."""
+"""The two stages of a preparation that workers run on one shard: cleaning its documents, and analysing them (paper
+§5.2).
+"""
 
 import functools
 import hashlib
 import itertools
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +17,48 @@ import numpy.typing as npt
 from megajax.data.encoding import encode_texts, in_parts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.tokenizers import load_tokenizer
-from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.minhash import band_hashes
+from megajax.preparation.minhash import band_hashes, normalised
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
 
 ANALYSIS = ("tokenizing", "test_sets", "minhash")  # what `analyse_shard` does, as its times are named
 _CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
+_MAY_NEED_REPAIR = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")  # ftfy changes no other text; & begins an entity
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_END_OF_LINE = re.compile(r"[ \t]*(?:\r\n?|\n)")
+_BLANK_LINES = re.compile(r"\n{3,}")
+
+
+def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
+    """The text of a document as it goes into the corpus; empty if only white space is left.
+
+    Args:
+        text: any text.
+        fix_unicode: repair wrongly decoded characters, HTML entities, ligatures, curly quotes and line ends (`ftfy`).
+        clean_newlines: LF as line end, no white space before it, at most one blank line in a row, none at the ends.
+    """
+    if fix_unicode:
+        text = _repaired(text)
+    if clean_newlines:
+        text = _BLANK_LINES.sub("\n\n", _END_OF_LINE.sub("\n", text)).strip("\n")
+    return "" if text.isspace() else text
+
+
+def _repaired(text: str) -> str:
+    """`ftfy.fix_text(text)`, called only for the lines that it may change; it works line by line."""
+    if not _MAY_NEED_REPAIR.search(text):
+        return text
+    import ftfy
+
+    as_html: bool | str = "auto"
+    lines = []
+    for line in _LINE.findall(text):
+        if "<" in line:
+            as_html = False  # markup from here on: entities are left as they are
+        lines.append(ftfy.fix_text(line, unescape_html=as_html) if _MAY_NEED_REPAIR.search(line) else line)
+    return "".join(lines)
 
 
 def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: PrepareOptions) -> None:

@@ -16,10 +16,9 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.models.registry import FAMILIES
 from megajax.runs.init import named_or_init_tokenizer
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
-from megajax.tasks.samples import EpochOrder, TaskSamples, shared_contexts, split_by_context, task_samples
+from megajax.tasks.samples import EpochOrder, TaskSamples, read_records, shared_contexts, split_by_context, task_samples
 
 _REPORT = "records.json"  # in a run's data: written last
 _SPLIT_SEED = 0  # of dev's share of the training records: the same records for all of `--seeds`, which are compared

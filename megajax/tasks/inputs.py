@@ -54,18 +54,13 @@ class EncodedTexts:
 
 
 class JoinedTexts(Samples):
-    """Samples of inputs `[CLS] first [SEP] second [SEP]`.
-
-    Attributes:
-        records: what they are made of.
-        counts: in words, how many records were cut or left out; only what happened.
-    """
+    """Samples of inputs `[CLS] first [SEP] second [SEP]`."""
 
     def __init__(self, records: Sequence[Any], form: BatchSpec, sequence_length: int, tokenizer: Tokenizer) -> None:
         check_length(sequence_length)
         self.records, self.form, self.sequence_length = records, form, sequence_length
         self._vocabulary = WordPieces.of(tokenizer)
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}  # in words, how many records were cut or left out; only what happened
 
     def __len__(self) -> int:
         return len(self.records)
@@ -116,7 +111,7 @@ class ExamInputs(JoinedTexts):
         self, records: Sequence[Exam], tokenizer: Tokenizer, *, sequence_length: int, option_tokens: int
     ) -> None:
         super().__init__(records, choice_form(OPTIONS), sequence_length, tokenizer)
-        self._articles = EncodedTexts([_cleaned(exam.article) for exam in records], tokenizer)
+        self._articles = EncodedTexts([_cleaned(exam.context) for exam in records], tokenizer)
         texts = [_cleaned(with_option(exam.text, option)) for exam in records for option in exam.options]
         self._texts = EncodedTexts(texts, tokenizer)
         sizes = np.array([len(exam.options) for exam in records], np.int64)

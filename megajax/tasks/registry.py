@@ -14,26 +14,16 @@ _RACE = "JSON with article, questions, options and answers, of one passage or on
 
 @dataclass(frozen=True)
 class Task:
-    """The properties of a task that are known before its files are read.
+    """The properties of a task that are known before its files are read."""
 
-    Attributes:
-        head: what the model predicts: the class of a pair of texts, the span of an answer in a context, the right one
-            of several options, or, as in pretraining, the next token.
-        classes: how many classes, or options at most; of a span 2, its start and its end; of the next token any.
-        figure: by which runs are compared on dev, one of the task's figures in percent.
-        files: what its files are, in words.
-        labels: names of the classes in the order of their numbers, as the files have them; empty where there are none.
-        suffixes: of its files in a folder; empty: files are named one by one.
-        unanswerable: of a span, whether questions may have no answer.
-    """
-
+    # What the model predicts: the class of a pair of texts, an answer's span, the right option, or the next token.
     head: Literal["classes", "span", "choice", "pretraining"]
-    classes: int
-    figure: str
-    files: str
-    labels: tuple[str, ...] = ()
-    suffixes: tuple[str, ...] = ()
-    unanswerable: bool = False
+    classes: int  # how many, or options at most; of a span 2, its start and its end; of the next token any
+    figure: str  # by which runs are compared on dev, one of the task's figures in percent
+    files: str  # what its files are, in words
+    labels: tuple[str, ...] = ()  # names of the classes in the order of their numbers, as the files have them
+    suffixes: tuple[str, ...] = ()  # of its files in a folder; empty: files are named one by one
+    unanswerable: bool = False  # of a span, whether questions may have no answer
 
     @property
     def continues_text(self) -> bool:

@@ -1,6 +1,6 @@
-"""Samples of any task, the order in which they are trained on, and a split that shares no context."""
+"""Records and samples of any task, the order in which they are trained on, and a split that shares no context."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,15 +8,48 @@ import numpy as np
 from megajax.data.samples import Sample, Samples, hashed, held_out, key_of, shuffled
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
+from megajax.tasks.glue import read_glue
 from megajax.tasks.inputs import ExamInputs, JoinedTexts, PairInputs, counted
-from megajax.tasks.instructions import InstructionRows
-from megajax.tasks.records import Record
+from megajax.tasks.instructions import InstructionRows, read_instructions
+from megajax.tasks.race import read_race
+from megajax.tasks.records import Record, Records
 from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.tasks.sources import TaskFile, check_beginning, task_files
+from megajax.tasks.squad import read_squad
 from megajax.tasks.windows import SpanWindows
 
 _ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed
 
 TaskSamples = JoinedTexts | InstructionRows
+
+_READERS: dict[str, Callable[[TaskFile], None]] = {
+    "mnli": read_glue,
+    "qqp": read_glue,
+    "squad1": read_squad,
+    "squad2": read_squad,
+    "race": read_race,
+    "instructions": read_instructions,
+}
+
+
+def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag: str, labelled: bool = True) -> Records:
+    """The records of a task's files, in their order.
+
+    `paths` are files, and folders where the task has `suffixes`. Unless `labelled`, the right answers may be missing,
+    as in test sets.
+    """
+    records: Records = Records(strict=config.strict)
+    valid = TASKS[task_name].files
+    for path in task_files(paths, task_name, flag):
+        before = len(records.entries)
+        file = TaskFile(path, flag, task_name, labelled, records)
+        check_beginning(file)
+        _READERS[task_name](file)
+        if len(records.entries) == before and not TASKS[task_name].suffixes:
+            raise UserError(f"{file.place} has no records; valid: {valid}")
+    if not records.entries:
+        raise UserError(f"{flag}: {paths[0]} has no records; valid: {valid}")
+    return records
 
 
 def task_samples(

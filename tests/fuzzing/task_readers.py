@@ -13,9 +13,9 @@ from saved_tokenizers import write_saved
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer
 from megajax.tasks.instructions import InstructionRows
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 from megajax.tasks.registry import TaskConfig
+from megajax.tasks.samples import read_records
 
 _WORDS = [f'word{n} and {n * n} "é"' for n in range(12)]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.preparation.cleaning import clean, normalised
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.minhash import HASHES, band_hashes, bands_for, gram_set, jaccard
+from megajax.preparation.minhash import HASHES, band_hashes, bands_for, gram_set, jaccard, normalised
 from megajax.preparation.running import num_cores
+from megajax.preparation.stages import clean
 
 
 @given(st.text(alphabet=st.one_of(st.characters(codec="ascii"), st.sampled_from("éÃ©ﬁ’“…\u2028&<>;amp"))))

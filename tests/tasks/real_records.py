@@ -5,9 +5,9 @@ from typing import Any
 
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import read_wordpiece, wordpiece
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Question
 from megajax.tasks.registry import TaskConfig
+from megajax.tasks.samples import read_records
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SQUAD1, SQUAD2 = "squad/dev-v1.1.json", "squad/dev-v2.0-2articles.json"

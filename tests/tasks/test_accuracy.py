@@ -9,9 +9,9 @@ import pytest
 
 from megajax.errors import UserError
 from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, write_predictions
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam, Pair, Question
 from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.tasks.samples import read_records
 
 HOT = np.eye(3)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.readers import read_records
 from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.tasks.samples import read_records
 
 MNLI = "index\tgenre\tsentence1\tsentence2\tgold_label\n1\tfiction\tA man.\tA dog.\tneutral\n"
 QQP = "id\tquestion1\tquestion2\tis_duplicate\n1\tWhy?\tHow?\t0\n"

@@ -8,9 +8,9 @@ import pytest
 from backports import zstd
 
 from megajax.errors import UserError
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Pair
 from megajax.tasks.registry import TASKS, TaskConfig
+from megajax.tasks.samples import read_records
 
 
 def write(path: Path, *rows: list[str], end: str = "\n") -> str:

@@ -14,9 +14,9 @@ from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.tasks.instructions import InstructionRows, encoded, packed
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Instruction
 from megajax.tasks.registry import TaskConfig
+from megajax.tasks.samples import read_records
 
 GPT2 = train_tokenizer(TEXTS, 300)
 TURNS = [

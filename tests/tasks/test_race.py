@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import Exam
 from megajax.tasks.registry import TaskConfig
+from megajax.tasks.samples import read_records
 
 OPTIONS = [["Ada", "I", "He", "She"], ["one", "two", "three"], ["no", "yes"]]
 PASSAGE = {"article": "Ada\nwrote.", "questions": ["Who _ ?", "How many?", "Is it?"], "options": OPTIONS}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megajax.errors import UserError
-from megajax.tasks.readers import read_records
 from megajax.tasks.records import NOT_THERE, Answer, Question
 from megajax.tasks.registry import TaskConfig
+from megajax.tasks.samples import read_records
 
 CONTEXT = "Émile Zola wrote novels."
 
