@@ -7,6 +7,7 @@ with the first 16 bytes of its SHA-256. A file's one digest, its root, is that o
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,39 +119,38 @@ def _check_files(files: Mapping[Path, str], advice: str) -> None:
             raise UserError(f"{file}: not what was written; {advice}")
 
 
+@dataclass(eq=False)
 class CheckedTokens:
     """Token ids. Each block is checked when it is first read, those of a small file at once: its digest, and that its
-    ids are in the vocabulary. `advice` says what to do about a difference, for error messages."""
+    ids are in the vocabulary."""
 
-    def __init__(
-        self,
-        tokens: npt.NDArray[np.integer],
-        digests: npt.NDArray[np.uint8] | None,
-        vocab_size: int,
-        file: str,
-        advice: str,
-    ) -> None:
-        self._tokens, self._digests, self._vocab_size = tokens, digests, vocab_size
-        self._file, self._advice = file, advice
-        self._size = BLOCK_BYTES // tokens.itemsize  # tokens of a block
-        num_blocks = -(-len(tokens) // self._size)
-        if digests is not None and len(digests) != num_blocks:
-            raise UserError(f"{file}: has {num_blocks} blocks, it had {len(digests)} when it was written; {advice}")
+    tokens: npt.NDArray[np.integer]
+    digests: npt.NDArray[np.uint8] | None  # of the blocks, [B, 16]
+    vocab_size: int
+    file: str  # for error messages
+    advice: str  # what to do about a difference, for error messages
+
+    def __post_init__(self) -> None:
+        self._size = BLOCK_BYTES // self.tokens.itemsize  # tokens of a block
+        num_blocks = -(-len(self.tokens) // self._size)
+        if self.digests is not None and len(self.digests) != num_blocks:
+            problem = f"has {num_blocks} blocks, it had {len(self.digests)} when it was written"
+            raise UserError(f"{self.file}: {problem}; {self.advice}")
         self._unknown = bytearray(b"\1") * num_blocks  # two threads may check a block both: it costs nothing else
-        if tokens.nbytes <= _AT_ONCE:
-            self.check(0, len(tokens))
+        if self.tokens.nbytes <= _AT_ONCE:
+            self.check(0, len(self.tokens))
 
     def check(self, start: int, stop: int) -> None:
         """Check those blocks of the tokens from `start` to `stop` that have not been checked yet."""
         first, last = start // self._size, -(-stop // self._size)
         while (block := self._unknown.find(1, first, last)) >= 0:
             begin = block * self._size
-            content = self._tokens[begin : begin + self._size]
-            if self._digests is not None and _digest(content) != self._digests[block].tobytes():
+            content = self.tokens[begin : begin + self._size]
+            if self.digests is not None and _digest(content) != self.digests[block].tobytes():
                 raise UserError(
-                    f"{self._file}: not what was written (tokens {begin} to {begin + len(content) - 1}); {self._advice}"
+                    f"{self.file}: not what was written (tokens {begin} to {begin + len(content) - 1}); {self.advice}"
                 )
-            check_ids(content, begin, self._vocab_size, self._file)
+            check_ids(content, begin, self.vocab_size, self.file)
             self._unknown[block] = 0
 
 

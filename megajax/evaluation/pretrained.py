@@ -25,7 +25,6 @@ from megajax.evaluation.scoring import (
     Perplexity,
     compile_scores,
     perplexities,
-    perplexity,
     score_continuations,
     total_loss,
 )
@@ -105,7 +104,7 @@ def evaluate_wikitext103(
     trained = TrainedModel.restore(run_dir, config, step)
     compile_scores(trained.program, trained.params, length)
     began = time.perf_counter()
-    result = perplexity(trained.program, trained.params, samples)
+    (result,) = perplexities(trained.program, trained.params, samples).values()
     seconds = time.perf_counter() - began
     return {
         "task": "wikitext103",

@@ -161,12 +161,6 @@ def perplexities(
     return {name: Perplexity.of(found[name]) for name in samples.form.targets}
 
 
-def perplexity(program: Program, params: Any, samples: Samples) -> Perplexity:
-    """The one loss of a language model."""
-    (only,) = perplexities(program, params, samples).values()
-    return only
-
-
 def total_loss(losses: dict[str, Perplexity]) -> float:
     """What training minimises: the sum of the losses, each the mean over its own targets."""
     return math.fsum(each.loss for each in losses.values())

@@ -18,7 +18,7 @@ from megajax.data.encoding import encode_texts, in_parts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.minhash import band_hashes, normalised
+from megajax.preparation.duplicates import band_hashes, normalised
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder

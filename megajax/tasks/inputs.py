@@ -111,7 +111,7 @@ class ExamInputs(JoinedTexts):
         self, records: Sequence[Exam], tokenizer: Tokenizer, *, sequence_length: int, option_tokens: int
     ) -> None:
         super().__init__(records, choice_form(OPTIONS), sequence_length, tokenizer)
-        self._articles = EncodedTexts([_cleaned(exam.context) for exam in records], tokenizer)
+        self._articles = EncodedTexts([_cleaned(exam.article) for exam in records], tokenizer)
         texts = [_cleaned(with_option(exam.text, option)) for exam in records for option in exam.options]
         self._texts = EncodedTexts(texts, tokenizer)
         sizes = np.array([len(exam.options) for exam in records], np.int64)

@@ -56,11 +56,16 @@ class Exam:
     """A question about an article, with options."""
 
     name: str  # its id and number
-    context: str  # the article
+    article: str  # the text
     text: str  # the question, with `_` where an option belongs, or without
     options: tuple[str, ...]  # 2 to 4
     label: int | None  # the number of the right one; None: not known
     group: str = ""  # "middle", "high", or empty: nothing says which
+
+    @property
+    def context(self) -> str:
+        """The text that training and dev may not share."""
+        return self.article
 
 
 @dataclass(frozen=True)

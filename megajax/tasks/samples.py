@@ -11,11 +11,10 @@ from megajax.errors import UserError
 from megajax.tasks.glue import read_glue
 from megajax.tasks.inputs import ExamInputs, JoinedTexts, PairInputs, counted
 from megajax.tasks.instructions import InstructionRows, read_instructions
-from megajax.tasks.race import read_race
+from megajax.tasks.questions import read_race, read_squad
 from megajax.tasks.records import Record, Records
 from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.tasks.sources import TaskFile, check_beginning, task_files
-from megajax.tasks.squad import read_squad
 from megajax.tasks.windows import SpanWindows
 
 _ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed

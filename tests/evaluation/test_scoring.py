@@ -10,7 +10,7 @@ from tiny import tiny_config, tiny_program
 from megajax.batch import IGNORED
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokens import TokenDocuments
-from megajax.evaluation.scoring import perplexity, score_continuations, score_samples
+from megajax.evaluation.scoring import perplexities, score_continuations, score_samples
 from megajax.program.scoring import next_logits
 
 LENGTH, VOCABULARY = 16, 101
@@ -60,7 +60,7 @@ def test_overlap_of_one_is_one_window_per_token():
     np.testing.assert_allclose(np.concatenate([score.loss for score in scores]), loss, rtol=2e-5, atol=1e-5)
     np.testing.assert_array_equal(np.concatenate([score.hit for score in scores]), hit)
     assert 0 < hit.sum() < 599
-    result = perplexity(program, params, samples)
+    (result,) = perplexities(program, params, samples).values()
     assert result.tokens == 599
     assert result.loss == pytest.approx(loss.mean(), rel=1e-6)
     assert result.perplexity == pytest.approx(np.exp(loss.mean()), rel=1e-5)
@@ -78,7 +78,7 @@ FORMS = [
 @functools.cache
 def expected():
     program, params = model()
-    texts = perplexity(program, params, windows(IDS, overlap=5))
+    (texts,) = perplexities(program, params, windows(IDS, overlap=5)).values()
     return texts, score_continuations(program, params, SEQUENCES)
 
 
@@ -87,7 +87,7 @@ def test_every_mesh_and_batch_gives_the_same(mesh, global_batch, options):
     """The last batch is filled up; 7 rows are no multiple of anything."""
     program, params = model(mesh, global_batch, **options)
     texts, continuations = expected()
-    result = perplexity(program, params, windows(IDS, overlap=5))
+    (result,) = perplexities(program, params, windows(IDS, overlap=5)).values()
     assert result.tokens == texts.tokens == 299
     assert result.total_loss == pytest.approx(texts.total_loss, rel=1e-6)
     for found, wanted in zip(score_continuations(program, params, SEQUENCES), continuations, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.minhash import HASHES, band_hashes, bands_for, gram_set, jaccard, normalised
+from megajax.preparation.duplicates import HASHES, band_hashes, bands_for, gram_set, jaccard, normalised
 from megajax.preparation.running import num_cores
 from megajax.preparation.stages import clean
 

@@ -100,7 +100,7 @@ def test_real_exams(test_data):
     cls, sep, pad = (tokenizer.vocabulary[token] for token in ("[CLS]", "[SEP]", "[PAD]"))
     questions_cut = articles_cut = 0
     for record, sample in zip(records, samples, strict=True):
-        article = tokenizer.encode(record.context)
+        article = tokenizer.encode(record.article)
         for option, text in enumerate(record.options):
             question = tokenizer.encode(with_option(record.text, text))
             whole = [cls, *question[:12], sep, *article]
