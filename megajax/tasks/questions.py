@@ -1,4 +1,4 @@
-"""Questions in JSON files: SQuAD's 1.1 and 2.0, answered by a span of a paragraph; RACE's exams, by one of its options."""
+"""Questions in JSON files: SQuAD's 1.1 and 2.0, answered by a span of text; RACE's exams, with options to choose."""
 
 import re
 from collections.abc import Iterator
