@@ -123,7 +123,7 @@ class Write:
 
     def _write_arrays(self, state: Path) -> None:
         lazy = isinstance(jax.tree.leaves(self._canonical)[0], LazyArray)
-        handler = _lazy_writer() if lazy else ocp.StandardCheckpointHandler()
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_LAZY) if lazy else ocp.StandardCheckpointHandler()
         with contextlib.closing(handler), warnings.catch_warnings(action="ignore"):
             wanted = (ocp.args.PyTreeSave if lazy else ocp.args.StandardSave)(self._canonical)
             for written in asyncio.run(handler.async_save(epath.Path(state), args=wanted)) or []:
@@ -230,9 +230,6 @@ def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.n
 class _LazyHandler(ocp.type_handlers.NumpyHandler):
     """Writes them as Orbax writes numpy arrays."""
 
-    def __init__(self) -> None:
-        super().__init__(deepcopy_host_arrays=False)
-
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
@@ -247,6 +244,4 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
         return []
 
 
-def _lazy_writer() -> ocp.PyTreeCheckpointHandler:
-    registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _LazyHandler()))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+_LAZY = ocp.type_handlers.create_type_handler_registry((LazyArray, _LazyHandler(deepcopy_host_arrays=False)))

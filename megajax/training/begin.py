@@ -42,11 +42,35 @@ def train(config: Config) -> None:
 
 
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` where JAX has started already. `skip_finished` skips a run of a task that has all its steps and its
-    figures on dev."""
-    program, lock = checked_program(config), RunLock(Path(config.run_dir))
+    """`train` where JAX has started; `skip_finished` skips a task's run with all its steps and its figures on dev."""
+    program, run_dir = checked_program(config), Path(config.run_dir)
+    lock, display = RunLock(run_dir), Display(is_first_process())
+
+    def begin() -> list[int]:
+        with claimed(run_dir, config, lock):
+            make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
+            return [stored_decay(run_dir)]
+
     try:
-        _train(config, Path(config.run_dir), program, lock, skip_finished)
+        with watched(display.phase):
+            (began_with,) = on_first_process(begin)
+        Exit.traces = run_dir
+        with display.phase("reading the data", announced=False):
+            data = open_data(config, run_dir / "data")
+        program = Program(in_steps(config, data.train, began_with), program.mesh)
+        if skip_finished and _is_finished(run_dir, program.config.train.steps):
+            say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
+            return
+        say(describe(program, data))
+        with watched(display.phase):
+            run = Trainer(program, data, lock)
+        if run.first < program.config.train.steps:
+            # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
+            lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
+            lasting = lasting.with_decay(program.config.optimizer.decay_steps)
+            on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
+            run.log.record_config(lasting)
+        run.go()
     finally:
         lock.release()
 
@@ -74,37 +98,9 @@ def check_given(config: Config) -> None:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
 
 
-def _train(config: Config, run_dir: Path, program: Program, lock: RunLock, skip_finished: bool) -> None:
-    def begin() -> list[int]:
-        with claimed(run_dir, config, lock):
-            make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            return [stored_decay(run_dir)]
-
-    display = Display(is_first_process())
-    with watched(display.phase):
-        (began_with,) = on_first_process(begin)
-    Exit.traces = run_dir
-    with display.phase("reading the data", announced=False):
-        data = open_data(config, run_dir / "data")
-    program = Program(in_steps(config, data.train, began_with), program.mesh)
-    if skip_finished and _is_finished(run_dir, program.config.train.steps):
-        say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
-        return
-    say(describe(program, data))
-    with watched(display.phase):
-        run = Trainer(program.config, run_dir, program, data, lock)
-    if run.first < program.config.train.steps:
-        # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
-        lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
-        lasting = lasting.with_decay(program.config.optimizer.decay_steps)
-        on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
-        run.log.record_config(lasting)
-    run.go()
-
-
 def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
-    """Make the data of a run in `folder`, unless it is there. One process calls this, then all may `open_data`. A new
-    run, `is_new`, has no checkpoint."""
+    """Make the data of a run in `folder`, unless it is there; `is_new` if it has no checkpoint. One process calls this,
+    then all may `open_data`."""
     if is_new:
         check_first_weights(config)
     if not config.pretrains:

@@ -97,8 +97,7 @@ def time_text(seconds: float) -> str:
 
 
 class StepsDisplay(Display):
-    """Shows also, above the phases, a bar about finished steps of `total`; without a bar every `log_every`-th step is
-    printed, and the last one."""
+    """Shows also, above the phases, a bar of finished steps; without it, prints every `log_every`-th and the last."""
 
     def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
         super().__init__(shown, console)
@@ -125,7 +124,7 @@ class StepsDisplay(Display):
         if self._rows is not None:
             self._rows.update(self._steps, completed=step, head=f"step {step}/{self._total}", description=text)
         elif step % self._log_every == 0 or step == self._total:
-            self.print(f"{self._count(step)}  {text}")
+            self.print_step(step, text)
 
     def show_validation(
         self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
@@ -134,14 +133,11 @@ class StepsDisplay(Display):
         of = f" of {name}" if name else ""
         figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self.print(f"{self._count(step)}  validation loss{of} {loss:.4f}  {more}")
+        self.print_step(step, f"validation loss{of} {loss:.4f}  {more}")
 
-    def show_checkpoint(self, step: int, where: str) -> None:
-        """Show that the checkpoint of a step is complete."""
-        self.print(f"{self._count(step)}  checkpoint in {where}")
-
-    def _count(self, step: int) -> str:
-        return f"step {step:>{len(str(self._total))}}/{self._total}"
+    def print_step(self, step: int, text: str) -> None:
+        """Print a line about a step."""
+        self.print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
 
 
 def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[str]:

@@ -59,7 +59,11 @@ def dry_run(config: Config) -> None:
         f"compiled the step in {seconds:.1f} s: {needed.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch on "
         f"a device, {needed.temp_size_in_bytes / 2**20:,.1f} MiB beside them"
     )
-    say(_summary(config))
+    steps, done = config.train.steps, max(complete(Path(config.run_dir) / "checkpoints"), default=0)
+    would = f"the same command trains steps {done + 1} to {steps} in {config.run_dir}"
+    if done >= steps:
+        would = f"there is nothing to train, {config.run_dir} has {done} steps already"
+    say(f"dry run: nothing was trained and nothing is kept; without --dry-run {would}")
 
 
 def _read_data(config: Config, program: Program, folder: Path, lines: list[str]) -> Config:
@@ -88,13 +92,3 @@ def _check_apart(config: Config, run_dir: Path) -> None:
             raise UserError(
                 f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
             )
-
-
-def _summary(config: Config) -> str:
-    """What the same command would do without `--dry-run`."""
-    steps, done = config.train.steps, max(complete(Path(config.run_dir) / "checkpoints"), default=0)
-    if done >= steps:
-        would = f"there is nothing to train, {config.run_dir} has {done} steps already"
-    else:
-        would = f"the same command trains steps {done + 1} to {steps} in {config.run_dir}"
-    return f"dry run: nothing was trained and nothing is kept; without --dry-run {would}"

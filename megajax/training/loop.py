@@ -12,7 +12,6 @@ from typing import NoReturn
 import jax
 from jax.stages import Compiled
 
-from megajax.config import Config
 from megajax.data.loader import growing_batches
 from megajax.errors import RunError, UserError
 from megajax.evaluation.scoring import total_loss
@@ -27,10 +26,10 @@ from megajax.runs.lock import RunLock
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import give_back_freed_memory, runs_at_once
+from megajax.training.describe import end_lines, parts_of, sample, validation_text, written
 from megajax.training.figures import SkippedSteps, Speed, memory_in_use
 from megajax.training.profiler import StepTrace
 from megajax.training.run_log import RunLog
-from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
@@ -55,15 +54,16 @@ class _SignalSeen(Exception):
 class Trainer:
     """One start of a run: the state of the loop."""
 
-    def __init__(self, config: Config, run_dir: Path, program: Program, data: RunData | TaskData, lock: RunLock):
-        self.config, self.run_dir, self.program, self.data, self.lock = config, run_dir, program, data, lock
+    def __init__(self, program: Program, data: RunData | TaskData, lock: RunLock):
+        self.config, self.program, self.data, self.lock = program.config, program, data, lock
+        config, run_dir = program.config, Path(program.config.run_dir)
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
         self.state = first_or_newest_state(self.checkpoints, program, run_dir)
         self.first = self.checkpoints.saved or 0
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
-        self.trace = StepTrace(config, run_dir, self.first)
+        self.trace = StepTrace(config, self.first)
         train, writes = config.train, is_first_process()
         self.log = RunLog(run_dir, train.steps, self.first, train.log_every, write=writes, track=config.track)
         self.speed = Speed(config)
@@ -264,12 +264,12 @@ class Trainer:
         steps, batches = self.config.train.steps, self.config.train.eval_batches
         validation = self.validator.last or self.validator.evaluate(steps, self.state.params, batches)
         waited = self.data_seconds / self.seconds if self.seconds else None
-        for line in end_lines(self.config, self.run_dir, self.first, validation, self.dev_figures, waited):
+        for line in end_lines(self.config, self.first, validation, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):
             text = sample(self.program, self.state.params, self.data.tokenizer)
         if text:
             say(f"a sample:\n{text}")
             self.log.record_text(max(self.first, steps), "sample", text)
-        for line in written(self.run_dir):
+        for line in written(Path(self.config.run_dir)):
             say(line)

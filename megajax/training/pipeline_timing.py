@@ -27,7 +27,6 @@ from megajax.settings.launch import start
 from megajax.training.begin import checked_program
 from megajax.training.display import Display
 
-Tree = Any
 ROUNDS = 5
 SECONDS_PER_MEASUREMENT = 0.4
 
@@ -76,7 +75,7 @@ def measure(program: Program) -> Profile:
 class Passes:
     """The passes of a step, compiled to be repeated."""
 
-    def __init__(self, program: Program, params: Tree, batch: Batch):
+    def __init__(self, program: Program, params: Any, batch: Batch):
         self.pipe, self.chunks = program.config.mesh.pipe, program.config.pipeline.chunks
         together, deferred = with_weight_gradients(program, "together"), with_weight_gradients(program, "deferred")
         stages = range(self.chunks * self.pipe)
@@ -119,11 +118,8 @@ class Passes:
 
 def with_weight_gradients(program: Program, when: Literal["together", "deferred"]) -> Program:
     """`program` with weight gradients together or deferred."""
-    config = program.config
-    if config.pipeline.weight_gradients == when:
-        return program
-    pipeline = dataclasses.replace(config.pipeline, weight_gradients=when)
-    return Program(dataclasses.replace(config, pipeline=pipeline), program.mesh)
+    pipeline = dataclasses.replace(program.config.pipeline, weight_gradients=when)
+    return Program(dataclasses.replace(program.config, pipeline=pipeline), program.mesh)
 
 
 def _seconds(run: Callable[[], jax.Array]) -> float:

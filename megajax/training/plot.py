@@ -46,8 +46,8 @@ class Curves:
 
 
 class LossPlot(Tracker):
-    """loss.png, drawn anew at every validation and at the end, unless the run directory was removed or replaced.
-    `curves` are those of earlier starts."""
+    """loss.png, drawn anew at every validation and at the end, if the run directory is still there. `curves` are those
+    of earlier starts."""
 
     tries_again = True
 
@@ -85,7 +85,13 @@ def plot_loss(path: Path, name: str, curves: Curves) -> None:
     if len(validation):
         style: dict[str, Any] = {"linewidth": 1.6, "color": _RED, "marker": "o", "markersize": 4}
         axes.plot(*validation.T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
-    _mark(axes, curves)
+    bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
+    if curves.skipped:
+        style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
+        axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
+    for number, step in enumerate(curves.resumed):
+        label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # of all lines one
+        axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
     axes.set_title(name, parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
@@ -125,17 +131,6 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     after = np.minimum(before, places[::-1])
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return (sums[places + after + 1] - sums[places - before]) / (before + after + 1)
-
-
-def _mark(axes: Any, curves: Curves) -> None:
-    """Skipped steps at the bottom, and lines where the run was resumed."""
-    bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
-    if curves.skipped:
-        style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
-        axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
-    for number, step in enumerate(curves.resumed):
-        label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # of all lines one
-        axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
 
 
 def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:

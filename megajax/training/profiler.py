@@ -40,8 +40,8 @@ class StepTrace:
     """Traces the steps of `--profile`, from `first` to `last` (0: none), on process 0, into the folder `profile` of the
     run directory. `finished` steps were taken by earlier starts."""
 
-    def __init__(self, config: Config, run_dir: Path, finished: int):
-        self._run_dir, self._folder = run_dir, identity(run_dir)
+    def __init__(self, config: Config, finished: int):
+        self._run_dir, self._folder = Path(config.run_dir), identity(config.run_dir)
         self._stack = contextlib.ExitStack()
         self._place: Path | None = None  # while it is traced
         steps = config.train.steps
@@ -75,8 +75,7 @@ class StepTrace:
             self._stack.close()
 
     def finish(self, program_text: str) -> list[str]:
-        """End the trace after its last step; returns lines about it. `program_text` is the compiled step as HLO
-        text."""
+        """End the trace after its last step; returns lines about it. `program_text` is the step's compiled HLO."""
         if not is_first_process():
             return []
         if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew
@@ -102,13 +101,7 @@ class StepTrace:
         return [f"{title}: {target}", *rows]
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An instruction of a compiled program."""
-
-    kind: str  # its opcode
-    source: str  # where in the program it comes from, scopes and transformations separated by slashes
-
+Operation = tuple[str, str]  # opcode, and where in the program it comes from: scopes and transformations with slashes
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", re.ASCII)
@@ -129,7 +122,7 @@ def operations(program_text: str) -> dict[str, Operation]:
             computation = match[1]
         elif match := _INSTRUCTION.match(line):
             source = found_source[1] if (found_source := _SOURCE.search(line)) else ""
-            found[match[1]] = Operation(match[2], source)
+            found[match[1]] = match[2], source
             if source:
                 inside[computation][source] += 1
                 continue
@@ -138,18 +131,19 @@ def operations(program_text: str) -> dict[str, Operation]:
             operands[match[1]] = _OPERAND.findall(line[match.end() :].partition(")")[0])
     for name in operands:  # in the order of the program: operands stand before
         most = inside[calls[name]].most_common(1) if name in calls else []
-        sources = [source for source, _ in most] + [found[each].source for each in operands[name] if each in found]
-        found[name] = Operation(found[name].kind, next(filter(None, sources), ""))
+        sources = [source for source, _ in most] + [found[each][1] for each in operands[name] if each in found]
+        found[name] = found[name][0], next(filter(None, sources), "")
     return found
 
 
 def place_of(operation: Operation) -> tuple[str, str]:
     """The part of the step and the pass that an operation belongs to."""
+    opcode, source = operation
     for collective in _COLLECTIVES:
-        if operation.kind.startswith(collective):
+        if opcode.startswith(collective):
             name = "hand-overs between stages" if collective == "collective-permute" else collective
             return f"communication: {name}", ""
-    names = re.findall(r"\w+", operation.source)
+    names = re.findall(r"\w+", source)
     part = next((name for name in reversed(names) if name in PARTS), None)
     if part is None:
         return REST, ""

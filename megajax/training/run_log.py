@@ -19,12 +19,10 @@ from megajax.training.tracking import LibraryTracker
 
 
 class RunLog:
-    """Passes the figures of a run to metrics.jsonl, TensorBoard, loss.png and other trackers, and shows its progress; a
-    context manager.
+    """Passes the figures of a run to its trackers and shows its progress; a context manager.
 
     Steps are counts of finished steps, so the first one is 1. Steps after `finished_steps` that an earlier start has
-    logged are dropped. Nothing is written or printed without `write`, which is for one process. `log_every` is for
-    where there is no bar. `track` is the library of `--track`, which records a run that is not over.
+    logged are dropped. One process alone has `write`: the others write and print nothing.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class RunLog:
                 self._writing.enter_context(self.display.phase(f"checkpoint of step {writing}", announced=False))
         if (complete := checkpoints.saved or 0) > self._written:
             self._written = complete
-            self.display.show_checkpoint(complete, str(checkpoints.folder / str(complete)))
+            self.display.print_step(complete, f"checkpoint in {checkpoints.folder / str(complete)}")
 
     def end_steps(self) -> None:
         """Stop the progress bar."""
@@ -137,21 +135,17 @@ class RunLog:
         self._tell(lambda tracker: tracker.figures(step, figures))
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
-        """Call every tracker. The run goes on without one that raises `OSError`; metrics.jsonl, which it needs, raises
-        another error."""
+        """Call every tracker. The run goes on without one that raises `OSError`, which metrics.jsonl never does."""
         for tracker in list(self._trackers):
             try:
                 tell(tracker)
             except OSError as error:
-                self._report(tracker, error)
+                problem = error.strerror.lower() if error.strerror else str(error)
+                then = "it is tried again" if tracker.tries_again else "no more is written there"
+                self.display.print(f"{tracker.name} cannot be written: {problem}; {then}")
+                if not tracker.tries_again:
+                    self._trackers.remove(tracker)
+                    with contextlib.suppress(OSError, ValueError):
+                        tracker.close(finished=False)
             for line in tracker.news():
                 self.display.print(line)
-
-    def _report(self, tracker: Tracker, error: OSError) -> None:
-        problem = error.strerror.lower() if error.strerror else str(error)
-        then = "it is tried again" if tracker.tries_again else "no more is written there"
-        self.display.print(f"{tracker.name} cannot be written: {problem}; {then}")
-        if not tracker.tries_again:
-            self._trackers.remove(tracker)
-            with contextlib.suppress(OSError, ValueError):
-                tracker.close(finished=False)

@@ -148,8 +148,7 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """A run of MLflow at MLFLOW_TRACKING_URI, else in RUN/mlflow/mlflow.db, in the experiment
-    MLFLOW_EXPERIMENT_NAME."""
+    """A run of MLflow at MLFLOW_TRACKING_URI (or RUN/mlflow/mlflow.db), in the experiment MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, run_dir: Path, name: str):
         from mlflow import MlflowClient

@@ -45,8 +45,7 @@ class Validator:
         between: Callable[[], None] = lambda: None,
         name: str = "validation",
     ) -> dict[str, Perplexity]:
-        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the validation
-        split."""
+        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default of the split."""
         samples = samples or self._data.validation
         whole = -(-len(samples) // self._program.config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()

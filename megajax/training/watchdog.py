@@ -82,7 +82,9 @@ class Watchdog:
                 written = now
             waited = now - self._since
             silent = any(now - self._stamps[number][1] > _FROZEN_AFTER for number in self._heard)
-            if waited > self._allowed() or (waited > _FROZEN_AFTER and silent):
+            slow = not self._longest or self._doing == COMPILING
+            allowed = max(_SLOWEST * self._patience if slow else self._patience, _SLOWEST * self._longest)
+            if waited > allowed or (waited > _FROZEN_AFTER and silent):
                 asked, suspected = now, self._since
                 self._hear_all()
                 if not self._ended.is_set() and self._since == suspected:
@@ -94,10 +96,6 @@ class Watchdog:
         while time.monotonic() < end and not self._ended.wait(_LOOKS_EVERY):
             self._write()
             self._listen(time.monotonic())
-
-    def _allowed(self) -> float:
-        slow = not self._longest or self._doing == COMPILING
-        return max(_SLOWEST * self._patience if slow else self._patience, _SLOWEST * self._longest)
 
     def _write(self) -> None:
         seconds = round(time.monotonic() - self._since, 1)
