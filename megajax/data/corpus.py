@@ -12,14 +12,7 @@ import numpy.typing as npt
 from megajax.data.digests import TOKENS, CheckedTokens, are_digests, as_blocks, check_index, check_tokenizer, root
 from megajax.data.encoding import encode_documents
 from megajax.data.files import write_atomically
-from megajax.data.indexed import (
-    IndexedDataset,
-    check_sequences,
-    dataset_files,
-    open_dataset,
-    open_prepared,
-    prepared_prefix,
-)
+from megajax.data.indexed import IndexedDataset, dataset_files, open_dataset, open_given, prepared_prefix
 from megajax.data.records import TextDocuments
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import has_only_tokenizer_files, is_tokenizer_folder, load_tokenizer
@@ -142,10 +135,7 @@ def evaluation_tokens(
     """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
     file is one document. Only a text needs the tokenizer."""
     if prefix := prepared_prefix(path, flag=flag):
-        tokens, _ = open_prepared(prefix)
-        check_sequences(tokens, prefix, sentences=sentences, flag=flag)
-        tokens.check_vocabulary(vocab_size)
-        return tokens
+        return open_given(prefix, vocab_size, sentences=sentences, flag=flag)[0]
     assert tokenizer is not None, "text, and no tokenizer"
     documents = TextDocuments(path, cut=False, flag=flag)
     return TokenDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)

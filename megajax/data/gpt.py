@@ -56,8 +56,6 @@ def split_documents(
     all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
     Depends on the documents' lengths, the fraction and the seed only.
     """
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"--data.validation-fraction {validation_fraction}: must be between 0 and 1, both excluded")
     lengths = np.diff(documents.document_offsets)
     order = _permutation(len(lengths), _SPLIT, seed)
     order = order[lengths[order] > 0]

@@ -228,8 +228,12 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, flag: str) -> None:
-    """Check whether documents are cut in sentences, which at least one document of several sequences shows."""
+def open_given(
+    prefix: Path, vocab_size: int, *, sentences: bool, flag: str
+) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
+    """`open_prepared`, checked besides: ids are below `vocab_size`, and documents are cut in sentences or not, which at
+    least one document of several sequences shows."""
+    tokens, blocks = open_prepared(prefix)
     cut = bool((np.diff(tokens.document_index) > 1).any())
     if sentences and not cut:
         raise UserError(
@@ -241,6 +245,8 @@ def check_sequences(tokens: IndexedDataset, prefix: Path, *, sentences: bool, fl
             f"{flag}: the documents of {prefix} are cut in sentences, which only BERT reads; valid: a dataset made "
             "without --split-sentences"
         )
+    tokens.check_vocabulary(vocab_size)
+    return tokens, blocks
 
 
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:

@@ -54,7 +54,14 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
     if scheme(path) == HUB:
         return [HubSplit.parse(path, flag)], True
     if scheme(path):
-        return _remote(path, flag)
+        remotes, is_file = remote.find(path, flag)
+        if path.endswith((".bin", ".idx")) or (not remotes and remote.find(f"{path}.idx", flag)[1]):
+            raise UserError(
+                f"{flag} {path}: a prepared dataset is mapped into memory where it lies; valid: a copy on a file system"
+            )
+        if not remotes:
+            raise UserError(f"{flag}: {path} does not exist; {valid_paths(flag)}")
+        return [*remotes], is_file
     root = Path(path)
     kind = reading.kind(root)
     if kind == "a folder":
@@ -63,17 +70,6 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
     if kind == "a file":
         return [root], True
     raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
-
-
-def _remote(url: str, flag: str) -> tuple[list[Input], bool]:
-    found, is_file = remote.find(url, flag)
-    if url.endswith((".bin", ".idx")) or (not found and remote.find(f"{url}.idx", flag)[1]):
-        raise UserError(
-            f"{flag} {url}: a prepared dataset is mapped into memory where it lies; valid: a copy on a file system"
-        )
-    if not found:
-        raise UserError(f"{flag}: {url} does not exist; {valid_paths(flag)}")
-    return [*found], is_file
 
 
 def size_of(file: Input) -> int:

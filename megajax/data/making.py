@@ -26,9 +26,8 @@ from megajax.data.files import folder_atomically, put_back
 from megajax.data.indexed import (
     IndexedDataset,
     IndexedWriter,
-    check_sequences,
     dataset_files,
-    open_prepared,
+    open_given,
     prepared_prefix,
     tokenizer_folder,
 )
@@ -88,12 +87,10 @@ def make_corpus(
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
             with phase(f"reading {prefix}"):
-                tokens, blocks = open_prepared(prefix)
-                check_sequences(tokens, prefix, sentences=sentences, flag=flag)
+                tokens, blocks = open_given(prefix, vocab_size, sentences=sentences, flag=flag)
                 places = filter(is_tokenizer_folder, (tokenizer_folder(prefix), prefix.parent))
                 if not tokenizer and (beside := next(places, None)):
                     tokenizer = load_fitting(beside, vocab_size)
-                tokens.check_vocabulary(vocab_size)
             source = dataset = _absolute(str(prefix))
             figures: dict[str, Any] = {"vocab_size": vocab_size}
         else:

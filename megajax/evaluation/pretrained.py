@@ -20,14 +20,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.evaluation.options import PAPER_OVERLAP
-from megajax.evaluation.scoring import (
-    Continuation,
-    Perplexity,
-    compile_scores,
-    perplexities,
-    score_continuations,
-    total_loss,
-)
+from megajax.evaluation.scoring import Continuation, Perplexity, perplexities, score_continuations, total_loss
 from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 from megajax.runs.data import given_samples, has_run_data, open_run_data
@@ -102,7 +95,7 @@ def evaluate_wikitext103(
     words, text = read_wikitext(data, run_tokenizer(run_dir, config))
     samples = EvaluationSamples(text, sequence_length=length, overlap=overlap)
     trained = TrainedModel.restore(run_dir, config, step)
-    compile_scores(trained.program, trained.params, length)
+    perplexities(trained.program, trained.params, samples, batches=1)  # compiles
     began = time.perf_counter()
     (result,) = perplexities(trained.program, trained.params, samples).values()
     seconds = time.perf_counter() - began

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, text_form
+from megajax.batch import IGNORED
 from megajax.data.gpt import ContinuationSamples
 from megajax.data.loader import evaluation_batches
 from megajax.data.samples import Samples
@@ -106,13 +106,6 @@ def score_continuations(
         losses[owner] += found["next_token"].loss.sum()
         greedy[owner] &= found["next_token"].hit.all()
     return [Continuation(0.0 - loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]
-
-
-def compile_scores(program: Program, params: Any, sequence_length: int) -> None:
-    """Compile what `score_samples` runs on samples of `sequence_length` tokens, by scoring a batch without targets."""
-    rows = program.local_rows
-    batch = program.put_batch(text_form().padding(len(rows), tokens=sequence_length), rows)
-    jax.block_until_ready(scores(program)(params, batch))
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,6 @@ def split_by_context(entries: Sequence[Any], fraction: float, seed: int) -> tupl
     In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
     more of them than that is trained on; if all have more, the one with the fewest is for dev.
     """
-    if not 0 < fraction < 1:
-        raise UserError(f"--data.validation-fraction {fraction}; valid: more than 0 and less than 1")
     numbers: dict[str, int] = {}
     of_entry = np.array([numbers.setdefault(entry.context, len(numbers)) for entry in entries], np.int64)
     if len(numbers) < 2:
