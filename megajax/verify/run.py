@@ -34,7 +34,7 @@ class MeshRun:
     fresh: Leaves  # initial weights as this mesh draws them, in canonical form; empty unless requested
     metrics: list[dict[str, float]]  # metrics of every step by name, including the skipped one
     gradients: list[Leaves]  # gradients of every step except the skipped one, in canonical form
-    weights: Leaves  # main weights after all steps, in canonical form
+    weights: Leaves  # after all steps, the trained ones as main weights, in canonical form
     rows: list[list[int]]  # of the global batch that each place on the axes of rows holds
     unequal: list[str]  # leaves of the state whose replicas differ between devices
     uncast: list[str]  # leaves whose compute weights are not the main weights cast to that precision
@@ -85,7 +85,7 @@ def run(
             metrics.append({name: float(value) for name, value in figures.items()})
             if number < steps:
                 gradients.append(_canonical(program, grads))
-        weights = _canonical(program, state.params if state.main is None else state.main)
+        weights = _canonical(program, layout.with_main(state).params)
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
