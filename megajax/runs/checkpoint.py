@@ -37,8 +37,8 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, layout: StateLayout, keep: Retention | int | None = None, max_failures: int = 1):
-        """With `keep`, checkpoints can be written; a complete one removes those that `keep` lets go. `max_failures`
-        failed writes in a row end the run."""
+        """With `keep`, checkpoints can be written, and those go that it does not keep; `max_failures` failed writes
+        in a row end the run."""
         self.folder = Path(run_dir).absolute() / "checkpoints"
         self.saved: int | None = None  # the newest step that was restored as a state, or saved completely
         self._layout, self._transfer = layout, Transfer(layout)
@@ -156,7 +156,7 @@ class Checkpoints:
 
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
-        state = self._transfer.to_devices(self._read(step, self._transfer.targets, files=True))
+        state = self._transfer.to_devices(self._read(step, self._transfer.targets))
         self.saved = step
         return state
 
@@ -177,13 +177,12 @@ class Checkpoints:
         return {path: np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
     def _read_weights(self, step: int, targets: Any) -> Any:
-        alone = TrainState(None, targets, None, None, None, None)  # type: ignore[arg-type]
-        return self._read(step, alone).params
+        return self._read(step, TrainState(None, targets, None, None, None, None)).params  # type: ignore[arg-type]
 
-    def _read(self, step: int, targets: TrainState, *, files: bool = False) -> TrainState:
+    def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)
         try:
-            if files:
+            if targets.optimizer is not None:  # the whole state
                 stored.check_files(checkpoint)
             return stored.read(checkpoint, targets)
         except DamagedCheckpoint:

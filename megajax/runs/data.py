@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
+_SOURCES = "--data.sources"
 _VALIDATION = "validation-"  # starts the folders of named validation sets
 
 
@@ -53,9 +55,8 @@ class RunData:
 
 
 def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run in its folder, unless they are there: a single one in `folder` itself, each of several
-    in a folder of its own; their common tokenizer is in `folder/tokenizer`. One process calls this, then all may
-    `open_run_data`."""
+    """Make the corpora of a run, unless they are there: a single one in `folder`, each of several in a folder of its
+    own beside `tokenizer`, which they share. One process calls this, then all may `open_run_data`."""
     data, vocab_size = config.data, config.model.vocab_size
     if _reads_pairs(config):
         pairs.check_length(config.model.sequence_length)
@@ -63,16 +64,14 @@ def make_run_data(config: Config, folder: Path) -> None:
     split = partial(_split, config)
     if data.path:
         make(data.path, config.tokenizer.path, vocab_size, folder, check=split)
-    sources, others = _parts(config)
-    if not sources and not others:
-        return
-    made = all(has_corpus(folder / name) for name in sources | others)
-    tokenizer = None if made else _shared_tokenizer(config, folder, list(sources.values()), list(others.values()))
-    for name, path in (sources | others).items():
+    parts = _parts(config)
+    made = all(has_corpus(folder / name) for name in parts)
+    tokenizer = None if made else _shared_tokenizer(config, folder, [*parts.values()])
+    for name, (path, flag) in parts.items():
         if tokenizer and not has_corpus(folder / name):
             tokenizer.save(folder / name / "tokenizer")
-        check = split if name in sources else lambda corpus: _all(config, corpus.tokens, corpus.tokenizer)
-        make(path, "", vocab_size, folder / name, check=check, flag=_flag(name in sources))
+        check = split if flag == _SOURCES else lambda corpus: _all(config, corpus.tokens, corpus.tokenizer)
+        make(path, "", vocab_size, folder / name, check=check, flag=flag)
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
 
@@ -80,7 +79,7 @@ def make_run_data(config: Config, folder: Path) -> None:
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     """Open the data of `make_run_data`, on any process. `overlap` is that of `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
-    corpora = [open_corpus(folder / name, vocab_size) for name in _parts(config)[0] or ["."]]
+    corpora = [open_corpus(folder / name, vocab_size) for name in _corpora(config)]
     splits = [_split(config, corpus, overlap) for corpus in corpora]
     train: EpochSamples | BlendedSamples = splits[0][0]
     validation: CorpusSamples = splits[0][1]
@@ -94,21 +93,25 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
 
 
-def _parts(config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """The paths of the sources, none for a single corpus, and of the validation sets, by the names of their folders."""
-    sources = {f"source-{number}": source.path for number, source in enumerate(config.data.sources)}
-    return sources, {f"{_VALIDATION}{entry.name}": entry.path for entry in config.data.validation}
+def _corpora(config: Config) -> list[str]:
+    """The folders of the corpora that are trained on."""
+    return [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
+
+
+def _parts(config: Config) -> dict[str, tuple[str, str]]:
+    """Path and flag of every source, none for a single corpus, and of every validation set, by their folders."""
+    sources = {f"source-{number}": (source.path, _SOURCES) for number, source in enumerate(config.data.sources)}
+    return sources | {f"{_VALIDATION}{each.name}": (each.path, "--data.validation") for each in config.data.validation}
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` has begun there."""
-    return has_corpus(folder / "source-0" if config.data.sources else folder)
+    return has_corpus(folder / _corpora(config)[0])
 
 
 def has_whole_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` has nothing more to make there."""
-    sources, others = _parts(config)
-    return all(has_corpus(folder / name) for name in [*(sources or ["."]), *others])
+    return all(has_corpus(folder / name) for name in [*_corpora(config), *_parts(config)])
 
 
 def given_samples(
@@ -150,13 +153,9 @@ def _options(config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None
     return options | {"overlap": overlap, "with_positions": config.data.reset_attention}
 
 
-def _flag(is_source: bool) -> str:
-    return "--data.sources" if is_source else "--data.validation"
-
-
-def _shared_tokenizer(config: Config, folder: Path, sources: list[str], others: list[str]) -> Tokenizer | None:
+def _shared_tokenizer(config: Config, folder: Path, parts: list[tuple[str, str]]) -> Tokenizer | None:
     """The tokenizer of all corpora: the run's, else the given one, else that of the prepared datasets."""
-    flags = {path: _flag(False) for path in others} | {path: _flag(True) for path in sources}
+    flags = dict(sorted(parts, key=itemgetter(1), reverse=True))  # a path that is both is a source
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
     found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}

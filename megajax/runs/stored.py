@@ -83,11 +83,8 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
     weights_alone = target.optimizer is None
     wanted = {"params": target.params} if weights_alone else target
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        arguments = ocp.args.PyTreeRestore(
-            wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=weights_alone,
-        )
+        places = ocp.checkpoint_utils.construct_restore_args(wanted)
+        arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=weights_alone)
         found = handler.restore(epath.Path(folder), args=arguments)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)):
         raise ValueError("arrays are missing")

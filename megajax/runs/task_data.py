@@ -52,9 +52,8 @@ class TaskData:
 
 
 def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
-    """Choose the tokenizer of a run and note its records in `folder`, with `again` also where an earlier start that
-    trained nothing has done it: files or weights may have changed since. One process calls this, then all may
-    `open_task_data`."""
+    """Choose a run's tokenizer and note its records in `folder`, with `again` also where that was done before: files or
+    weights may have changed since. One process calls this, then all may `open_task_data`."""
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)

@@ -100,9 +100,8 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
 def evaluation_config(
     run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
 ) -> Config:
-    """The configuration of a run for an evaluation, with a batch that fills the pipeline once. Starts JAX, and without
-    a mesh among `overrides` all devices are `data`; or `mesh` is that of another run, for which JAX has started. With
-    `any_model` it need not be a language model."""
+    """The configuration of a run for an evaluation, of any family with `any_model`; its batch fills the pipeline once.
+    Starts JAX, unless it has started for `mesh`, another run's. Without a mesh all devices are `data`."""
     check_run(run_dir)
     config = stored_config(run_dir, overrides)
     if not (any_model or FAMILIES[config.model.family].continues_text):

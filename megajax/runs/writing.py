@@ -189,8 +189,8 @@ class Write:
 
 @dataclass
 class LazyArray:
-    """An array that is made when its turn to be written comes, and dropped before the next one: the state as a whole is
-    never in memory. One process writes them."""
+    """An array that is made when it is written and then dropped: the whole state is never in memory. One process writes
+    them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -49,15 +49,11 @@ class Display:
                 stack.callback(rows.remove_task, row)
                 yield lambda done: rows.update(row, completed=done)
             return
-        parts = 0
-
-        def advance(done: int) -> None:
-            nonlocal parts
-            parts = done
+        parts = deque([0], maxlen=1)
 
         def tell() -> None:
             while not ended.wait(_EVERY):
-                of = f", {parts} of {total}" if total else ""
+                of = f", {parts[-1]} of {total}" if total else ""
                 self.print(f"{name}: {time_text(time.monotonic() - began)}{of}")
 
         ended = threading.Event()
@@ -66,7 +62,7 @@ class Display:
                 self.print(name)
             threading.Thread(target=tell, daemon=True).start()
         try:
-            yield advance
+            yield parts.append
         finally:
             ended.set()
 
