@@ -23,20 +23,11 @@ def _having(*roles: Role) -> tuple[str, ...]:
 
 
 DEVICE_ORDER = tuple(_ROLES)
-AXES = tuple(sorted(_ROLES, key=lambda axis: "rows" not in _ROLES[axis]))
-"""The order of names, those of rows first: (data, pipe, tensor)."""
+AXES = tuple(sorted(_ROLES, key=lambda axis: "rows" not in _ROLES[axis]))  # in the order of names: (data, pipe, tensor)
 
-ROW_AXES = _having("rows")
-"""Axes that the rows of a batch are sharded over."""
-
-TOKEN_AXES = _having("tokens")
-"""Axes that the tokens of a batch are sharded over."""
-
-BATCH_AXES = _having("rows", "tokens")
-"""Both: losses and gradients are sums over them, and ZeRO shards over them."""
-
-SEQUENCE_AXES = _having("sequence")
-"""Axes that the tokens of activations between tensor-parallel regions are sharded over, with `--sequence-parallel`."""
-
-WEIGHT_AXES = _having("weights")
-"""Axes that the weights are sharded over, with or without ZeRO."""
+# Axes that are sharded over:
+ROW_AXES = _having("rows")  # the rows of a batch
+TOKEN_AXES = _having("tokens")  # the tokens of a batch
+BATCH_AXES = _having("rows", "tokens")  # both: losses and gradients are sums over them, and ZeRO shards over them
+SEQUENCE_AXES = _having("sequence")  # with `--sequence-parallel` the tokens between tensor-parallel regions
+WEIGHT_AXES = _having("weights")  # the weights, with or without ZeRO

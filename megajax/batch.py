@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IGNORED = -1
-"""In the place of a target: nothing is to be predicted here."""
+IGNORED = -1  # in the place of a target: nothing is to be predicted here
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ def text_form(*, with_positions: bool = False) -> BatchSpec:
     return BatchSpec(entries, targets={"next_token": "targets"})
 
 
-MASKED_SHARE = 0.15
-"""Of a sample's tokens, special ones included, so many are masked on average."""
+MASKED_SHARE = 0.15  # of a sample's tokens, special ones included, that are masked on average
 
 
 def most_masked(sequence_length: int) -> int:

@@ -145,22 +145,19 @@ _WARM_UP = 2  # steps of a start before those that are traced where none is name
 
 def _is_steps(text: str) -> bool:
     """Whether a text is one of `profile`."""
-    if not text:
-        return True
-    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text, re.ASCII):
-        return False
-    numbers = [int(number) for number in text.split(":")]
-    first, last = numbers if len(numbers) == 2 else (1, numbers[0])
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
+        return not text
+    first, last = [1, *map(int, text.split(":"))][-2:]
     return 1 <= first <= last < first + _MOST_TRACED
 
 
 def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
     """The first and the last step that a `profile` names in a run of `steps` steps that goes on after `finished`."""
-    numbers = [int(number) for number in text.split(":")]
-    if len(numbers) == 2:
-        return numbers[0], numbers[1]
-    last = min(finished + _WARM_UP + numbers[0], steps)
-    return max(finished + 1, last - numbers[0] + 1), last
+    *first, number = map(int, text.split(":"))
+    if first:
+        return first[0], number
+    last = min(finished + _WARM_UP + number, steps)
+    return max(finished + 1, last - number + 1), last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     data = f"what to evaluate on, of {', '.join(TASKS)} one file or several [perplexity: the run's validation split; "
     parser.add_path("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"
-    add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY), PAPER_OVERLAP)
+    add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY))
     predictions = f"file that the answers are written to; of {_ANSWERED}"
     parser.add_path("--predictions", default="", metavar="FILE", help=predictions)
     parser.add_config_flags(*CONFIG_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))

@@ -26,12 +26,8 @@ def main(argv: Sequence[str]) -> None:
         "Continue texts by a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE [--flag value ...]",
     )
-    add_flag(
-        parser,
-        Option("checkpoint", str, MISSING, "run directory of the training", traits=(IS_PATH,)),
-        MISSING,
-        required=True,
-    )
+    checkpoint = Option("checkpoint", str, MISSING, "run directory of the training", traits=(IS_PATH,))
+    add_flag(parser, checkpoint, required=True)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
     parser.add_path("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")

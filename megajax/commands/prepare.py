@@ -25,16 +25,14 @@ def main(argv: Sequence[str]) -> None:
         help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, also at gs:// or s3://; "
         "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
     )
-    output = Option(
-        "output", str, "", "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json", traits=(IS_PATH,)
-    )
-    add_flag(parser, output, "", required=True)
+    files = "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json"
+    add_flag(parser, Option("output", str, "", files, traits=(IS_PATH,)), required=True)
     parser.add_config_flags(owner=PrepareOptions)
     parser.add_path(
         "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
     )
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
-    add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least), 0)
+    add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least))
     parser.add_argument("--overwrite", action="store_true", help="begin anew, and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
     args = parser.parse_args(argv)

@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> None:
     )
     fields = "schedule", "chunks", "weight_gradients", "max_deferred"
     parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
-    add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), MISSING, required=True)
+    add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), required=True)
     for name, what in _PASSES.items():
-        add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME), 1.0)
-    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file", traits=(IS_PATH,)), "")
+        add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME))
+    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file", traits=(IS_PATH,)))
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     given = parser.overrides(args)
@@ -83,10 +83,7 @@ def _describe(pipeline: PipelineConfig, table: Schedule) -> str:
 
 
 def _words(times: PassTimes) -> str:
-    return (
-        f"forward = {times.forward:g}, input gradient = {times.input_gradient:g}, "
-        f"weight gradient = {times.weight_gradient:g}"
-    )
+    return ", ".join(f"{name.replace('_', ' ')} = {getattr(times, name):g}" for name in _PASSES)
 
 
 def _figures(table: Schedule, step: StepTime) -> dict:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     )
     values = parser.add_preset(argv)
     for option in _OPTIONS:
-        add_flag(parser, option, option.default)
+        add_flag(parser, option)
     parser.add_argument("--optimize", action="store_true", help="compile as training does, which takes longer")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_config_flags(values=values)

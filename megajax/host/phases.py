@@ -3,27 +3,22 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import ClassVar
 
 Show = Callable[[str], AbstractContextManager[object]]
 
-
-class _Watcher:
-    show: ClassVar[Show | None] = None
+_shows: list[Show] = []  # the last one watches
 
 
 @contextlib.contextmanager
 def watched(show: Show) -> Iterator[None]:
     """In the block every `phase` of this process is a block of `show(name)`."""
-    before, _Watcher.show = _Watcher.show, show
+    _shows.append(show)
     try:
         yield
     finally:
-        _Watcher.show = before
+        _shows.pop()
 
 
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> AbstractContextManager[object]:
     """A block that may take long; `name` says what is done in it, as in "tokenizing corpus.txt"."""
-    with _Watcher.show(name) if _Watcher.show else contextlib.nullcontext():
-        yield
+    return _shows[-1](name) if _shows else contextlib.nullcontext()

@@ -20,17 +20,14 @@ from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # in a line of usage
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    width = max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
-    return argparse.HelpFormatter(prog, max_help_position=42, width=width)
-
-
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration. A
     flag's name in the namespace is its key (`mesh.data`); it is there only if it was given."""
 
     def __init__(self, description: str, usage: str) -> None:
-        super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=_formatter)
+        width = max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
+        formatter = partial(argparse.HelpFormatter, max_help_position=42, width=width)
+        super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=formatter)
         self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
 
     def add_path(self, *names: str, **settings: Any) -> argparse.Action:
@@ -117,8 +114,9 @@ def _value(option: Option, text: str) -> Any:
     return value
 
 
-def add_flag(group: Any, option: Option, default: Any, required: bool = False) -> None:
-    """Add an option's flag to a parser or a group of it; `--help` shows `default`."""
+def add_flag(group: Any, option: Option, default: Any = None, required: bool = False) -> None:
+    """Add an option's flag to a parser or a group of it; `--help` shows `default`, if not the option's own."""
+    default = option.default if default is None else default
     words = {MISSING: "set by the preset", (): "none"}.get(default, default)
     words = "required" if required else f'"{default}"' if isinstance(default, str) else words
     settings: dict[str, Any] = {

@@ -9,7 +9,7 @@ import tomli_w
 
 from megajax.config import Config
 from megajax.options import Option, options
-from megajax.settings.presets import Preset, of_task
+from megajax.settings.presets import OF_START, Preset, of_task
 
 _WIDTH = 40  # of a line before its comment, where the value is short
 
@@ -30,7 +30,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
             section = table
         value = attrgetter(key)(config)
         line = f"{field} = {_toml(value)}"
-        if _is_of_start(key, preset, overrides):
+        if key in OF_START and key not in overrides and (key not in preset.origins or preset.of_run):
             line = f"# {line}"
         origin = _origin(option, value, preset, overrides, of_task_only)
         lines.append(f"{line:<{_WIDTH}}  # {_comment(origin)}")
@@ -58,13 +58,6 @@ def _origin(
         return "default"
     meaning = next((part for part in option.help.split("; ") if part.startswith(f"{option.default}: ")), "")
     return f"default, {meaning}" if meaning else "default"
-
-
-def _is_of_start(key: str, preset: Preset, overrides: Mapping[str, Any]) -> bool:
-    """Whether a value belongs to one run or its machine and was not asked for."""
-    if key not in ("run_dir", "simulate_devices") or key in overrides:
-        return False
-    return key not in preset.origins or preset.of_run
 
 
 def _toml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """What other systems call our options: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
 
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection
 
 from megajax.options import suggest
 
@@ -59,19 +59,13 @@ _OURS = {
 OURS = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
 
 
-def ours(unknown: str, valid: Container[str]) -> str:
-    """The valid name here of a flag or key that other systems know; empty if there is none."""
+def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
+    """The end of an error message about an unknown flag or key: its name here, the valid ones nearest to it, or
+    `otherwise`."""
     name = unknown.lstrip("-").replace("-", "_").lower()
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")
-    if flag in valid or not flag.startswith("--"):
-        return found
-    return found.replace(flag, key, 1) if key in valid else ""
-
-
-def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
-    """The end of an error message about an unknown flag or key: its name here, the valid ones nearest to it, or
-    `otherwise`."""
-    here = ours(unknown, valid)
-    return f"here it is {here}" if here else suggest(unknown, valid, otherwise)
+    if flag.startswith("--") and flag not in valid:
+        found = found.replace(flag, key, 1) if key in valid else ""
+    return f"here it is {found}" if found else suggest(unknown, valid, otherwise)

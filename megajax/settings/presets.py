@@ -42,8 +42,10 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
     path = Path(own.place)
-    here = _lies_in_run(own.place) and (not run_dir or identity(run_dir) == identity(path.parent))
-    left_out = {} if here or not own.of_run else {key: own.values[key] for key in _OF_START if key in own.values}
+    marks = (path.parent / name for name in ("run.json", "checkpoints"))
+    in_run = not scheme(own.place) and path.name == "config.toml" and any(mark.exists() for mark in marks)
+    here = in_run and (not run_dir or identity(run_dir) == identity(path.parent))
+    left_out = {} if here or not own.of_run else {key: own.values[key] for key in OF_START if key in own.values}
     followed = {key: value for key, value in own.values.items() if key not in left_out}
     values = _replaced(values, followed)
     origins |= dict.fromkeys(followed, own.words)
@@ -76,10 +78,10 @@ class _File:
     @property
     def of_start(self) -> tuple[str, ...]:
         """Keys that a preset based on it does not inherit: a directory belongs to one run."""
-        return _OF_START if self.of_run else ("run_dir",)
+        return OF_START if self.of_run else ("run_dir",)
 
 
-_OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
+OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
 
 
 def _with_bases(name_or_file: str) -> list[_File]:
@@ -144,15 +146,6 @@ def _read(place: str, content: bytes) -> _File:
     return _File(place, {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}, base, of_run)
 
 
-def _lies_in_run(place: str) -> bool:
-    path = Path(place)
-    return (
-        not scheme(place)
-        and path.name == "config.toml"
-        and any((path.parent / name).exists() for name in ("run.json", "checkpoints"))
-    )
-
-
 def _convert(key: str, value: object, name: str) -> Any:
     """`value` in the type of `key`; `name` is the key with its file, or the flag, for error messages."""
     table = options(Config)
@@ -192,7 +185,10 @@ def resolve(
     With `decay_follows`, `optimizer.decay_steps` is by default `train.steps`; else it stays 0, so that a resumed run
     can keep the value that it began with.
     """
-    overrides = {key: _convert(key, value, _flag(key)) for key, value in (overrides or {}).items()}
+    overrides = {
+        key: _convert(key, value, f"--{key.lstrip('-').replace('_', '-')}")  # it may be a flag already
+        for key, value in (overrides or {}).items()
+    }
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
     values = of_task(values) | values
     _check_complete(values)
@@ -203,11 +199,6 @@ def resolve(
     config = Config(**parts[""], **{name: kind(**parts[name]) for name, kind in sections(Config).items()})
     check_values(config)
     return config.with_decay() if decay_follows else config
-
-
-def _flag(key: str) -> str:
-    """A key as a flag, as which it may have been given already."""
-    return f"--{key.lstrip('-').replace('_', '-')}"
 
 
 def _check_complete(values: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 
@@ -243,45 +242,32 @@ def validate_mesh(config: Config, num_devices: int) -> None:
             f"valid: sizes whose product is {num_devices}{simulated}"
         )
     split = _split_sizes(model)
-    vocabulary = split["vocabulary"].words
+    vocabulary = next(words for size, _, words in split if size.dim == "vocabulary")
     if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):
         multiple = math.lcm(model.vocab_multiple, mesh.pipe * mesh.tensor)
         raise UserError(
             f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
             f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
-    divisors = _divisors(math.gcd(*(each.size for each in split.values() if not each.repeated)))
-    for dim, part in split.items():
-        if part.size % mesh.tensor == 0 or (part.repeated and mesh.tensor % part.size == 0):
+    divisors = _divisors(math.gcd(*(number for size, number, _ in split if not size.repeated)))
+    for size, number, words in split:
+        if number % mesh.tensor == 0 or (size.repeated and mesh.tensor % number == 0):
             continue
-        others = [other.size for other in split.values() if other is not part and not other.repeated]
-        fit = [size for size in divisors if part.size % size == 0 or size % part.size == 0]
-        valid = ", ".join(map(str, fit))
-        if part.repeated:
-            raise UserError(
-                f"--mesh.tensor {mesh.tensor} does not divide {part.words}, nor is it a multiple of it; valid: {valid}"
-            )
-        if dim == "vocabulary" and all(size % mesh.tensor == 0 for size in others):
+        others = [other for each, other, _ in split if each is not size and not each.repeated]
+        valid = ", ".join(str(each) for each in divisors if number % each == 0 or each % number == 0)
+        if size.dim == "vocabulary" and all(other % mesh.tensor == 0 for other in others):
             valid += f"; or in a new run --model.vocab-multiple {math.lcm(model.vocab_multiple, mesh.tensor)}"
-        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {part.words}; valid: {valid}")
+        nor = ", nor is it a multiple of it" if size.repeated else ""
+        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {words}{nor}; valid: {valid}")
 
 
-@dataclass(frozen=True)
-class _SplitSize:
-    """A size that is divided over `tensor`."""
-
-    size: int
-    words: str  # what it is, in messages
-    repeated: bool  # as of `Size`
-
-
-def _split_sizes(model: ModelConfig) -> dict[str, _SplitSize]:
-    """Those of a model by their dims."""
-    found = {}
+def _split_sizes(model: ModelConfig) -> list[tuple[Size, int, str]]:
+    """The sizes of a model that are divided over `tensor`: as declared, as numbers, and in the words of messages."""
+    found = []
     for name, option in options(ModelConfig).items():
         size, through = option.trait(Size), option.trait(Through)
         if size and size.split:
             value, flag = getattr(model, through.name if through else name), f"--model.{name.replace('_', '-')}"
             words = f"{through.words} of {value} (see {flag})" if through else f"{flag} {value}"
-            found[size.dim] = _SplitSize(value, words, size.repeated)
+            found.append((size, value, words))
     return found

@@ -7,7 +7,7 @@ import pytest
 from processes import Commands
 
 from megajax.cli import main
-from megajax.commands import plan, plan_search
+from megajax.commands import plan
 
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
 SMALL += " --precision fp32 --model.dropout 0"  # what compiles soonest
@@ -18,8 +18,7 @@ SEARCH = f"{SMALL} --model.hidden-size 256 --train.global-batch 8 --optimizer.ze
 @pytest.fixture(autouse=True)
 def _devices_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests have eight simulated devices already."""
-    for command in plan, plan_search:
-        monkeypatch.setattr(command, "imagine_devices", lambda config, count=None: None)
+    monkeypatch.setattr(plan, "imagine_devices", lambda config, count=None: None)
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:

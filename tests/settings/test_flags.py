@@ -10,7 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.settings.flags import Parser, parse
-from megajax.settings.other_names import OURS, ours
+from megajax.settings.other_names import OURS, nearest
 from megajax.settings.presets import load_preset, resolve
 
 
@@ -81,7 +81,9 @@ def test_other_systems_names_are_answered_with_options() -> None:
     flags = {option.flag: key for key, option in table.items()}
     for name, text in OURS.items():
         flag = re.split("[ ,]", text)[0]
-        assert ours(name, flags) == text and ours(name, table) in (text, text.replace(flag, flags.get(flag, "")))
+        assert nearest(name, flags, "") == f"here it is {text}"
+        by_key = text.replace(flag, flags.get(flag, ""))
+        assert nearest(name, table, "") in (f"here it is {text}", f"here it is {by_key}")
     with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; here it is model.num_layers$"):
         resolve(load_preset("demo"), {"model.n_layer": 3})
 
