@@ -111,31 +111,28 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
     console = Console(highlight=False, soft_wrap=True)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     order = "forward, the backward, then weight gradients (w)" if table.deferral else "forward, then the backward"
-    console.print(f"{_describe(pipeline, table)}; in every tick the {order}, as microbatch", end="")
-    console.print(" and chunk" if table.num_chunks > 1 else "")
-    for row in draw_text(table, console.width if console.is_terminal else None):
-        console.print(row)
-    depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
-    bubble_there = published_bubble(pipeline.schedule, *shape)
-    chunks_there = published_in_flight(pipeline.schedule, *shape)
-    nothing = "nothing published for this case"
-    console.print(f"ticks             {table.num_ticks}")
-    console.print(f"time              {step.wall:g}, of which a stage works {step.busy:g} ({_words(times)})")
+    chunk = " and chunk" if table.num_chunks > 1 else ""
+    bubble, chunks = published_bubble(pipeline.schedule, *shape), published_in_flight(pipeline.schedule, *shape)
     together = ", weight gradients together" if table.deferral else ""
-    console.print(
-        f"bubble over ideal {step.bubble:.4f}; "
-        + (nothing if bubble_there is None else f"published (p-1)/(v*m) = {bubble_there:.4f}{together}")
-    )
-    console.print(
-        f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; "
-        + (nothing if chunks_there is None else f"published {', '.join(map(str, chunks_there))}")
-    )
-    console.print(f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction")
+    nothing = "nothing published for this case"
+    bubble_there = nothing if bubble is None else f"published (p-1)/(v*m) = {bubble:.4f}{together}"
+    chunks_there = nothing if chunks is None else f"published {', '.join(map(str, chunks))}"
+    depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
+    lines = [
+        f"{_describe(pipeline, table)}; in every tick the {order}, as microbatch{chunk}",
+        *draw_text(table, console.width if console.is_terminal else None),
+        f"ticks             {table.num_ticks}",
+        f"time              {step.wall:g}, of which a stage works {step.busy:g} ({_words(times)})",
+        f"bubble over ideal {step.bubble:.4f}; {bubble_there}",
+        f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; {chunks_there}",
+        f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction",
+    ]
     if table.deferral:
-        for line in _deferral_lines(pipeline, table, times, step):
-            console.print(line)
+        lines += _deferral_lines(pipeline, table, times, step)
     elif pipeline.deferring():
-        console.print("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
+        lines.append("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
+    for line in lines:
+        console.print(line)
 
 
 def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> list[str]:

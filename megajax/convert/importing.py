@@ -18,7 +18,7 @@ from megajax.convert.weights import Tensor, whole_layout
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
-from megajax.host import hub
+from megajax.host import remote
 from megajax.host.paths import check_place
 from megajax.models.registry import FAMILIES
 from megajax.program.state import StateLayout
@@ -48,9 +48,9 @@ def local_folder(path: str) -> Path:
     if folder.exists():
         raise UserError(f"PATH {path} is a file; valid: the folder of a model, with config.json and model.safetensors")
     missing = f"PATH {path}: no such folder"
-    if not hub.is_name(path):
+    if not remote.is_hub_name(path):
         raise UserError(f"{missing}; valid: a folder, or a model of the Hugging Face hub, as in openai-community/gpt2")
-    return hub.download(path, _FILES, missing, "valid: a folder")
+    return remote.download(path, _FILES, missing, "valid: a folder")
 
 
 @dataclass(frozen=True)

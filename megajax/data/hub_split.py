@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.errors import UserError
-from megajax.host.hub import reason
+from megajax.host.remote import reason
 
 SCHEME = "hf"
 FORM = "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megajax.data.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
 from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, GENERATION, SINGLE, SPECIAL, TEMPLATE, read_settings
 from megajax.errors import UserError
-from megajax.host import hub, reading
+from megajax.host import reading, remote
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -227,7 +227,7 @@ def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
     if not is_on_hub(path):
         return load_tokenizer(path, flag)
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
-    folder = hub.download(path, TOKENIZER_FILES, f"{flag}: {path} is not a folder", valid)
+    folder = remote.download(path, TOKENIZER_FILES, f"{flag}: {path} is not a folder", valid)
     if not is_tokenizer_folder(folder):
         raise UserError(f"{flag}: the model {path} of the Hugging Face hub has no tokenizer that is read here; {valid}")
     return load_tokenizer(folder, flag)
@@ -235,7 +235,7 @@ def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
 
 def is_on_hub(path: str) -> bool:
     """Whether a tokenizer is named by a model of the hub: nothing of that name is here."""
-    return hub.is_name(path) and not reading.kind(path)
+    return remote.is_hub_name(path) and not reading.kind(path)
 
 
 def is_tokenizer_folder(folder: str | Path) -> bool:

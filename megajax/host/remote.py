@@ -1,4 +1,5 @@
-"""Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and read as streams by fsspec.
+"""Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and read as streams by fsspec;
+models of the Hugging Face hub.
 
 Nothing is written there. A run directory needs a file system (locks, atomic renames), and a prepared dataset is mapped
 into memory where it lies.
@@ -8,16 +9,17 @@ import contextlib
 import errno
 import io
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from megajax.errors import UserError
 from megajax.host import reading
-from megajax.host.hub import reason
 from megajax.host.paths import scheme
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # the extra of megajax that a scheme needs
 _VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them
 _LOUD = ("gcsfs", "s3fs")  # log what they raise, with all of the stack
@@ -132,3 +134,27 @@ class _Stream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text can be the name of a model on the hub, such as `openai-community/gpt2`."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path:
+    """A local folder with the files of a model of the hub that match one of the shell `patterns`. Error messages begin
+    with `given`, which says why the hub is asked, and end with `valid`."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"{given}, and huggingface_hub is not installed; {valid}") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # of many kinds
+        raise UserError(f"{given}, and the Hugging Face hub does not give it: {reason(error)}; {valid}") from None
+
+
+def reason(error: Exception) -> str:
+    """The message of an exception, in one line of bounded length; its type if it has none."""
+    text = " ".join(str(error).split())
+    return (f"{text[:300]}…" if len(text) > 300 else text.rstrip(".")) or type(error).__name__
