@@ -21,7 +21,6 @@ COMMANDS = {  # name -> what it does; its arguments are those of `megajax.comman
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
 }
-_FLAGS = "--help", "--version"
 _MODULES = {"eval": "evaluate"}  # of commands that have another name
 
 
@@ -29,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command that a command line names."""
     helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
+    valid = f"valid: {', '.join(COMMANDS)}"
     if completion.asked():
         _complete()
     elif argv and argv[0] in COMMANDS:
@@ -37,13 +37,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"usage: {usage}")
     elif argv and argv[0] == "--version":
         print(f"megajax {megajax.__version__}")
+    elif argv:
+        raise UserError(f"unknown command {argv[0]!r}; {suggest(argv[0], [*COMMANDS, '--help', '--version'], valid)}")
     else:
-        valid = f"valid: {', '.join(COMMANDS)}"
-        raise UserError(
-            f"unknown command {argv[0]!r}; {suggest(argv[0], [*COMMANDS, *_FLAGS], valid)}"
-            if argv
-            else f"COMMAND missing; {valid}"
-        )
+        raise UserError(f"COMMAND missing; {valid}")
 
 
 def _command(name: str) -> Callable[[Sequence[str]], None]:

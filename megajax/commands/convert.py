@@ -36,20 +36,19 @@ def import_hf(argv: Sequence[str]) -> None:
     source = open_source(local_folder(args.path), parser.overrides(args))
     _start(source.config)
     import_hf(source, run_dir)
-    model = source.config.model
-    if not args.json:
-        if source.added_tokens:
-            left_out = ", ".join(source.added_tokens)
-            print(f"left out of the tokenizer, as the model has no ids for them: {left_out}")
-        if source.weights.fresh:
-            print(f"not in the safetensors, so drawn anew: {' and '.join(source.weights.fresh)}")
-        if source.tokenizer is None:
-            print("no tokenizer there: to train on text, add --tokenizer.path")
-        sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
-        print(f"imported {args.path} into {run_dir}: {sizes}{_training_further(source.config, run_dir)}")
+    model, fresh = source.config.model, list(source.weights.fresh)
+    if args.json:
+        figures = {"run_dir": str(run_dir), "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}
+        print(json.dumps(figures))
         return
-    figures = {"run_dir": str(run_dir), "step": 0, "fresh": list(source.weights.fresh)}
-    print(json.dumps(figures | {"parameters": _parameters(source.config)}))
+    if source.added_tokens:
+        print(f"left out of the tokenizer, as the model has no ids for them: {', '.join(source.added_tokens)}")
+    if fresh:
+        print(f"not in the safetensors, so drawn anew: {' and '.join(fresh)}")
+    if source.tokenizer is None:
+        print("no tokenizer there: to train on text, add --tokenizer.path")
+    sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
+    print(f"imported {args.path} into {run_dir}: {sizes}{_training_further(source.config, run_dir)}")
 
 
 def export_hf(argv: Sequence[str]) -> None:

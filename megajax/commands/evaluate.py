@@ -59,13 +59,9 @@ def _finetuned(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--overlap: {args.task} does not take it; valid: {' or '.join(OVERLAPPING)}")
     from megajax.evaluation.finetuned import evaluate_task
 
+    runs = [Path(path) for path in args.checkpoint]
     return evaluate_task(
-        args.task,
-        [Path(path) for path in args.checkpoint],
-        step=args.step,
-        data=args.data,
-        overrides=overrides,
-        predictions=args.predictions,
+        args.task, runs, step=args.step, data=args.data, overrides=overrides, predictions=args.predictions
     )
 
 

@@ -253,11 +253,8 @@ def _has_cuda() -> bool:
 
 
 def _keep_freed_memory() -> None:
-    """Keep freed memory for the next allocation instead of returning it to the system.
-
-    On CPUs XLA allocates a step's temporaries anew in every step, and the system would clear every page again: about a
-    tenth of a step (docs/benchmarks/cpu.md). Does nothing with a C library other than glibc.
-    """
+    """Keep freed memory for the next allocation, with glibc: on CPUs XLA allocates a step's temporaries anew in every
+    step, and the system would clear every page again, about a tenth of a step (docs/benchmarks/cpu.md)."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):

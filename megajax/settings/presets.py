@@ -15,6 +15,8 @@ from megajax.settings.preset_files import find_preset, parse_toml, preset_folder
 from megajax.settings.validation import check_values
 from megajax.tasks.registry import PRETRAINING, TASKS
 
+OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -38,7 +40,8 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in reversed(bases):
-        inherited = {key: value for key, value in file.values.items() if key not in file.of_start}
+        of_start = OF_START if file.of_run else ("run_dir",)  # a directory belongs to one run
+        inherited = {key: value for key, value in file.values.items() if key not in of_start}
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
     path = Path(own.place)
@@ -74,14 +77,6 @@ class _File:
         inside = next((folder for folder in preset_folders()[1:] if folder in path.parents), None)
         name = f"preset {path.relative_to(inside).with_suffix('')}" if inside else self.place
         return f"{name}, of a run" if self.of_run else name
-
-    @property
-    def of_start(self) -> tuple[str, ...]:
-        """Keys that a preset based on it does not inherit: a directory belongs to one run."""
-        return OF_START if self.of_run else ("run_dir",)
-
-
-OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
 
 
 def _with_bases(name_or_file: str) -> list[_File]:

@@ -257,8 +257,11 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         valid = ", ".join(str(each) for each in divisors if number % each == 0 or each % number == 0)
         if size.dim == "vocabulary" and all(other % mesh.tensor == 0 for other in others):
             valid += f"; or in a new run --model.vocab-multiple {math.lcm(model.vocab_multiple, mesh.tensor)}"
-        nor = ", nor is it a multiple of it" if size.repeated else ""
-        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {words}{nor}; valid: {valid}")
+        if size.repeated:
+            raise UserError(
+                f"--mesh.tensor {mesh.tensor} does not divide {words}, nor is it a multiple of it; valid: {valid}"
+            )
+        raise UserError(f"--mesh.tensor {mesh.tensor} does not divide {words}; valid: {valid}")
 
 
 def _split_sizes(model: ModelConfig) -> list[tuple[Size, int, str]]:
