@@ -25,7 +25,8 @@ from megajax.traits import IS_PATH, SAMPLES, Small
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
 _RAMP, _OFF = between(0, 1_000_000), Small(fixed=0)
-_SIMULATED = between(0, 1024)  # which take JAX seconds; some thousands, minutes
+MOST_SIMULATED = 1024  # devices, which take JAX seconds; some thousands, minutes
+_SIMULATED = between(0, MOST_SIMULATED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,11 @@ class Through:
 
 @dataclass(frozen=True)
 class ReadWith:
-    """The option is read only where another one of its section has one of some values.
+    """The option is read only where another one of its section has one of some values. Elsewhere it must have its
+    default or, if it is `ignored`, any value, so that who overrides a preset's other option need not undo it."""
 
-    Attributes:
-        name: of the other option.
-        values: of the other option.
-        ignored: elsewhere it may have any value, so that who overrides a preset's other option need not undo it; else
-            it must have its default there.
-    """
-
-    name: str
-    values: tuple[str, ...]
+    name: str  # of the other option
+    values: tuple[str, ...]  # of the other option
     ignored: bool = False
 
     def is_read(self, section: object) -> bool:

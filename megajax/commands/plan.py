@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.commands.plots import check_plot, plot_atomically
-from megajax.config import Config
+from megajax.config import MOST_SIMULATED, Config
 from megajax.errors import UserError
 from megajax.options import OneOf, Option, between
 from megajax.plan.h200 import compiles_for
@@ -24,7 +24,6 @@ _GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
 _DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
 _BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
 _COMPILED = 2  # of the best
-_MOST_SIMULATED = 1024  # which take JAX seconds; some thousands, minutes
 
 
 def main(argv: Sequence[str]) -> None:
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         return
     validate_imagined(config)
     gpus = compiles_for(machine.name)
-    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= _MOST_SIMULATED)
+    compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
     from megajax.plan.compiled import compiled_step
@@ -85,7 +84,7 @@ def _print_search(
 
         check_plot(plot, MARK, "picture of megajax plan")
     gpus = compiles_for(machine.name)
-    compiles = not args.no_compile and (gpus or devices <= _MOST_SIMULATED)
+    compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
     from megajax.plan.compiled import compiled_step
