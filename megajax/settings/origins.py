@@ -19,9 +19,9 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
 
     What belongs to one run and its machine, and was not asked for by a flag or the user's preset, is commented out.
     """
-    name = _comment(preset.place)
-    lines = [f"# The configuration of {name}, with where every value is from."]
-    of_task_only = of_task({**preset.values, **overrides})
+    origins = {"run_dir": "the preset's name"} | dict.fromkeys(of_task({**preset.values, **overrides}), "task.name")
+    origins |= preset.origins | {key: f"flag {options(Config)[key].flag}" for key in overrides}
+    lines = [f"# The configuration of {_comment(preset.place)}, with where every value is from."]
     section = ""
     for key, option in options(Config).items():
         table, _, field = key.rpartition(".")
@@ -32,30 +32,16 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
         line = f"{field} = {_toml(value)}"
         if key in OF_START and key not in overrides and (key not in preset.origins or preset.of_run):
             line = f"# {line}"
-        origin = _origin(option, value, preset, overrides, of_task_only)
-        lines.append(f"{line:<{_WIDTH}}  # {_comment(origin)}")
+        lines.append(f"{line:<{_WIDTH}}  # {_comment(origins.get(key) or _default_origin(option, value))}")
     return "\n".join(lines)
 
 
-def _origin(
-    option: Option, value: Any, preset: Preset, overrides: Mapping[str, Any], of_task_only: Mapping[str, Any]
-) -> str:
-    """Where a value is from, in words."""
-    key = option.key
-    if key in overrides:
-        return f"flag {option.flag}"
-    if key == "run_dir" and value != preset.values.get("run_dir"):
-        return "default"
-    if key in preset.origins:
-        return preset.origins[key]
-    if key in of_task_only:
-        return "task.name"
-    if key == "run_dir":
-        return "the preset's name"
-    if key == "optimizer.decay_steps" and value != option.default:
-        return "train.steps"
+def _default_origin(option: Option, value: Any) -> str:
+    """Where a value is from that no flag, preset or task says, in words."""
     if value == option.default:
         return "default"
+    if option.key == "optimizer.decay_steps":
+        return "train.steps"
     meaning = next((part for part in option.help.split("; ") if part.startswith(f"{option.default}: ")), "")
     return f"default, {meaning}" if meaning else "default"
 
