@@ -72,7 +72,6 @@ def make_corpus(
         tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
             one of this `kind` is trained.
         vocab_size: ids that the model knows, before padding, and the most that a tokenizer may have.
-        output_dir: folder of the run's corpus, made if missing.
         check: raises `UserError` where the corpus is not what the caller needs; it is then removed.
         sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
     """

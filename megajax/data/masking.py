@@ -63,7 +63,10 @@ def masked(
 ) -> Masked:
     """Choose words of a sample, and mask them: 80% of the chosen pieces become `[MASK]`, 10% a random one, 10% stay.
     Nothing is chosen where `special_N` is true, at least one token is not, and no run of words crosses it."""
-    begins = _words(tokens_N, special_N, vocabulary.continues)
+    begins_N = special_N | ~vocabulary.continues[tokens_N]
+    begins_N[0] = True
+    begins_N[1:] |= special_N[:-1]
+    begins = np.flatnonzero(begins_N)  # of words; what is left of one whose beginning was cut off counts as such
     taken = bytearray(special_N[begins].tobytes())
     borders = [*begins.tolist(), len(tokens_N)]
     spans = _choose(borders, taken, MASKED_SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
@@ -77,17 +80,6 @@ def masked(
     tokens = tokens_N.copy()
     tokens[places] = np.where(tenth < 8, vocabulary.mask, np.where(tenth < 9, random, targets))
     return Masked(tokens, places, targets, spans)
-
-
-def _words(
-    tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], continues_V: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
-    """The first token of every word, [W]. A special token counts as a word, and so does what is left after one of a
-    word whose beginning was cut off."""
-    begins_N = special_N | ~continues_V[tokens_N]
-    begins_N[0] = True
-    begins_N[1:] |= special_N[:-1]
-    return np.flatnonzero(begins_N)
 
 
 def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits: Bits) -> list[tuple[int, int, int]]:

@@ -185,11 +185,7 @@ def train_tokenizer(
     documents: Iterable[str], vocab_size: int, kind: Kind = "bpe", flag: str = "--model.vocab-size"
 ) -> Tokenizer:
     """Learn a vocabulary from documents, GPT-2's byte-level BPE or BERT's WordPiece; the same documents give the same
-    one, whatever the number of cores.
-
-    A small corpus may yield fewer ids than `vocab_size`: only pairs seen twice are merged. `flag` gave the size,
-    for error messages.
-    """
+    one. A small corpus may yield fewer ids than `vocab_size`, which `flag` gave: only pairs seen twice are merged."""
     learn = learn_byte_pair if kind == "bpe" else learn_wordpiece
     return learn(documents, vocab_size, flag)
 

@@ -176,11 +176,8 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 
 def last_word_figures(words: Sequence[Continuation]) -> dict[str, float]:
-    """The figures of at least one last word.
-
-    `accuracy` is the share of words whose every subword is the most probable one, `loss` the mean cross-entropy of a
-    word in nats, `perplexity` that per word.
-    """
+    """Of at least one last word: `accuracy`, the share of words whose every subword is the most probable one, `loss`,
+    the mean cross-entropy of a word in nats, and `perplexity` per word."""
     loss = -math.fsum(word.log_probability for word in words)
     found = Perplexity(loss, len(words), sum(word.greedy for word in words))
     return {"accuracy": found.accuracy, "perplexity": found.perplexity, "loss": found.loss}

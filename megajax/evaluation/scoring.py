@@ -94,10 +94,7 @@ class Continuation:
 def score_continuations(
     program: Program, params: Any, sequences: Sequence[tuple[Sequence[int], int]]
 ) -> list[Continuation]:
-    """Scores of the ends of token sequences, in order.
-
-    A sequence is its ids and the index of the first one to score, at least 1.
-    """
+    """Scores of the ends of token sequences, in order; each is its ids and the index of the first to score, from 1."""
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):
         return [Continuation(0.0, True) for _ in sequences]

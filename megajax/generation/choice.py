@@ -43,10 +43,7 @@ def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
 
 
 def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
-    """The next token of every row.
-
-    `position_B` is the position of the chosen token; the vocabulary's padding is not in `logits_BV`.
-    """
+    """The next token of every row, which has `position_B`; the vocabulary's padding is not in `logits_BV`."""
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:
         below_BV = logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)  # the highest is 0, divided by anything

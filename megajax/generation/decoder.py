@@ -60,10 +60,8 @@ class Piece(NamedTuple):
 
 
 class Decoder:
-    """A model that continues prompts, on the mesh of a program without a pipe.
-
-    All processes make one and call its methods together, and all get the same ids.
-    """
+    """A model that continues prompts, on the mesh of a program without a pipe. All processes make one, call its methods
+    together and get the same ids."""
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids `ends`."""
@@ -92,10 +90,8 @@ class Decoder:
         return {"shared": params["shared"], "layers": layers}
 
     def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
-        """Continue every prompt, `batch` of them at a time; yields new ids as they come.
-
-        A prompt has one id at least, and at most as many as the context.
-        """
+        """Continue every prompt of 1 id up to the context's length, `batch` of them at a time; yields new ids as they
+        come."""
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
         rows = -(-min(batch, len(prompts)) // self._row_shards) * self._row_shards
         # A prompt's last token may be the first beyond the context.

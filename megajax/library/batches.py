@@ -19,11 +19,6 @@ Batch = dict[str, Any]
 _INPUTS = {"tokens", "token_types", "length"}
 
 
-def continues_text(config: Config) -> bool:
-    """Whether a model predicts the next token."""
-    return FAMILIES[config.model.family].continues_text
-
-
 def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     """The arrays that a model reads, from ids or a batch."""
     if isinstance(given, Mapping):
@@ -47,7 +42,7 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
     length, vocabulary = config.model.sequence_length, config.model.vocab_size
     shape = "[B, T + 1]" if more else "[B, T]"
     valid = f"valid: token ids {shape}, whole numbers from 0 to {vocabulary - 1}, T at most {length}"
-    if not continues_text(config):
+    if not FAMILIES[config.model.family].continues_text:
         raise UserError(f"ids for a model of --model.family {config.model.family}; valid: a batch with all its arrays")
     ids = _array(given, valid)
     if ids.ndim != 2 or not ids.shape[0] or not 1 + more <= ids.shape[1] <= length + more:

@@ -23,7 +23,8 @@ from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import continuation_text
-from megajax.library.batches import Given, batch_of, continues_text, inputs_of, padded, prompt_ids
+from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids
+from megajax.models.registry import FAMILIES
 from megajax.options import check
 from megajax.program.program import Program
 from megajax.program.scoring import logits, scores, task_logits
@@ -158,7 +159,9 @@ class Model:
         if not prompts:
             return []
         of_text = any(isinstance(prompt, str) for prompt in prompts)
-        given = [self._encoded(prompt) if of_text else prompt for prompt in prompts]
+        if of_text and not all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
+        given = [self._check_tokenizer().encode_prompt(prompt) for prompt in prompts] if of_text else prompts
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(given, start=1)]
         new: list[list[int]] = [[] for _ in ids]
         for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
@@ -174,7 +177,7 @@ class Model:
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
         tokenized = prepared_prefix(str(data), flag="data") is not None
-        if not tokenized or not continues_text(self.config):
+        if not tokenized or not FAMILIES[self.config.model.family].continues_text:
             self._check_tokenizer()
         samples = given_samples(
             self.config, str(data), self.tokenizer, overlap=self.config.model.sequence_length, flag="data"
@@ -222,7 +225,7 @@ class Model:
 
     def _decoder(self, options: GenerateOptions) -> Decoder:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-        if not continues_text(self.config) or self.config.model.head != "pretraining":
+        if not FAMILIES[self.config.model.family].continues_text or self.config.model.head != "pretraining":
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
         if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:
             raise UserError("generate: the mesh has a pipe, or zero is 3; valid: mesh.pipe 1, optimizer.zero 0 or 1")
@@ -233,11 +236,6 @@ class Model:
         else:
             self._decoders = {key: Decoder(self.program, self._params, sampling, ends)}
         return self._decoders[key]
-
-    def _encoded(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str):
-            raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
-        return self._check_tokenizer().encode_prompt(prompt)
 
     def _check_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

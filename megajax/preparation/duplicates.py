@@ -47,17 +47,13 @@ class Copies:
 
 
 class Shards:
-    """All shards as one sequence of N documents.
-
-    `starts` are the first document of every shard, and N at the end, int64 [num_shards + 1]; `rule` is what became of
-    every document, uint8 [N], where one that is dropped later is marked.
-    """
+    """All shards as one sequence of N documents."""
 
     def __init__(self, work: WorkFolder, num_shards: int) -> None:
         self.work, self.num_shards = work, num_shards
         rules = list(self.loaded("tokens", "rule"))
-        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])
-        self.starts = np.cumsum([0, *map(len, rules)])
+        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])  # what became of every document so far, [N]
+        self.starts = np.cumsum([0, *map(len, rules)])  # the first document of every shard, and N
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -98,10 +94,8 @@ def drop_exact(corpus: Shards) -> Copies:
 
 
 def drop_near(corpus: Shards, threshold: float, run: Map) -> Copies:
-    """Drop documents that are similar to an earlier document that stays; returns them.
-
-    Two documents are similar if the Jaccard similarity of their 5-grams is above `threshold`.
-    """
+    """Drop documents whose 5-grams have a Jaccard similarity above `threshold` to those of an earlier document that
+    stays; returns them."""
     work, total = corpus.work, len(corpus)
     if not (work / "pairs.done").exists():
         _write_candidates(corpus, bands_for(threshold)[0])

@@ -40,12 +40,8 @@ def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) ->
     """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically; returns the report.
 
     PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
-    that is complete only returns its report. The result does not depend on the number of workers.
-
-    With `overwrite` it begins anew, and replaces what another preparation made.
-
-    Raises:
-        RunError: a worker process ended.
+    that is complete only returns its report. With `overwrite` it begins anew, and replaces what another preparation
+    made. The result does not depend on the number of workers. Raises `RunError` if one of them ended.
     """
     check(task.options)
     files = TextFiles(task.inputs, "INPUT")

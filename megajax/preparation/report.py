@@ -28,11 +28,8 @@ def report(
     test_sets: TestSets,
     copies: dict[int, Copies],
 ) -> dict[str, Any]:
-    """All figures of a preparation except its times, of the dataset that it wrote.
-
-    `copies` are those that a rule dropped. Examples are the first documents that each rule dropped; their places are
-    FILE:NUMBER of the line or piece.
-    """
+    """All figures of a preparation except its times, of the dataset that it wrote. `copies` are those that a rule
+    dropped; examples are the first documents that each rule dropped."""
     dataset = IndexedDataset(task.output)
     counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
     dropped = {}

@@ -34,10 +34,8 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
     """The text of a document as it goes into the corpus; empty if only white space is left.
 
-    Args:
-        text: any text.
-        fix_unicode: repair wrongly decoded characters, HTML entities, ligatures, curly quotes and line ends (`ftfy`).
-        clean_newlines: LF as line end, no white space before it, at most one blank line in a row, none at the ends.
+    `fix_unicode` repairs wrongly decoded characters, HTML entities, ligatures, curly quotes, line ends (`ftfy`). With
+    `clean_newlines` lines end with LF and no white space, and there are no blank lines at the ends or two in a row.
     """
     if fix_unicode:
         text = _repaired(text)

@@ -38,11 +38,8 @@ _FORMATS = {
 
 
 def read_glue(file: TaskFile) -> None:
-    """Read the pairs of a file.
-
-    MNLI's pairs without a label that most agreed on are left out and counted. Their group is by the genre, or where
-    that does not say by the file's name.
-    """
+    """Read the pairs of a file. MNLI's without a label that most agreed on are left out and counted. Their group is by
+    the genre, or where that does not say by the file's name."""
     form, records = _FORMATS[file.task], file.records
     lines = file.lines(_LINE_BYTES)
     line, place = next(lines)

@@ -32,11 +32,8 @@ _READERS: dict[str, Callable[[TaskFile], None]] = {
 
 
 def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag: str, labelled: bool = True) -> Records:
-    """The records of a task's files, in their order.
-
-    `paths` are files, and folders where the task has `suffixes`. Unless `labelled`, the right answers may be missing,
-    as in test sets.
-    """
+    """The records of a task's files, and folders where it has `suffixes`, in their order. Unless `labelled`, the right
+    answers may be missing, as in test sets."""
     records: Records = Records(strict=config.strict)
     valid = TASKS[task_name].files
     for path in task_files(paths, task_name, flag):
@@ -61,10 +58,8 @@ def task_samples(
     training: bool,
     seed: int = 0,
 ) -> TaskSamples:
-    """The samples of a task.
-
-    When `training`, records without a label are left out, and instructions are packed in an order drawn from `seed`.
-    """
+    """The samples of a task. When `training`, records without a label are left out, and instructions are packed in an
+    order drawn from `seed`."""
     head = TASKS[task_name].head
     samples: TaskSamples
     if head == "pretraining":
