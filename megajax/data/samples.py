@@ -56,10 +56,7 @@ def shuffled(size: int, *key: int) -> Any:
 
 def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
     """The first groups (documents, or the records of a context) in an order that have about a share of the total size;
-    at least one group, and not all.
-
-    A group larger than that share is not held out; if all are, it is the smallest.
-    """
+    at least one, and not all. A group larger than that share is not held out; if all are, it is the smallest."""
     budget = fraction * int(sizes.sum())
     candidates = order[sizes[order] <= budget]
     if not len(candidates):

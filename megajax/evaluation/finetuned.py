@@ -28,11 +28,8 @@ Logits = npt.NDArray[np.float32]
 def evaluate_task(
     name: str, run_dirs: Sequence[Path], *, step: str, data: Sequence[str], overrides: dict[str, Any], predictions: str
 ) -> dict[str, Any]:
-    """A task's figures on some files, from one run that was fine-tuned on it, or from an ensemble of several.
-
-    `data` are the files; none: the first run's own dev files. With `predictions`, the file that all answers are written
-    to, records need no labels.
-    """
+    """A task's figures on the files `data` (none: the first run's dev files), from one run that was fine-tuned on it,
+    or an ensemble of several. With `predictions`, the file that all answers are written to, records need no labels."""
     continues_text = TASKS[name].continues_text
     if continues_text and len(run_dirs) > 1:
         raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")

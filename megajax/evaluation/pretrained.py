@@ -123,11 +123,8 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
 
 
 def read_wikitext(path: str, tokenizer: Tokenizer) -> tuple[int, TokenDocuments]:
-    """The file `wiki.test.tokens`, or another text in its form.
-
-    Returns its words and punctuation marks, the paper's T_o, and the subwords of the text without its word tokenization
-    as one document.
-    """
+    """Of `wiki.test.tokens`, or another text in its form, the number of words and punctuation marks, the paper's T_o,
+    and the subwords of the text without its word tokenization as one document."""
     refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
         raise refusal
@@ -151,10 +148,8 @@ def detokenize(text: str) -> str:
 
 
 def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
-    """Ids of every passage, and the index at which its last word begins, for `score_continuations`.
-
-    The last word is what follows the last white space, and is encoded with a space before it.
-    """
+    """Ids of every passage, and the index at which its last word begins, for `score_continuations`. That is what follows
+    the last white space, and is encoded with a space before it."""
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
     contexts, words = [], []

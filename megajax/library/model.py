@@ -159,17 +159,18 @@ class Model:
         if not prompts:
             return []
         of_text = any(isinstance(prompt, str) for prompt in prompts)
-        if of_text and not all(isinstance(prompt, str) for prompt in prompts):
-            raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
-        given = [self._check_tokenizer().encode_prompt(prompt) for prompt in prompts] if of_text else prompts
-        ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(given, start=1)]
+        if of_text:
+            tokenizer = self._check_tokenizer()
+            if not all(isinstance(prompt, str) for prompt in prompts):
+                raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
+            prompts = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+        ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]
         for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
             new[piece.number] += piece.ids
         if not of_text:
             return new
-        assert self.tokenizer is not None
-        return [continuation_text(self.tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
+        return [continuation_text(tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
 
     def evaluate(self, data: str | Path) -> dict[str, Any]:
         """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval perplexity

@@ -69,11 +69,8 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
-    """Create the work folder if needed, and lock it for this process in a `with` block.
-
-    With `overwrite` the preparation begins anew; an older dataset stays until it is replaced. Yields whether an
-    interrupted preparation goes on.
-    """
+    """Create the work folder if needed, and lock it in a `with` block, which gets whether an interrupted preparation
+    goes on. With `overwrite` it begins anew; an older dataset stays until it is replaced."""
     output = f"--output {work.output}"
     check_own(work, overwrite)
     with work.writable(work.folder):

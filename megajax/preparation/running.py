@@ -27,10 +27,8 @@ Map = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 @contextlib.contextmanager
 def worker_map(count: int) -> Iterator[Map]:
-    """Worker processes in a `with` block, which a `Map` runs on; if it is one worker, it is this process.
-
-    The map reads few pieces ahead, and raises `RunError` if a worker was ended, for example because memory ran out.
-    """
+    """A `Map` on worker processes in a `with` block; of one worker on this process. It reads few pieces ahead, and
+    raises `RunError` if a worker was ended, for example because memory ran out."""
     if count == 1:
         yield itertools.starmap
         return

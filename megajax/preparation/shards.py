@@ -72,10 +72,7 @@ class WorkFolder:
             return found
 
     def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
-        """Write the cleaned texts of a shard.
-
-        Returns the byte at which each text begins, and the size of the file, int64 [D + 1].
-        """
+        """Write the cleaned texts of a shard; returns the byte where each begins, and the size of the file, [D + 1]."""
         starts = np.zeros(len(texts) + 1, np.int64)
         with self.writing(self._file("clean", shard, "text")) as file:
             for number, text in enumerate(texts):

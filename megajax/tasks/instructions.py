@@ -33,10 +33,8 @@ Encoded = tuple[list[int], list[bool]]  # ids, and whether each is what the mode
 
 
 def read_instructions(file: TaskFile) -> None:
-    """Read the records of a file, one on each line; `messages` decide where a line has both forms.
-
-    Records without anything that the model should say are left out and counted.
-    """
+    """Read the records of a file, one on each line; `messages` decide where a line has both forms. Those without
+    anything that the model should say are left out and counted."""
     for line, place in file.lines(reading.LINE_BYTES):
         text = decoded(line, place).removeprefix("\ufeff")
         if text.strip():

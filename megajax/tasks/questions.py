@@ -84,11 +84,8 @@ def _answer(found: Any, context: str, place: str) -> Answer:
 
 
 def read_race(file: TaskFile) -> None:
-    """Read the questions of a file: of one passage, or of one on each line.
-
-    Questions with fewer than 2 options are left out and counted. The group is by the passage's id, or else by the
-    folders that the file is in.
-    """
+    """Read the questions of a file: of one passage, or of one on each line. Those with fewer than 2 options are left
+    out and counted. The group is by the passage's id, or else by the folders that the file is in."""
     text = file.text()
     if not _is_lines(text):
         _add_questions(parsed(text, file.place, file.task), file, file.place)

@@ -70,11 +70,8 @@ class SpanWindows(JoinedTexts):
         return sample | {"start": np.array(self._starts[number]), "end": np.array(self._stops[number])}
 
     def characters(self, number: int) -> tuple[int, npt.NDArray[np.int32]]:
-        """Where the tokens of a window stand in the context.
-
-        Returns the place in the sample of the first one, and of each its first character and the one after its last,
-        int32 [tokens, 2].
-        """
+        """The place in the sample of a window's first token, and of each token its first character in the context and
+        the one after its last, int32 [tokens, 2]."""
         owner = self.owners[number]
         place = int(self._num_asked[owner]) + 2
         return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
@@ -98,10 +95,8 @@ class SpanWindows(JoinedTexts):
         self._ends = np.minimum(self._begins + room[self.owners], tokens[self.owners])
 
     def _label(self) -> npt.NDArray[np.bool_]:
-        """Set the first and the last token of the answer in every window.
-
-        Returns, for every question, whether it has an answer whose place is known, but no window holds all of it.
-        """
+        """Set the first and the last token of the answer in every window; returns, for every question, whether it has
+        an answer whose place is known, but no window holds all of it."""
         is_placed = np.array([record.is_placed for record in self.records], bool)
         has_answer = is_placed & np.array([bool(record.answers) for record in self.records], bool)
         tokens = [self._answer(number) if has_answer[number] else (-1, -1) for number in range(len(self.records))]
