@@ -148,7 +148,7 @@ def detokenize(text: str) -> str:
 
 
 def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
-    """Ids of every passage, and the index at which its last word begins, for `score_continuations`. That is what follows
+    """Ids of every passage, and the index at which its last word begins, for `score_continuations`. It is what follows
     the last white space, and is encoded with a space before it."""
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
