@@ -1,6 +1,6 @@
 """The shares of a blend at every moment, and that its order is a function of weights and number alone."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from megajax.data.blend import _BLOCK, Blend, JoinedSamples
 from megajax.data.gpt import EvaluationSamples
 from megajax.data.tokens import TokenDocuments
-
-WEIGHTS = st.lists(st.integers(1, 2000).map(lambda n: n / 1000), min_size=1, max_size=9)
 
 
 def check(weights: list[float], places: list[tuple[int, int]]) -> None:
@@ -28,7 +26,7 @@ def check(weights: list[float], places: list[tuple[int, int]]) -> None:
         assert own == list(range(len(own)))
 
 
-@given(WEIGHTS)
+@given(st.lists(st.integers(1, 2000).map(lambda n: n / 1000), min_size=1, max_size=9))
 def test_shares_are_kept_to_less_than_a_sample(weights):
     blend = Blend(weights)
     check(weights, [blend.place(number) for number in range(600)])
@@ -61,18 +59,10 @@ def test_any_order_of_asking_from_any_thread():
     weights = [0.123456789, 0.3, 0.0777]
     straight = Blend(weights)
     expected = [straight.place(number) for number in range(3 * _BLOCK)]
-    blend, found = Blend(weights), {}
     numbers = np.random.default_rng(0).permutation(3 * _BLOCK).tolist()
-
-    def ask(part: int) -> None:
-        found.update({number: blend.place(number) for number in numbers[part::4]})
-
-    threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(3 * _BLOCK)] == expected
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(Blend(weights).place, numbers))
+    assert found == [expected[number] for number in numbers]
 
 
 def test_joined_samples_mix_their_parts():

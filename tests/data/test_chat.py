@@ -8,7 +8,6 @@ from saved_tokenizers import CHATML, LLAMA3, MARKED, MISTRAL
 from megajax.data.chat import ChatTemplate
 from megajax.errors import UserError
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 MESSAGES = [
     {"role": "user", "content": "Which day?"},
@@ -19,7 +18,7 @@ MESSAGES = [
 
 
 def template(source: str, **more) -> ChatTemplate:
-    return ChatTemplate(source, TOKENS, "a.jinja", **more)
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, "a.jinja", **more)
 
 
 def test_texts():
@@ -46,19 +45,16 @@ def test_what_the_assistant_writes(source):
     assert template(CHATML).conversation(MESSAGES[:1], "x").spans == []
 
 
-def test_markers_in_a_macro_that_is_not_where_it_is_called_are_refused():
+def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
+    """Markers in a macro that is not where it is called; earlier turns written anew, without what was thought there."""
     inside = "{% macro say() %}{% generation %}x{% endgeneration %}{% endmacro %}a{{ 'y' ~ say() }}"
-    with pytest.raises(UserError, match="stands in a macro or a filter; valid: outside of them"):
-        template(inside).conversation(MESSAGES, "x")
-
-
-def test_earlier_turns_that_are_written_anew_are_refused():
-    """As templates do that leave out what was thought in earlier turns."""
     rewriting = "{% for m in messages %}[{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %}]{% endfor %}"
-    with pytest.raises(
-        UserError, match=r"^f:7: a.jinja writes what is before message 2 in another way .*; valid: a te"
+    for source, problem in (
+        (inside, "stands in a macro or a filter; valid: outside of them"),
+        (rewriting, r"^f:7: a.jinja writes what is before message 2 in another way .*; valid: a te"),
     ):
-        template(rewriting).conversation(MESSAGES, "f:7")
+        with pytest.raises(UserError, match=problem):
+            template(source).conversation(MESSAGES, "f:7")
 
 
 def test_what_transformers_gives_to_templates():

@@ -9,22 +9,6 @@ from megajax.data import chunks
 from megajax.data.chunks import count_sentences, join
 from megajax.data.indexed import IndexedDataset, IndexedWriter
 
-DOCUMENTS = st.lists(st.lists(st.integers(0, 12), max_size=12), max_size=12)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """From the lengths of the sentences of documents to a dataset of them."""
-
-    def write(lengths: list[list[int]]) -> IndexedDataset:
-        prefix = tmp_path_factory.mktemp("chunks") / "m"
-        with IndexedWriter(prefix, 100) as writer:
-            for document in lengths:
-                writer.add_document(*([7] * length for length in document))
-        return IndexedDataset(prefix)
-
-    return write
-
 
 def one_by_one(lengths: list[list[int]], numbers: list[int], target) -> list[tuple[list[int], int]]:
     """The sentences of every chunk, and its target, as Megatron-LM's loop finds them."""
@@ -47,10 +31,14 @@ def targets(firsts):
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=DOCUMENTS, data=st.data())
-def test_as_one_by_one(written, lengths, data):
+@given(lengths=st.lists(st.lists(st.integers(0, 12), max_size=12), max_size=12), data=st.data())
+def test_as_one_by_one(tmp_path_factory, lengths, data):
     """However many sentences are looked at in one go."""
-    documents = written(lengths)
+    prefix = tmp_path_factory.mktemp("chunks") / "m"
+    with IndexedWriter(prefix, 100) as writer:
+        for document in lengths:
+            writer.add_document(*([7] * length for length in document))
+    documents = IndexedDataset(prefix)
     keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     numbers = np.flatnonzero(np.array(keep, bool))
     with pytest.MonkeyPatch.context() as patch:
@@ -63,9 +51,5 @@ def test_as_one_by_one(written, lengths, data):
     assert found.targets.tolist() == [wanted for _, wanted in expected]
     filled = [sum(map(bool, sizes)) for sizes in lengths]
     assert counts == (sum(map(bool, filled)), sum(filled), filled.count(1))
-
-
-def test_only_a_document_of_one_sentence_makes_a_chunk_of_one(written):
-    documents = written([[5, 5, 5], [50], [5, 5], [100, 1, 1, 1]])
-    found = join(documents, np.arange(4), lambda firsts: np.full(len(firsts), 10))
-    assert found.sizes.tolist() == [3, 1, 2, 2, 2]
+    alone = np.isin(found.begins, np.flatnonzero(np.repeat(filled, [len(sizes) for sizes in lengths]) == 1))
+    assert ((found.sizes == 1) == alone).all(), "only a document of one sentence makes a chunk of one"

@@ -122,6 +122,7 @@ def prefix(small_tokenizer, tmp_path) -> str:
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_prepared_dataset_is_used_where_it_lies(prefix, small_tokenizer, tmp_path, suffix):
+    """Later by any of its names; the tokenizer may lie beside it."""
     corpus = make_corpus(prefix + suffix, small_tokenizer, 300, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert corpus.tokens.name == prefix + ".bin"
@@ -129,25 +130,19 @@ def test_prepared_dataset_is_used_where_it_lies(prefix, small_tokenizer, tmp_pat
     assert corpus.report.documents == 40
     for name in prefix, prefix + ".idx":
         assert texts_of(make_corpus(name, small_tokenizer, 300, tmp_path / "run")) == TEXTS
-
-
-def test_tokenizer_beside_a_prepared_dataset(prefix, tmp_path):
     assert make_corpus(prefix, "", 300, tmp_path / "without").tokenizer is None
-    train_tokenizer(TEXTS, 280).save(Path(prefix).parent)
+    load_tokenizer(small_tokenizer).save(Path(prefix).parent)
     assert texts_of(make_corpus(prefix, "", 300, tmp_path / "with")) == TEXTS
 
 
-def test_prepared_dataset_with_ids_beyond_the_vocabulary(prefix, tmp_path):
-    with pytest.raises(UserError, match=r"corpus\.v1\.bin: token id \d+ at position \d+ .*--model\.vocab-size 270"):
+def test_a_prepared_dataset_that_is_beyond_the_vocabulary_or_changed_or_half(prefix, tmp_path):
+    beyond = r"corpus\.v1\.bin: token id \d+ at position \d+ .*--model\.vocab-size 270"
+    with pytest.raises(UserError, match=beyond):
         make_corpus(prefix, "", 270, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     make_corpus(prefix, "", 280, tmp_path / "run")
-    with pytest.raises(UserError, match=r"--model\.vocab-size 270"):
+    with pytest.raises(UserError, match=beyond):
         make_corpus(prefix, "", 270, tmp_path / "run")
-
-
-def test_a_prepared_dataset_that_changed_or_is_half(prefix, tmp_path):
-    make_corpus(prefix, "", 300, tmp_path / "run")
     with IndexedWriter(prefix, 300) as writer:
         writer.add_document([1, 2, 3])
     with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens, it had \d+ when"):
@@ -167,16 +162,13 @@ def test_damaged_report(source, tmp_path):
             make_corpus(source, "", 300, tmp_path / "run")
 
 
-def test_error_in_the_middle_leaves_no_dataset(tmp_path, small_tokenizer):
+def test_an_error_or_a_kill_while_tokenizing(tmp_path, small_tokenizer):
+    """A process that dies at its worst moment leaves nothing that a later run would take for a corpus."""
     lines = [json.dumps({"text": "word " * 1000})] * 1000 + ["broken"]  # more than one batch
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"a\.jsonl:1001"):
         make_corpus(str(tmp_path / "a.jsonl"), small_tokenizer, 300, tmp_path / "run")
     assert content(tmp_path / "run") == {}
-
-
-def test_killed_while_tokenizing(tmp_path, small_tokenizer):
-    """A process that dies at its worst moment leaves nothing that a later run would take for a corpus."""
     (tmp_path / "a.txt").write_text("some words\n\n" * 5000)
     script = (
         "import os, signal, sys; from pathlib import Path; from megajax.data.making import make_corpus\n"
@@ -230,17 +222,13 @@ def test_tinyshakespeare_with_gpt2(test_data, tmp_path):
     assert 30 < len(validation) < 37
 
 
-def test_evaluation_of_any_text(small_tokenizer, tmp_path):
+def test_evaluation_of_any_text_and_of_a_prepared_dataset(prefix, small_tokenizer, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer)
     text = "Document 1\n\n" * 1000
     (tmp_path / "a.txt").write_text(text)
     tokens = evaluation_tokens(str(tmp_path / "a.txt"), tokenizer, tokenizer.size)
     assert tokens.num_documents == 1 and tokens.tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tokens) == text + "<|endoftext|>"
-
-
-def test_evaluation_of_a_prepared_dataset(prefix, small_tokenizer):
-    tokenizer = load_tokenizer(small_tokenizer)
     assert evaluation_tokens(prefix, None, tokenizer.size).num_documents == 40
     with pytest.raises(UserError, match="beyond the vocabulary"):
         evaluation_tokens(prefix, None, 260)

@@ -33,14 +33,12 @@ def test_what_has_the_temporary_name_stays(kind, tmp_path):
     """A file, a folder: it is neither written nor removed."""
     for name in ("a.txt", "folder"):
         there = tmp_path / f"{name}.partial"
-        if kind == "file":
-            there.write_text("mine")
-        elif kind == "link":
+        if kind == "link":
             there.symlink_to("nowhere")
-        else:
+        elif kind == "empty folder":
             there.mkdir()
-            if kind == "folder":
-                (there / "notes").write_text("mine")
+        else:
+            write_atomically(there / "notes" if kind == "folder" else there, "mine")
     before = names(tmp_path)
     write_atomically(tmp_path / "a.txt", "ours")
     with folder_atomically(tmp_path / "folder") as new:
@@ -71,24 +69,20 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 def test_only_what_is_ours_is_replaced(kind, tmp_path):
     """Seen before anything is done, and again at the end."""
     (tmp_path / "elsewhere").mkdir()
-
-    def make() -> None:
-        if kind == "folder":
-            (tmp_path / "folder").mkdir()
-            (tmp_path / "folder" / "notes").write_text("mine")
+    there = tmp_path / "folder"
+    with pytest.raises(UserError, match="not of this program"), folder_atomically(there):
+        if kind == "link":
+            there.symlink_to(tmp_path / "elsewhere")
         elif kind == "file":
-            (tmp_path / "folder").write_text("mine")
+            there.write_text("mine")
         else:
-            (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
-
-    with pytest.raises(UserError, match="not of this program"), folder_atomically(tmp_path / "folder"):
-        make()
+            write_atomically(there / "notes", "mine")
     before = names(tmp_path)
-    with pytest.raises(UserError, match="not of this program"), folder_atomically(tmp_path / "folder"):
+    with pytest.raises(UserError, match="not of this program"), folder_atomically(there):
         pytest.fail()
     assert names(tmp_path) == before and "folder" in before
     if kind == "folder":
-        with folder_atomically(tmp_path / "folder", ours=lambda there: (there / "notes").exists()) as new:
+        with folder_atomically(there, ours=lambda there: (there / "notes").exists()) as new:
             (new / "b").write_text("ours")
         assert names(tmp_path) == ["elsewhere", "folder", "folder/b"]
 

@@ -9,7 +9,6 @@ from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import check_input, identity
 from megajax.data.making import make_corpus
 from megajax.data.records import TextDocuments, TextFiles
-from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import learn_byte_pair, named_tokenizer
 from megajax.errors import UserError
 
@@ -54,14 +53,9 @@ def test_the_rows_in_their_order(folder: Path) -> None:
     (folder / "lines" / "test.jsonl").write_text("\n".join(lines))
     assert list(TextDocuments(f"hf://{folder}/lines:test#title")) == ["title 0", "title 1", "title 2"]
     assert list(TextDocuments(f"hf://{folder}/lines:test", key="body")) == ["body 0", "body 1", "body 2"]
-
-    def now() -> list[str]:
-        return identity(TextFiles([f"hf://{folder}"], "INPUT").files[0])
-
-    before = now()
-    assert before == now()
+    first, second = (identity(TextFiles([f"hf://{folder}"], "INPUT").files[0]) for _ in range(2))
     (folder / "data" / "train-00001-of-00002.parquet").unlink()
-    assert before != now()
+    assert first == second != identity(TextFiles([f"hf://{folder}"], "INPUT").files[0])
 
 
 @pytest.mark.full  # the package takes seconds to import
@@ -107,27 +101,19 @@ def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         check_input("hf://imdb", "--data.path")
 
 
-def _downloaded(cache: Path, name: str, tokenizer: Tokenizer) -> None:
-    """As the hub's library leaves what it has downloaded."""
-    model = cache / f"models--{name.replace('/', '--')}"
+def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = learn_byte_pair(TEXTS, 270, "")
+    model = tmp_path / "cache" / "models--some-body--some-model"  # as the hub's library leaves what it has downloaded
     tokenizer.save(model / "snapshots" / "0123456789abcdef")
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0123456789abcdef")
-
-
-def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = learn_byte_pair(TEXTS, 270, "")
-    _downloaded(tmp_path / "cache", "some-body/some-model", tokenizer)
     assert named_tokenizer("some-body/some-model") == tokenizer
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(TEXTS))
     corpus = make_corpus(str(text), "some-body/some-model", 300, tmp_path / "run")
     assert (corpus.tokenizer, corpus.report.tokenizer_source) == (tokenizer, "some-body/some-model")
-    assert (
-        open_corpus(tmp_path / "run", 300).tokenizer
-        == make_corpus(str(text), "some-body/some-model", 300, tmp_path / "run").tokenizer
-    )
-
+    again = make_corpus(str(text), "some-body/some-model", 300, tmp_path / "run")
+    assert again.tokenizer == open_corpus(tmp_path / "run", 300).tokenizer
     other = learn_byte_pair(TEXTS, 262, "")
     other.save(tmp_path / "some-body" / "some-model")
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,8 @@ import itertools
 import os
 import struct
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,29 +36,17 @@ def read_by_description(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
 
 
 def write_by_description(
-    prefix: Path,
-    sequences: list[list[int]],
-    documents: list[int],
-    *,
-    code: int = 8,
-    magic: bytes = b"MMIDIDX\x00\x00",
-    version: int = 1,
-    num_sequences: int | None = None,
-    num_entries: int | None = None,
-    lengths: list[int] | None = None,
-    pointers: list[int] | None = None,
+    prefix: Path, sequences: list[list[int]], documents: list[int], *, code: int = 8, **lies: Any
 ) -> None:
     """As Megatron-LM writes it; every field can be made to lie."""
     letter = FORMATS.get(code, "H")
-    if lengths is None:
-        lengths = [len(sequence) for sequence in sequences]
-    if pointers is None:
-        size = struct.calcsize(letter)
-        pointers = [size * sum(map(len, sequences[:number])) for number in range(len(sequences))]
+    size = struct.calcsize(letter)
+    lengths = lies.get("lengths", [len(sequence) for sequence in sequences])
+    pointers = lies.get("pointers", [size * sum(map(len, sequences[:number])) for number in range(len(sequences))])
+    counts = lies.get("num_sequences", len(lengths)), lies.get("num_entries", len(documents))
     with open(f"{prefix}.idx", "wb") as file:
-        file.write(magic + struct.pack("<Q", version) + struct.pack("<B", code))
-        file.write(struct.pack("<Q", len(lengths) if num_sequences is None else num_sequences))
-        file.write(struct.pack("<Q", len(documents) if num_entries is None else num_entries))
+        file.write(lies.get("magic", b"MMIDIDX\x00\x00"))
+        file.write(struct.pack("<QBQQ", lies.get("version", 1), code, *counts))
         file.write(struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers))
         file.write(struct.pack(f"<{len(documents)}q", *documents))
     with open(f"{prefix}.bin", "wb") as file:
@@ -179,15 +169,10 @@ def test_failure_leaves_the_final_names_alone(tmp_path, existing):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("full_at", ["tokens", "index"])
-def test_full_disk(tmp_path, monkeypatch, full_at):
-    remaining = ["tokens", "index"]
-
-    def sync(descriptor):
-        if remaining.pop(0) == full_at:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", sync)
+@pytest.mark.parametrize("synced", [[], [None]], ids=["tokens", "index"])
+def test_full_disk(tmp_path, monkeypatch, synced):
+    results = [*synced, OSError(errno.ENOSPC, "No space left on device"), None]
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=results))
     message = r"m\.bin: cannot be written: No space left on device"
     with pytest.raises(UserError, match=message), IndexedWriter(tmp_path / "m", 100) as writer:
         writer.add_document([1, 2])

@@ -105,35 +105,30 @@ def test_rows_lie_in_the_batch(rows):
             function(samples, rows=rows, global_batch=6)
 
 
-RAMPS = [
-    (32, 8, 8, 96),
-    (64, 4, 4, 1000),
-    (64, 63, 1, 1),
-    (1024, 16, 8, 300_000),  # Megatron-LM's own example
-    (100, 10, 45, 7),  # a part is over before it began
-    (12, 2, 5, 3),
-]
-
-
-def theirs(full: int, start: int, increment: int, samples: int, drawn: int) -> int:
-    """The batch after so many samples, as Megatron-LM's help and code define it (num_microbatches_calculator.py)."""
-    if drawn > samples:
-        return full
-    parts = (full - start) // increment
-    return start + drawn * parts // samples * increment
-
-
-@pytest.mark.parametrize("ramp", RAMPS, ids=str)
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        (32, 8, 8, 96),
+        (64, 4, 4, 1000),
+        (64, 63, 1, 1),
+        (1024, 16, 8, 300_000),  # Megatron-LM's own example
+        (100, 10, 45, 7),  # a part is over before it began
+        (12, 2, 5, 3),
+    ],
+    ids=str,
+)
 def test_every_step_has_megatron_s_size_and_the_next_samples(ramp: tuple[int, int, int, int]) -> None:
-    sizes = BatchSizes.of(*ramp)
-    drawn = 0
+    """As Megatron-LM's help and code define it (num_microbatches_calculator.py)."""
+    sizes, drawn = BatchSizes.of(*ramp), 0
+    full, start, increment, growing = ramp
     for step in range(sizes.stages[-1].first_step + 5):
         assert sizes.first_sample(step) == drawn
-        assert sizes.at(step).size == theirs(*ramp, drawn), step
+        theirs = start + drawn * ((full - start) // increment) // growing * increment
+        assert sizes.at(step).size == (full if drawn > growing else theirs), step
         drawn += sizes.at(step).size
-    assert sizes.at(10**9).size == ramp[0] and drawn > ramp[3]
+    assert sizes.at(10**9).size == full and drawn > growing
     assert [stage.size for stage in sizes.stages] == sorted({stage.size for stage in sizes.stages})
-    for samples in range(1, min(ramp[3] + 3 * ramp[0], 2000)):  # the steps that draw so many are the fewest
+    for samples in range(1, min(growing + 3 * full, 2000)):  # the steps that draw so many are the fewest
         steps = sizes.steps(samples)
         assert sizes.first_sample(steps - 1) < samples <= sizes.first_sample(steps)
 
@@ -145,21 +140,15 @@ def test_a_batch_that_does_not_grow() -> None:
     assert [sizes.steps(samples) for samples in (0, 1, 6, 7)] == [0, 1, 1, 2]
 
 
-class Numbers:
-    """Sample n is n."""
-
-    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        return {"tokens": np.array([number], np.int32)}
-
-
 def test_no_sample_is_drawn_twice_or_left_out() -> None:
     """From any step, by two processes with other rows each, the samples are those of the order."""
     sizes = BatchSizes.of(12, 4, 4, 30)
+    samples = [{"tokens": np.array([number], np.int32)} for number in range(200)]
     assert [sizes.at(step).size for step in range(6)] == [4, 4, 4, 4, 8, 8]
 
     def rows(start: int, first: int) -> list[list[int]]:
         """Of every step from one on, every second row."""
-        batches = growing_batches(Numbers(), sizes=sizes, rows_of=lambda size: range(first, size, 2), start_step=start)
+        batches = growing_batches(samples, sizes=sizes, rows_of=lambda size: range(first, size, 2), start_step=start)
         return [batch["tokens"][:, 0].tolist() for batch in itertools.islice(batches, 9)]
 
     for start in (0, 3, 4, 5, 8):

@@ -19,12 +19,6 @@ PIECES = WordPieces.of(wordpiece({token: number for number, token in enumerate(T
 SPECIAL = (2, 3)
 
 
-def test_pieces():
-    assert (PIECES.cls, PIECES.sep, PIECES.mask, PIECES.pad) == (2, 3, 4, 0)
-    assert np.flatnonzero(PIECES.continues).tolist() == list(range(45, 85))
-    assert PIECES.replacements.tolist() == list(range(5, 85))
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     segments=st.lists(st.lists(st.integers(5, 84), min_size=1, max_size=40), min_size=1, max_size=2),
@@ -87,14 +81,16 @@ def test_every_word_is_as_likely():
     assert share == pytest.approx(share.mean(), abs=0.025)
 
 
-def test_vocabularies_that_do_not_do():
-    def pieces(tokens):
-        return wordpiece({token: number for number, token in enumerate(tokens)})
-
+def test_vocabularies():
+    assert (PIECES.cls, PIECES.sep, PIECES.mask, PIECES.pad) == (2, 3, 4, 0)
+    assert np.flatnonzero(PIECES.continues).tolist() == list(range(45, 85))
+    assert PIECES.replacements.tolist() == list(range(5, 85))
+    unmasked = wordpiece({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4})
+    without_words = wordpiece({token: number for number, token in enumerate(TOKENS[:5])})
     for tokenizer, problem in (
-        (pieces(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"]), r"x has no \[MASK\]; valid: a WordPiece vocabulary"),
+        (unmasked, r"x has no \[MASK\]; valid: a WordPiece vocabulary"),
         (train_tokenizer(["words"] * 9, 260), r"x has no \[CLS\] and no \[SEP\] and no \[MASK\] and no \[PAD\]; valid"),
-        (pieces(TOKENS[:5]), "x has special tokens only"),
+        (without_words, "x has special tokens only"),
         (None, "x is missing, and words are masked"),
     ):
         with pytest.raises(UserError, match=problem):

@@ -17,6 +17,10 @@ from megajax.host import reading
 TEXTS = [f"document {n}: Füße, 数 and a line\n" * (n % 7 + 1) for n in range(700)]
 
 
+def records(file: Path, **options) -> list[tuple[Record, int]]:
+    return list(TextFiles([file], "INPUT").records(**options))
+
+
 def write(file: Path, key: str = "text") -> Path:
     """`TEXTS` in the format that the name asks for."""
     if file.suffix == ".parquet":
@@ -36,17 +40,22 @@ def test_every_format_holds_the_same_documents(tmp_path, name):
     file = write(tmp_path / name)
     assert list(TextDocuments(file)) == TEXTS
     assert list(TextDocuments(tmp_path)) == TEXTS
-    positions = [position for _, position in TextFiles([file], "INPUT").records()]
+    positions = [position for _, position in records(file)]
     assert positions == sorted(positions) and positions[-1] == file.stat().st_size
 
 
-def test_compressed_text_is_cut_like_other_text(tmp_path):
+def test_other_names(tmp_path):
+    """Compressed text is cut like other text; a JSON file that is named has lines, one of a folder may be anything."""
     text = "".join(f"paragraph {n}\n" + "word " * (n % 60) + "\n\n" for n in range(1000))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.gz").write_bytes(gzip.compress(b"one<|endoftext|>two"))
     assert list(TextDocuments(tmp_path / "b.txt.gz")) == list(TextDocuments(tmp_path / "a.txt"))
     assert list(TextDocuments(tmp_path / "c.gz")) == ["one", "two"]
+    (tmp_path / "folder").mkdir()
+    named = tmp_path / "folder" / "a.json"
+    named.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
+    assert list(TextDocuments(named)) == TEXTS[:5] and len(list(TextDocuments(named.parent))) == 1
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -58,18 +67,18 @@ def test_damaged_files_are_named(tmp_path, name, damage):
     whole[middle : middle + 40] = bytes(255 - byte for byte in whole[middle : middle + 40])
     file.write_bytes({"cut": file.read_bytes()[:-20], "other": b"no archive\n" * 20, "flipped": bytes(whole)}[damage])
     with pytest.raises(UserError, match=rf"INPUT: .*{name} is truncated or damaged") as caught:
-        list(TextFiles([file], "INPUT").records())
+        records(file)
     assert "\n" not in str(caught.value)
 
 
 def test_another_key(tmp_path):
     for name in "a.jsonl", "b.parquet":
-        files = TextFiles([write(tmp_path / name, key="body")], "INPUT")
-        assert [text_of(record, "body") for record, _ in files.records(key="body")] == TEXTS
+        found = records(write(tmp_path / name, key="body"), key="body")
+        assert [text_of(record, "body") for record, _ in found] == TEXTS
     with pytest.raises(UserError, match=r'b\.parquet has no column "text"; valid: one of "id", "body"'):
-        list(TextFiles([tmp_path / "b.parquet"], "INPUT").records())
+        records(tmp_path / "b.parquet")
     with pytest.raises(UserError, match='column "id" has the type int64; valid: text'):
-        list(TextFiles([tmp_path / "b.parquet"], "INPUT").records(key="id"))
+        records(tmp_path / "b.parquet", key="id")
     with pytest.raises(NoText, match='no text under the key "text"; there are "body"'):
         text_of(Record(0, 1, "json", (tmp_path / "a.jsonl").read_bytes().splitlines()[0]))
 
@@ -91,12 +100,6 @@ def test_what_compresses_very_well_is_read_in_a_steady_memory(tmp_path):
     assert sum(1 for _ in TextFiles([file], "INPUT").records()) == 1_500_000
 
 
-def test_a_named_json_file_has_lines(tmp_path):
-    (tmp_path / "a.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
-    assert list(TextDocuments(tmp_path / "a.json")) == TEXTS[:5]
-    assert len(list(TextDocuments(tmp_path))) == 1, "one of a folder may be anything"
-
-
 def test_parquet_texts_that_are_not_utf8(tmp_path):
     column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
@@ -112,19 +115,16 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
     line = b'{"text": "' + b"a" * (most + 1 << 20) + b'"}\n'
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(b'{"text": "b"}\n' + line, level=1))
     with pytest.raises(UserError, match=rf"a\.jsonl\.zst: line 2 has more than {most} MiB; valid: at most that"):
-        list(TextFiles([tmp_path / "a.jsonl.zst"], "INPUT").records())
+        records(tmp_path / "a.jsonl.zst")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "folder/a.txt"])
-def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
-    """A file of a folder, and one document of a file, and a file that is not cut."""
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_document_that_is_too_long(tmp_path, monkeypatch, folder):
+    """A file of a folder, and one document of a file."""
     monkeypatch.setattr("megajax.host.reading.LINE_BYTES", 1 << 20)
-    (tmp_path / "folder").mkdir()
-    text = "short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short"
-    (tmp_path / name).write_text(text)
-    path = (tmp_path / name) if name == "a.txt" else tmp_path / "folder"
+    (tmp_path / "a.txt").write_text("short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short")
     with pytest.raises(UserError, match=r"a\.txt: more than .* MiB as one text"):
-        list(TextDocuments(path, cut=name == "a.txt"))
+        list(TextDocuments(tmp_path if folder else tmp_path / "a.txt", cut=not folder))
 
 
 @pytest.mark.parametrize("size", [13, 14, 17, 1000])
@@ -132,7 +132,7 @@ def test_separators_that_lie_across_blocks(tmp_path, monkeypatch, size):
     monkeypatch.setattr("megajax.data.streams._BLOCK_BYTES", size)
     texts = ["one", "", "two <|end", "three<|endoftext|", "|>", "four" * 9]
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
-    assert [record.content for record, _ in TextFiles([tmp_path / "a.txt"], "INPUT").records()] == texts
+    assert [record.content for record, _ in records(tmp_path / "a.txt")] == texts
 
 
 def test_a_value_of_parquet_that_stands_in_many_rows(tmp_path, monkeypatch):
@@ -168,14 +168,11 @@ x = """No docstring."""
 '''
 
 
-def test_docstrings_in_the_order_of_the_file():
-    """Without examples and repetitions."""
+def test_prose_of_a_file():
+    """Docstrings in their order, without examples and repetitions; topics are documents; some files have none."""
     assert prose(Path("a.py"), SOURCE.encode()) == [
         "Of the module.\n\nIt has words.\n\nOf the class.\n\nOf a function \\d.\n\nAfter the example.\n\nInner."
     ]
-
-
-def test_topics_are_documents_and_some_files_have_no_prose():
     source = b'topics = {"a": "First one.\\n", "b": "\\n>>> x\\n", "c": "Another.", "d": 4}'
     assert prose(Path("pydoc_data", "topics.py"), source) == ["First one.", "Another."]
     for source in b"", b"x = 1", b"def f(:", b"\xff\xfe", b"x = 1\0", b"(" * 9999, b"# coding: nothing\nx":

@@ -21,12 +21,7 @@ TEXT = TEXTS[3] + "  two  spaces, größer, 漢字\n\n\tEnd.\n"
 @pytest.fixture(scope="module", params=KINDS)
 def saved(request, tmp_path_factory) -> tuple[str, Path, Tokenizer]:
     folder = write_saved(tmp_path_factory.mktemp("saved") / "t", request.param)
-    tokenizer = load_tokenizer(folder)
-    return request.param, folder, tokenizer
-
-
-def token(tokenizer: Tokenizer, *names: str) -> list[int]:
-    return [tokenizer.vocabulary[name] for name in names]
+    return request.param, folder, load_tokenizer(folder)
 
 
 def test_what_begins_and_ends_texts(saved):
@@ -36,7 +31,8 @@ def test_what_begins_and_ends_texts(saved):
         "qwen": ([], ["<|im_end|>"]),  # add_bos_token is true in its settings, which decide nothing
         "mistral": (["<s>"], ["</s>"]),  # and false in these
     }[kind]
-    assert (tokenizer.begin, tokenizer.ends) == (token(tokenizer, *begin), token(tokenizer, *ends))
+    assert tokenizer.begin == [tokenizer.vocabulary[name] for name in begin]
+    assert tokenizer.ends == [tokenizer.vocabulary[name] for name in ends]
     assert tokenizer.end_of_text == tokenizer.ends[0]
     assert tokenizer.named_tokens["eos_token"] == ends[0] and tokenizer.chat_template
     assert tokenizer.size == max(tokenizer.vocabulary.values()) + 1
@@ -70,13 +66,6 @@ def test_saved_files_are_the_same_bytes(saved, tmp_path):
         assert json.loads((tmp_path / "new" / "generation_config.json").read_text()) == {"eos_token_id": again.ends}
 
 
-def test_the_end_decides_whether_tokenizers_are_the_same(tmp_path):
-    first, second = (write_saved(tmp_path / name, "qwen") for name in ("a", "b"))
-    settings = json.loads((second / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
-    (second / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(first) != load_tokenizer(second)
-
-
 def test_the_last_word_of_a_passage(saved, tmp_path):
     """A word after a text has one space before it, whatever a tokenizer puts before texts."""
     _, _, tokenizer = saved
@@ -101,8 +90,13 @@ def test_a_corpus_of_a_run(tmp_path):
         corpus_tokenizer(tmp_path / "data")
 
 
-def test_a_vocabulary_with_holes(tmp_path):
+def test_a_vocabulary_with_holes_and_another_end(tmp_path):
+    """The end decides, too, whether tokenizers are the same."""
     write_saved(tmp_path, "qwen")
+    first = load_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path) != first
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["added_tokens"][-1]["id"] = 1000
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -131,8 +125,8 @@ def test_a_vocabulary_with_holes(tmp_path):
 )
 def test_refused_files(tmp_path, name, change, message):
     write_saved(tmp_path, "mistral")
-    for other in "config.json", "chat_template.jinja":
-        (tmp_path / other).unlink()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "chat_template.jinja").unlink()
     file = tmp_path / name
     if isinstance(change, dict):
         change = json.dumps((json.loads(file.read_text()) if file.exists() else {}) | change)

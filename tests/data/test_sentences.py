@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,24 +45,23 @@ def test_lines_that_were_not_wrapped():
     assert split_sentences(f"{long}\n{long}end. More\r\nLast") == [long.strip(), f"{long}end.", "More", "Last"]
 
 
-@pytest.mark.parametrize("text", ["", " \n\t\n ", "\x00", "...", '"', "a", "。", "\u2028", "\ud7ff\ue000"])
-def test_odd_texts(text):
-    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+def without_losses(text: str) -> list[str]:
+    """Sentences of a text, which lose nothing but white space."""
+    sentences = split_sentences(text)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    return sentences
 
 
 @given(st.text(st.sampled_from("ab .!?\"'()\n\r\t“”…A1é。\u200b"), max_size=300))
-def test_nothing_is_lost(text):
-    """But white space."""
-    sentences = split_sentences(text)
-    assert "".join("".join(sentences).split()) == "".join(text.split())
-    assert all(sentence and sentence == sentence.strip() for sentence in sentences)
+def test_any_text(text):
+    assert all(sentence and sentence == sentence.strip() for sentence in without_losses(text))
 
 
-def test_a_long_line():
-    """Which is looked at in parts, and in which one quotation mark is never closed."""
-    line = 'He said "yes. ' + "This is a sentence of words. " * 5000
-    sentences = split_sentences(line)
-    assert len(sentences) > 4800 and "".join("".join(sentences).split()) == "".join(line.split())
+def test_odd_texts():
+    """A long line is looked at in parts; one quotation mark in it is never closed."""
+    for text in ("", " \n\t\n ", "\x00", "...", '"', "a", "。", "\u2028", "\ud7ff\ue000"):
+        without_losses(text)
+    assert len(without_losses('He said "yes. ' + "This is a sentence of words. " * 5000)) > 4800
     assert len(split_sentences("x" * 100_000)[0]) > 1000
 
 
@@ -76,9 +74,8 @@ def test_documents_of_sentences():
         ["only one"],
     ]
     assert all(ids.dtype == np.int32 for document in found for ids in document)
-    whole = list(encode_documents(texts, tokenizer))
-    assert [len(document) for document in whole] == [1, 1, 1]
-    assert all(document[0][-1] == tokenizer.end_of_text for document in whole)
+    whole = [ids for (ids,) in encode_documents(texts, tokenizer)]
+    assert [ids[-1] for ids in whole] == [tokenizer.end_of_text] * 3
     assert [len(document) for document in encode_texts(texts, tokenizer, sentences=True)] == [2, 0, 1]
 
 

@@ -61,6 +61,16 @@ class Reader:
         return self.packing.pack(inner), len(inner)
 
 
+def of_one_file(name: str, file: str, text: str, read: Callable[[Path], object], packing: Packing = NONE) -> Reader:
+    """A reader of one file with this valid text; it is given the file's path."""
+
+    def make(folder: Path) -> None:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(packing.pack(text.encode()))
+
+    return Reader(name, make, lambda folder: read(folder / file), (file,), packing)
+
+
 def _mutated(content: bytes, rng: random.Random) -> bytes:
     """The content after one to four changes."""
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4])):

@@ -6,7 +6,6 @@ A reader has a function that writes valid files, one that reads them as the prog
 import functools
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hugging_face import random_tensors, write_model
-from mutations import GZ, ZST, Reader
+from mutations import GZ, ZST, Reader, of_one_file
 from saved_tokenizers import write_pair, write_saved, write_vocabulary
-from task_readers import TASK_READERS, writing
-from tiny import tiny_config
+from task_readers import TASK_READERS
+from tiny import tiny_config, tiny_program
 
 from megajax.config import to_toml
 from megajax.convert.importing import open_source
@@ -31,6 +30,7 @@ from megajax.data.making import make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.pairs import train_and_validation
 from megajax.data.records import TextDocuments
+from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.generation.text import read_prompts
@@ -50,12 +50,12 @@ TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(12)) + "\n" for 
 
 
 @functools.cache
-def _tokenizer(kind: str):
+def _tokenizer(kind: str) -> Tokenizer:
     return train_tokenizer(TEXTS, 280 if kind == "bpe" else 120, kind)  # type: ignore[arg-type]
 
 
-def _write_vocabulary(folder: Path) -> None:
-    write_vocabulary(folder, _tokenizer("wordpiece"))
+_write_vocabulary = functools.partial(write_vocabulary, tokenizer=_tokenizer("wordpiece"))
+_write_pair = functools.partial(write_pair, tokenizer=_tokenizer("bpe"))
 
 
 def _write_tokens(folder: Path) -> np.ndarray:
@@ -93,8 +93,8 @@ def _write_parquet(folder: Path) -> None:
     pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), folder / "a.parquet")
 
 
-def _documents(name: str, cut: bool = True) -> Callable[[Path], object]:
-    return lambda folder: sum(len(text) for text in TextDocuments(folder / name, cut=cut))
+def _read_texts(file: Path, cut: bool = True) -> None:
+    sum(len(text) for text in TextDocuments(file, cut=cut))
 
 
 def _write_preset(folder: Path) -> None:
@@ -105,12 +105,10 @@ def _write_preset(folder: Path) -> None:
 
 
 def _use_tokenizer(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    tokenizer.decode(tokenizer.encode(TEXTS[3] + " other words é"))
+    _use(load_tokenizer(folder))
 
 
-def _use_saved_tokenizer(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def _use(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_prompt(TEXTS[3] + " other words é")
     if tokenizer.size > 1 << 20:  # more than a model has
         return
@@ -124,8 +122,8 @@ def _use_saved_tokenizer(folder: Path) -> None:
         template.conversation([{"role": role, "content": "a b"} for role in ("user", "assistant")], "f:1")
 
 
-def _read_metrics(folder: Path) -> None:
-    for record in read_metrics(folder):
+def _read_metrics(file: Path) -> None:
+    for record in read_metrics(file.parent):
         sum(float(value) for value in record.values() if value is not None)
 
 
@@ -148,8 +146,8 @@ def _write_prepared(folder: Path) -> None:
     (folder / "m.report.json").write_text(json.dumps({"plan": {"format": [1]}, "documents": 12, "digests": digests}))
 
 
-def _read_lock(folder: Path) -> bool:
-    holder = Holder.read(folder / "run.lock")
+def _read_lock(file: Path) -> bool:
+    holder = Holder.read(file)
     assert len(str(holder).splitlines()) == 1
     return holder is not None and bool(holder.is_alive)
 
@@ -199,10 +197,7 @@ def _use_bert(folder: Path) -> None:
     source = open_source(folder)
     source.weights.read("cls.predictions.bias")
     if source.tokenizer:
-        source.tokenizer.decode(source.tokenizer.encode(TEXTS[3] + " other words é"))
-        with tempfile.TemporaryDirectory() as own:
-            source.tokenizer.save(own)
-            assert load_tokenizer(own) == source.tokenizer
+        _use(source.tokenizer)
 
 
 def _write_work(folder: Path) -> None:
@@ -225,8 +220,6 @@ def _read_work(folder: Path) -> None:
 
 @functools.cache
 def _checkpoints(folder: Path):
-    from tiny import tiny_program
-
     from megajax.runs.checkpoint import Checkpoints
 
     program = tiny_program(tiny_config(num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, vocab_multiple=1))
@@ -243,7 +236,7 @@ def _read_checkpoint(folder: Path) -> None:
     _checkpoints(folder)[0].restore_params(1)
 
 
-_DATA = ("data/report.json", "data/tokens.digests", "data/tokens.idx", "data/tokens.bin")
+_DATA = tuple(f"data/{name}" for name in ("report.json", "tokens.digests", "tokens.idx", "tokens.bin"))
 _DATA += ("data/tokenizer/tokenizer.json",)
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json")
 _SAVED = {
@@ -255,6 +248,7 @@ _LINES = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + 
 _STEPS = [{"step": n, "loss": 3.5 / n, "grad_norm": None, "tokens": 100, "seconds": 0.1} for n in range(1, 9)]
 _METRICS = "".join(json.dumps(line) + "\n" for line in [*_STEPS, {"step": 8, "validation_loss": 2.5}])
 _STATUS = json.dumps(asdict(Status("far", 7, 12, "computing", 3.5)))
+_ORIGIN = Origin("LlamaForCausalLM", "bf16", 24, _ENDS, _ENDS | {"temperature": 0.6})
 _PREPARED = ("m.report.json", "m.idx")
 _SHARDS = ("model.safetensors.index.json", "a.safetensors")
 _WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
@@ -264,47 +258,37 @@ _CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("checkpoint.json", "sta
 READERS = [
     Reader("Megatron index", _write_tokens, _read_tokens, ("m.idx", "m.bin")),
     Reader("sentences", _write_sentences, _read_sentences, ("m.idx", "m.bin")),
-    Reader("records: JSONL", writing("a.jsonl", _LINES), _documents("a.jsonl"), ("a.jsonl",)),
-    Reader("records: JSONL.gz", writing("a.jsonl.gz", _LINES, GZ), _documents("a.jsonl.gz"), ("a.jsonl.gz",), GZ),
-    Reader("records: JSONL.zst", writing("a.jsonl.zst", _LINES, ZST), _documents("a.jsonl.zst"), ("a.jsonl.zst",), ZST),
-    Reader("records: Parquet", _write_parquet, _documents("a.parquet"), ("a.parquet",)),
-    Reader("records: text", writing("a.txt", _LINES), _documents("a.txt"), ("a.txt",)),
-    Reader("records: text as one", writing("a.txt.gz", _LINES, GZ), _documents("a.txt.gz", False), ("a.txt.gz",), GZ),
+    of_one_file("records: JSONL", "a.jsonl", _LINES, _read_texts),
+    of_one_file("records: JSONL.gz", "a.jsonl.gz", _LINES, _read_texts, GZ),
+    of_one_file("records: JSONL.zst", "a.jsonl.zst", _LINES, _read_texts, ZST),
+    Reader("records: Parquet", _write_parquet, lambda to: _read_texts(to / "a.parquet"), ("a.parquet",)),
+    of_one_file("records: text", "a.txt", _LINES, _read_texts),
+    of_one_file("records: text as one", "a.txt.gz", _LINES, lambda file: _read_texts(file, cut=False), GZ),
     Reader("preset", _write_preset, lambda folder: resolve(load_preset(folder / "a.toml")), ("a.toml", "b.toml")),
-    Reader(
-        "config.toml of a run",
-        writing("config.toml", to_toml(tiny_config())),
-        lambda folder: stored_config(folder, {}),
-        ("config.toml",),
+    of_one_file(
+        "config.toml of a run", "config.toml", to_toml(tiny_config()), lambda file: stored_config(file.parent, {})
     ),
-    Reader(
-        "tokenizer: BPE", lambda to: write_pair(to, _tokenizer("bpe")), _use_tokenizer, ("vocab.json", "merges.txt")
-    ),
+    Reader("tokenizer: BPE", _write_pair, _use_tokenizer, ("vocab.json", "merges.txt")),
     Reader("tokenizer: WordPiece", _write_vocabulary, _use_tokenizer, ("vocab.txt",)),
     *(
-        Reader(f"tokenizer.json: {kind}", functools.partial(write_saved, kind=kind), _use_saved_tokenizer, _SAVED[kind])
-        for kind in _SAVED
+        Reader(f"tokenizer.json: {kind}", functools.partial(write_saved, kind=kind), _use_tokenizer, files)
+        for kind, files in _SAVED.items()
     ),
-    Reader("metrics.jsonl", writing("metrics.jsonl", _METRICS), _read_metrics, ("metrics.jsonl",)),
+    of_one_file("metrics.jsonl", "metrics.jsonl", _METRICS, _read_metrics),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, marked_format, ("run.json",)),
-    Reader("run.lock", writing("run.lock", json.dumps(asdict(Holder.me()))), _read_lock, ("run.lock",)),
-    Reader("processes/0.json", writing("0.json", _STATUS), lambda folder: read_status(folder / "0.json"), ("0.json",)),
+    of_one_file("run.lock", "run.lock", json.dumps(asdict(Holder.me())), _read_lock),
+    of_one_file("processes/0.json", "0.json", _STATUS, read_status),
     Reader("prepared dataset", _write_prepared, lambda to: evaluation_tokens(str(to / "m"), None, 280), _PREPARED),
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
     Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
     Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
     Reader("Hugging Face decoder", _write_decoder, open_source, ("config.json", "generation_config.json")),
-    Reader(
-        "imported.json",
-        Origin("LlamaForCausalLM", "bf16", 24, _ENDS, _ENDS | {"temperature": 0.6}).write,
-        Origin.read,
-        ("imported.json",),
-    ),
+    Reader("imported.json", _ORIGIN.write, Origin.read, ("imported.json",)),
     Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
     Reader("Hugging Face BERT: classes", _write_bert_classes, open_source, ("config.json",)),
     Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
-    Reader("prompts", writing("p", "".join(TEXTS)), lambda to: read_prompts([], str(to / "p")), ("p",)),
+    of_one_file("prompts", "p", "".join(TEXTS), lambda file: read_prompts([], str(file))),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
     *TASK_READERS,
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mutations import GZ, NONE, ZST, Packing, Reader
+from mutations import GZ, ZST, of_one_file
 from saved_tokenizers import write_saved
 
 from megajax.data.tokenizer import Tokenizer
@@ -20,19 +20,9 @@ from megajax.tasks.samples import read_records
 _WORDS = [f'word{n} and {n * n} "é"' for n in range(12)]
 
 
-def writing(name: str, text: str, packing: Packing = NONE) -> Callable[[Path], object]:
-    """What writes one file."""
-
-    def write(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(packing.pack(text.encode()))
-
-    return write
-
-
-def _read(task: str, name: str) -> Callable[[Path], object]:
-    def read(folder: Path) -> None:
-        records = read_records(task, [str(folder / name)], TaskConfig(), "--data.train")
+def _read(task: str) -> Callable[[Path], object]:
+    def read(path: Path) -> None:
+        records = read_records(task, [str(path)], TaskConfig(), "--data.train")
         assert records.entries and all(isinstance(record, Pair) or record.context for record in records.entries)
         assert all(len(line.splitlines()) == 1 for line in records.lines())
         str(records.entries).encode()
@@ -67,8 +57,8 @@ def _passage(number: int) -> dict[str, Any]:
 _LINES = "".join(json.dumps(_passage(number)) + "\n" for number in range(6))
 
 
-def _read_instructions(folder: Path) -> None:
-    records = read_records("instructions", [str(folder / "a.jsonl")], TaskConfig(), "--data.train")
+def _read_instructions(file: Path) -> None:
+    records = read_records("instructions", [str(file)], TaskConfig(), "--data.train")
     rows = InstructionRows(records.entries, _chatting(), sequence_length=24, seed=1)
     assert all(rows[number]["targets"].max() >= 0 for number in range(len(rows)))
 
@@ -85,22 +75,11 @@ _TURNS = [
 _ASKED = [{"messages": _TURNS[:3]}, {"prompt": "a é", "completion": "b"}, {"messages": _TURNS[1:], "source": None}]
 
 TASK_READERS = [
-    Reader("MNLI", writing("a.tsv", _MNLI), _read("mnli", "a.tsv"), ("a.tsv",)),
-    Reader("QQP", writing("a.tsv.gz", _QQP, GZ), _read("qqp", "a.tsv.gz"), ("a.tsv.gz",), GZ),
-    Reader("SQuAD 1.1", writing("a.json", _squad()), _read("squad1", "a.json"), ("a.json",)),
-    Reader(
-        "SQuAD 2.0",
-        writing("a.json.zst", _squad(is_impossible=False, plausible_answers=[]), ZST),
-        _read("squad2", "a.json.zst"),
-        ("a.json.zst",),
-        ZST,
-    ),
-    Reader("RACE: folder", writing("d/1.txt", json.dumps(_passage(1), indent=1)), _read("race", "d"), ("d/1.txt",)),
-    Reader(
-        "instructions",
-        writing("a.jsonl", "".join(json.dumps(record) + "\n" for record in _ASKED)),
-        _read_instructions,
-        ("a.jsonl",),
-    ),
-    Reader("RACE: lines", writing("a.jsonl", _LINES), _read("race", "a.jsonl"), ("a.jsonl",)),
+    of_one_file("MNLI", "a.tsv", _MNLI, _read("mnli")),
+    of_one_file("QQP", "a.tsv.gz", _QQP, _read("qqp"), GZ),
+    of_one_file("SQuAD 1.1", "a.json", _squad(), _read("squad1")),
+    of_one_file("SQuAD 2.0", "a.json.zst", _squad(is_impossible=False, plausible_answers=[]), _read("squad2"), ZST),
+    of_one_file("RACE: folder", "d/1.txt", json.dumps(_passage(1), indent=1), lambda file: _read("race")(file.parent)),
+    of_one_file("instructions", "a.jsonl", "".join(json.dumps(each) + "\n" for each in _ASKED), _read_instructions),
+    of_one_file("RACE: lines", "a.jsonl", _LINES, _read("race")),
 ]

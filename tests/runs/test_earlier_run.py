@@ -30,9 +30,8 @@ def make_run(folder: Path, **model: object) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    run = make_run(tmp_path / "run")
-    (run / "checkpoints" / "0").mkdir()
-    return run
+    (make_run(tmp_path / "run") / "checkpoints" / "0").mkdir()
+    return tmp_path / "run"
 
 
 def with_data(path: object, tokenizer: object = "") -> Config:
@@ -59,11 +58,6 @@ def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> N
     with IndexedWriter(tmp_path / "tokens", 101) as writer:
         writer.add_document([1, 2, 3])
     check_claim(run, with_data(tmp_path / "tokens"))
-
-
-def test_there_is_no_validation_split_yet(run: Path) -> None:
-    with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
-        evaluate_perplexity(run, step="latest", data="", overrides={})
 
 
 @pytest.mark.parametrize("words", [LLAMA, QWEN3 | {"tied_embedding": False, "rope_theta": 12345.6789012}])
@@ -98,6 +92,8 @@ def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
         run_tokenizer(tmp_path, tiny_config(vocab_size=257))
 
 
-def test_no_run(tmp_path: Path) -> None:
+def test_no_run_and_one_that_has_no_validation_split_yet(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--checkpoint .*no-run: no config\.toml there; valid: "):
         evaluation_config(tmp_path / "no-run", {})
+    with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
+        evaluate_perplexity(run, step="latest", data="", overrides={})

@@ -9,6 +9,7 @@ from tiny import tiny_config
 
 from megajax.config import to_toml
 from megajax.data.files import mark as mark_temporary
+from megajax.data.files import write_atomically
 from megajax.data.tokenizers import train_tokenizer
 from megajax.errors import UserError
 from megajax.runs.directory import check_claim, claimed, stored_config
@@ -25,6 +26,7 @@ FOREIGN = {  # files of a folder that is no run, by name
     "a mark of another program": {"config.toml": to_toml(tiny_config()), MARK: '{"format": 2}\n'},
     "a mark that is damaged": {"config.toml": to_toml(tiny_config()), MARK: '{"program": "megajax", "form'},
     "half a corpus": {"data.partial/notes.txt": "mine"},
+    "a tokenizer": {f"data/tokenizer/{name}": text for name, text in train_tokenizer(["ab"], 258).files.items()},
 }
 
 
@@ -34,14 +36,11 @@ def entries(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
-@pytest.mark.parametrize("files", [*FOREIGN.values(), None], ids=[*FOREIGN, "a tokenizer"])
-def test_other_folders_are_refused(files: dict[str, str] | None, resume: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", FOREIGN)
+def test_other_folders_are_refused(folder: str, resume: str, tmp_path: Path) -> None:
     """In one line that names the flag; nothing is touched, whatever `--resume` is."""
-    for name, text in (files or {}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    if files is None:
-        train_tokenizer(["ab"], 258).save(tmp_path / "data" / "tokenizer")
+    for name, text in FOREIGN[folder].items():
+        write_atomically(tmp_path / name, text)
     before = entries(tmp_path)
     config = dataclasses.replace(tiny_config(), resume=resume)  # type: ignore[arg-type]
     line = rf"--run-dir {tmp_path} is not empty and holds no run, but \S+; valid: an empty or new folder, or "

@@ -101,10 +101,11 @@ def test_prepared_datasets(tmp_path):
 
 
 def test_text_that_does_not_do(source, tmp_path):
-    with pytest.raises(UserError, match=r"--model\.sequence-length 4: too short .*; valid: 5 or more"):
-        make_run_data(config_of(path=source, length=4), tmp_path / "b")
+    for length in 1, 4:
+        with pytest.raises(UserError, match=rf"--model\.sequence-length {length}: too short .*; valid: 5 or more"):
+            make_run_data(config_of(path=source, length=length), tmp_path / "b")
     (tmp_path / "single.jsonl").write_text('{"text": "One sentence."}\n' * 9)
-    with pytest.raises(UserError, match=r"all 9 documents are of a single .* --split-sentences"):
+    with pytest.raises(UserError, match=r"all 9 documents are of a single .*megajax prepare --split-sentences"):
         make_run_data(config_of(path=str(tmp_path / "single.jsonl")), tmp_path / "b")
     train_tokenizer(TEXTS, 280).save(tmp_path / "gpt")
     with pytest.raises(UserError, match=r"has no \[CLS\]"):

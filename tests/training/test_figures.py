@@ -40,22 +40,17 @@ def test_peaks_by_device(kind: str, precision: str, peak: float | None) -> None:
 
 def test_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's count, 72 B s L h² (1 + s / 6h + V / 12Lh), over eight H100s and the seconds of a step."""
+    assert set(Speed(tiny_config((1, 1, 1))).figures(1, 1.0)) == {"tflops_per_device"}, "a device of unknown peak"
     config = tiny_config((2, 2, 2), precision="bf16")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")])
-    s, L, h, V = (
-        getattr(config.model, name) for name in ("sequence_length", "num_layers", "hidden_size", "vocab_size")
-    )
-    V = config.model.padded_vocab_size
+    model = config.model
+    s, L, h, V = model.sequence_length, model.num_layers, model.hidden_size, model.padded_vocab_size
     rows, seconds = 6, 0.25
     flops = 72 * rows * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
     found = Speed(config).figures(rows, seconds)
     assert found == pytest.approx(
         {"tflops_per_device": flops / 8 / seconds / 1e12, "mfu": flops / 8 / seconds / 989e12}, rel=1e-12
     )
-
-
-def test_on_a_device_whose_peak_is_not_known() -> None:
-    assert set(Speed(tiny_config((1, 1, 1))).figures(1, 1.0)) == {"tflops_per_device"}
 
 
 def devices(*stats: dict[str, int] | None) -> list:
@@ -66,9 +61,6 @@ def test_memory_of_the_fullest_device() -> None:
     found = memory_figures(devices({"bytes_in_use": 3, "peak_bytes_in_use": 9}, {"bytes_in_use": 5}, None))
     assert found == {"memory_bytes": 5, "peak_memory_bytes": 9}
     assert memory_figures(devices(None)) == {}
-
-
-def test_what_a_run_says_of_it() -> None:
     used = {"peak_bytes_in_use": 3 * 2**20, "bytes_limit": 2**30}
     more = {"peak_bytes_in_use": 5 * 2**20, "bytes_limit": 2**29}
     told = "memory: 5.0 MiB{} in use at most on a device of this process"

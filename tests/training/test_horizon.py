@@ -14,31 +14,30 @@ DEMO = {key: value for key, value in load_preset("demo").items() if key != "opti
 EPOCH = SimpleNamespace(epoch_size=80)
 
 
-def begun(**values: Any) -> Config:
-    overrides = {key.replace("__", "."): value for key, value in values.items()}
-    return resolve(DEMO, overrides, decay_follows=False)
+def begun(values: dict[str, Any], began_with: int = 100) -> Config:
+    """A run of the demo that has begun with so many steps, with other values."""
+    return in_steps(resolve(DEMO, values, decay_follows=False), EPOCH, began_with)
 
 
 @pytest.mark.parametrize(
     ("values", "began_with", "decay_steps"),
     [
         ({}, 0, 100),
-        ({"train__steps": 70}, 0, 70),
-        ({"train__steps": 7}, 0, 40),  # the warm-up's
-        ({"train__steps": 300}, 100, 100),
-        ({"train__steps": 300, "optimizer__decay_steps": 200}, 100, 200),
-        ({"optimizer__schedule": "linear", "train__steps": 60}, 0, 60),
-        ({"optimizer__schedule": "constant", "train__steps": 60}, 0, 0),  # another one can follow
+        ({"train.steps": 70}, 0, 70),
+        ({"train.steps": 7}, 0, 40),  # the warm-up's
+        ({"train.steps": 300}, 100, 100),
+        ({"train.steps": 300, "optimizer.decay_steps": 200}, 100, 200),
+        ({"optimizer.schedule": "linear", "train.steps": 60}, 0, 60),
+        ({"optimizer.schedule": "constant", "train.steps": 60}, 0, 0),  # another one can follow
     ],
 )
 def test_the_decay_ends_with_the_training_that_the_run_began_with(
     values: dict[str, Any], began_with: int, decay_steps: int
 ) -> None:
-    config = in_steps(begun(**values), EPOCH, began_with)
-    assert config.optimizer.decay_steps == decay_steps and config.train.steps == values.get("train__steps", 100)
+    config = begun(values, began_with)
+    assert config.optimizer.decay_steps == decay_steps and config.train.steps == values.get("train.steps", 100)
     if not began_with:
-        overrides = {key.replace("__", "."): value for key, value in values.items()}
-        assert resolve(DEMO, overrides).optimizer.decay_steps == decay_steps, "as where nothing goes on"
+        assert resolve(DEMO, values).optimizer.decay_steps == decay_steps, "as where nothing goes on"
 
 
 def test_epochs_in_steps() -> None:
@@ -53,11 +52,11 @@ def test_epochs_in_steps() -> None:
 
 
 def test_training_past_the_decay_is_told() -> None:
-    assert past_decay(in_steps(begun(), EPOCH)) == ""
-    assert past_decay(in_steps(begun(optimizer__schedule="constant", train__steps=900), EPOCH, 100)) == ""
-    assert past_decay(in_steps(begun(train__steps=300), EPOCH, 100)) == (
+    assert past_decay(begun({}, 0)) == ""
+    assert past_decay(begun({"optimizer.schedule": "constant", "train.steps": 900})) == ""
+    assert past_decay(begun({"train.steps": 300})) == (
         "warning: --train.steps 300 is past --optimizer.decay-steps 100: from there on the learning rate stays at its "
         "floor, --optimizer.min-learning-rate 0.0001"
     )
-    floor = begun(train__steps=300, optimizer__min_learning_rate=0)
-    assert past_decay(in_steps(floor, EPOCH, 100)).endswith("rate 0, and nothing is learned")
+    floor = begun({"train.steps": 300, "optimizer.min_learning_rate": 0})
+    assert past_decay(floor).endswith("rate 0, and nothing is learned")

@@ -103,13 +103,6 @@ def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path:
     assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
-    for _ in range(2):
-        with RunLog(tmp_path, total_steps=3) as log:
-            log_steps(log, 1, 3)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-
-
 def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "run", total_steps=3, log_every=1, write=False) as log:
         log_steps(log, 1, 3)
@@ -117,6 +110,16 @@ def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
         log.display.print("hello")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_starts_anew_keeps_nothing_and_one_that_cannot_be_written_is_a_mistake(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunLog(tmp_path, total_steps=3) as log:
+            log_steps(log, 1, 3)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        RunLog(tmp_path / "file" / "run", total_steps=1)
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -130,12 +133,6 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)) == 2
 
 
-def test_a_run_directory_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
-        RunLog(tmp_path / "file" / "run", total_steps=1)
-
-
 @pytest.mark.parametrize("name", ["a $run_{1", "走る"])
 def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
@@ -143,15 +140,9 @@ def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Pat
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def terminal() -> tuple[io.StringIO, Console]:
-    screen = io.StringIO()
-    return screen, Console(
-        file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={}
-    )
-
-
 def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
-    screen, console = terminal()
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
     shower = StepsDisplay(100, 0, 1, console=console)
     figures = {"tokens": 1000, "learning_rate": 1e-3, "grad_norm": 2.0, "tflops_per_device": 30.0, "mfu": 0.5}
     shower.show_step(1, figures | {"loss": 5.5, "seconds": 30.0})  # the step that compiled
@@ -166,12 +157,7 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left  30 TFLOP/s a device  50.0% MFU" in shown
     assert re.search(r"validation\s+━+.*0:00", shown), "a bar and a clock of its own"
     assert "[a] note\n" in shown
-
-
-def test_a_phase_is_shown_by_its_name_whatever_that_is() -> None:
-    """Of a file, which may hold what is markup to Rich."""
-    screen, console = terminal()
-    with Display(console=console).phase("tokenizing data[v1]/corpus[/v1].txt"):
+    with Display(console=console).phase("tokenizing data[v1]/corpus[/v1].txt"):  # which may hold what is markup to Rich
         pass
     assert "tokenizing data[v1]/corpus[/v1].txt" in screen.getvalue()
 
@@ -185,9 +171,6 @@ def test_the_speed_while_the_batch_grows(capsys: pytest.CaptureFixture[str]) -> 
     progress.show_step(21, figures | {"tokens": 2000, "seconds": 1.0})
     *_, old, new = capsys.readouterr().out.splitlines()
     assert "2,000 tokens/s  0:40 left  50.0% MFU" in old and "2,000 tokens/s  1:19 left  50.0% MFU" in new
-
-
-def test_durations() -> None:
     assert [time_text(seconds) for seconds in (0, 59.6, 3600, 90_061)] == ["0:00", "1:00", "1:00:00", "1d 01:01:01"]
 
 
