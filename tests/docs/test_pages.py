@@ -18,7 +18,7 @@ from blocks import PAGES, ROOT, blocks
 
 from megajax.pipeline import schedule
 from megajax.pipeline.deferral import Deferring
-from megajax.tasks import instructions, readers, records, registry
+from megajax.tasks import instructions, records, registry, samples
 from megajax.tasks.registry import TaskConfig
 
 
@@ -119,10 +119,10 @@ def test_the_task_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     entry = re.search(r'"boolq": (Task\(.*\))`', (ROOT / "docs" / "extending.md").read_text())
     assert entry
     monkeypatch.setitem(registry.TASKS, "boolq", eval(entry[1], vars(registry)))
-    monkeypatch.setitem(readers._READERS, "boolq", _recipe("read_boolq", instructions, records))
+    monkeypatch.setitem(samples._READERS, "boolq", _recipe("read_boolq", instructions, records))
     line = json.dumps({"question": "is the sky blue", "passage": "The sky is blue.", "answer": True})
     (tmp_path / "train.jsonl").write_text(f"{line}\n{line}\n")
-    found = readers.read_records("boolq", [str(tmp_path)], TaskConfig(), "--data.train")
+    found = samples.read_records("boolq", [str(tmp_path)], TaskConfig(), "--data.train")
     assert [(pair.texts, pair.label) for pair in found.entries] == [(("is the sky blue", "The sky is blue."), 1)] * 2
 
 
