@@ -40,7 +40,8 @@ def check_claim(run_dir: Path, config: Config) -> None:
         check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
-        raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; valid: the folder of an earlier run")
+        valid = "valid: the folder of an earlier run"
+        raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; {valid}")
     if steps:
         if not (run_dir / "config.toml").is_file():
             raise UserError(f"{place} has checkpoints but no config.toml; valid: a whole run directory, or a new one")
