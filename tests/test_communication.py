@@ -21,7 +21,7 @@ from counting import (
     traced,
 )
 from jax.sharding import PartitionSpec as P
-from tiny import LLAMA, QWEN3, abstract_batch, full, tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, full, tiny_config, tiny_program
 
 from megajax.mesh import mesh_spec
 from megajax.parallel.collectives import varying_axes
@@ -126,15 +126,20 @@ def test_gradients_are_reduced_once_a_step(mesh, num_microbatches, family, scala
     assert count_shapes(over("pipe", found)) == shared + Counter({(): scalars})
 
 
+def axes_in_conditionals(jaxpr) -> list[tuple]:
+    """The conditionals, each with the axes of the collectives in its branches."""
+    found = []
+    for eqn in inner(jaxpr):
+        if eqn.primitive.name == "cond":
+            branches = [each for branch in eqn.params["branches"] for each in inner(branch.jaxpr)]
+            called = [each for each in branches if each.primitive.name in COLLECTIVES]
+            found.append((eqn, {axis for each in called for axis in each.params.get("axes", ())}))
+    return found
+
+
 def inner(jaxpr) -> list:
     """Every equation, also inside others."""
     return [eqn for eqn, _, _ in equations(jaxpr)]
-
-
-def inside_conditionals(jaxpr) -> list:
-    """The conditionals, each with the equations in its branches."""
-    conditionals = [eqn for eqn in inner(jaxpr) if eqn.primitive.name == "cond"]
-    return [(eqn, [each for branch in eqn.params["branches"] for each in inner(branch.jaxpr)]) for eqn in conditionals]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +152,11 @@ def inside_conditionals(jaxpr) -> list:
 def test_stages_hand_over_outside_conditionals(schedule, ticks, num_layers):
     """Two permutes a tick, up and down, over the pipe alone; inside conditionals there is the tensor axis only."""
     chunks = 2 if schedule == "interleaved" else 1
-    config = tiny_config((2, 2, 2), schedule=schedule, chunks=chunks, num_layers=num_layers, microbatch=2)
-    program = tiny_program(config)
-    arguments = program.layout.shapes, abstract_batch(config)
+    program, arguments = traced((2, 2, 2), 2, schedule=schedule, chunks=chunks, num_layers=num_layers)
     step = jax.make_jaxpr(train_step(program))(*arguments)
     permutes = [c for c in collectives_of(step) if c.kind == "permute"]
     assert [(c.axes, c.count) for c in permutes] == [(("pipe",), ticks)] * 2
-    assert set().union(*(communicated(found) for _, found in inside_conditionals(step.jaxpr))) == {"tensor"}
+    assert set().union(*(axes for _, axes in axes_in_conditionals(step.jaxpr))) == {"tensor"}
 
 
 @pytest.mark.parametrize(("schedule", "ticks"), [("1f1b", 2 + 2), ("gpipe", 2 * (2 + 1)), ("interleaved", 2 * 2 + 4)])
@@ -161,39 +164,27 @@ def test_a_split_vocabulary_is_run_by_all_stages_at_once(schedule, ticks):
     """Over the pipe: an activation for the embedding, two for the head and one for the embedding's gradient; a few
     numbers per token; no vocabulary. Each under a predicate that no stage index goes into."""
     chunks = 2 if schedule == "interleaved" else 1
-    options = {"schedule": schedule, "chunks": chunks, "vocabulary": "split", "microbatch": ROWS}
-    config = tiny_config((1, 2, 2), num_layers=LAYERS, sequence_length=TOKENS, global_batch=2 * ROWS, **options)
-    program = tiny_program(config)
-    arguments = program.layout.shapes, abstract_batch(config)
+    program, arguments = traced((1, 2, 2), 2, schedule=schedule, chunks=chunks, vocabulary="split")
     step = jax.make_jaxpr(train_step(program))(*arguments)
     found = [c for c in over("pipe", collectives_of(step)) if c.kind == "all-reduce"]
     in_loop = count_shapes([c for c in found if c.count > 1])
     assert in_loop == {ACTIVATION: 4 * ticks, (ROWS, TOKENS): 3 * ticks}
-    over_pipe = [eqn for eqn, found in inside_conditionals(step.jaxpr) if "pipe" in communicated(found)]
+    over_pipe = [eqn for eqn, axes in axes_in_conditionals(step.jaxpr) if "pipe" in axes]
     assert len(over_pipe) == 3 and not any("pipe" in varying_axes(eqn.invars[0].aval) for eqn in over_pipe)
-
-
-def communicated(found: list) -> set[str]:
-    """Axes of the collectives among equations."""
-    return {axis for eqn in found if eqn.primitive.name in COLLECTIVES for axis in eqn.params.get("axes", ())}
 
 
 @pytest.mark.parametrize(("vocabulary", "share"), [("replicated", 2), ("split", 8)])
 def test_table_bytes_of_a_stage(vocabulary, share):
     """The balanced vocabulary divides a stage's part of the table, and of its gradients and moments, by the pipe."""
     program = tiny_program(tiny_config((1, 4, 2), vocabulary=vocabulary))
-    state, specs = program.layout.shapes, program.layout.specs
-    tables = [state.params["shared"]["table"], *(m["shared"]["table"] for m in moments(state))]
-    placed = [specs.params["shared"]["table"], *(m["shared"]["table"] for m in moments(specs))]
-    for table, spec in zip(tables, placed, strict=True):
-        local = jax.sharding.NamedSharding(program.mesh, spec).shard_shape(table.shape)
-        assert local == (128 // share, HIDDEN)
 
+    def tables(state) -> list:
+        """Itself and AdamW's two moments."""
+        adam = next(part for part in state.optimizer if hasattr(part, "mu"))
+        return [tree["shared"]["table"] for tree in (state.params, adam.mu, adam.nu)]
 
-def moments(state) -> list:
-    """AdamW's two moments."""
-    adam = next(part for part in state.optimizer if hasattr(part, "mu"))
-    return [adam.mu, adam.nu]
+    found = local_shapes(program, tables(program.layout.shapes), tables(program.layout.specs))
+    assert found == [(128 // share, HIDDEN)] * 3
 
 
 def test_a_pipe_of_one_has_no_permutes_and_no_conditionals():

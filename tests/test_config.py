@@ -1,18 +1,17 @@
-"""The paper's presets, what is derived from a configuration, and every mistake that it finds in itself."""
+"""The presets of the paper and of today's decoders, what is derived from a configuration, and every mistake found in it."""
 
-from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from megajax.config import Config
 from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.models.family import count_parameters
 from megajax.options import options
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined, validate_mesh
-
-PRESETS = Path(__file__).parents[1] / "configs"
-GPT2 = ("gpt2-355m", "gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b", "gpt2-8.3b-24heads")
 
 
 def demo(**overrides: Any) -> Config:
@@ -34,6 +33,7 @@ def test_demo_runs_on_every_mesh_of_up_to_eight_devices(mesh: tuple[int, int, in
     assert config.mesh.num_devices == mesh[0] * mesh[1] * mesh[2]
     assert config.model.num_layers % 8 == 0
     validate(config, config.mesh.num_devices)
+    validate_mesh(resolve(load_preset("llama-demo"), {"mesh.tensor": mesh[2]}), mesh[2])
 
 
 # name: layers, hidden, heads, parameters with the vocabulary padded to 51,200
@@ -47,14 +47,15 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("name", GPT2)
+@pytest.mark.parametrize("name", PAPER)
 def test_the_paper_s_models_and_recipe(name: str) -> None:
     config = resolve(load_preset(name))
     validate(config, 1)
     model, train, optimizer = config.model, config.train, config.optimizer
     layers, hidden = model.num_layers, model.hidden_size
-    count = layers * (12 * hidden**2 + 13 * hidden) + (model.padded_vocab_size + model.sequence_length + 2) * hidden
-    assert (layers, hidden, model.num_heads, count) == PAPER[name]
+    arrays = len(jax.live_arrays())
+    assert (layers, hidden, model.num_heads, count_parameters(model)) == PAPER[name]
+    assert len(jax.live_arrays()) == arrays  # none is made
     assert (model.vocab_size, model.padded_vocab_size, model.sequence_length) == (50257, 51200, 1024)
     assert (model.dropout, model.init_std, model.mlp_size) == (0.1, 0.02, 4 * hidden)
     assert (train.steps, train.global_batch, train.remat, config.precision) == (300_000, 512, "layer", "bf16")
@@ -62,6 +63,44 @@ def test_the_paper_s_models_and_recipe(name: str) -> None:
     assert (optimizer.warmup_steps, optimizer.decay_steps) == (3000, 300_000)
     assert (optimizer.weight_decay, optimizer.clip_norm) == (0.01, 1.0)
     assert config.run_dir == f"runs/{name}"
+
+
+# layers, width, heads, of keys and values, their size, the MLP's, vocabulary, theta, epsilon, window; as the models'
+# config.json and litgpt 0.5.13's configurations have them; the numbers of parameters are those of the published weights
+PUBLISHED = {
+    "llama3-8b": ((32, 4096, 32, 8, 128, 14336, 128256, 5e5, 1e-5, 0), 8_030_261_248),
+    "llama3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256, 5e5, 1e-5, 0), 1_235_814_400),
+    "qwen3-0.6b": ((28, 1024, 16, 8, 128, 3072, 151936, 1e6, 1e-6, 0), 596_049_920),
+    "qwen3-8b": ((36, 4096, 32, 8, 128, 12288, 151936, 1e6, 1e-6, 0), 8_190_735_360),
+    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32000, 1e4, 1e-5, 4096), 7_241_732_096),
+    "mistral-7b-v0.3": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6, 1e-5, 0), 7_248_023_552),
+    "smollm2-135m": ((30, 576, 9, 3, 64, 1536, 49152, 1e5, 1e-5, 0), 134_515_008),
+}
+
+
+def shape(model: ModelConfig) -> tuple[float, ...]:
+    heads = model.num_heads, model.num_kv_heads, model.head_size
+    rotary = model.rope_theta, model.norm_epsilon, model.sliding_window
+    return model.num_layers, model.hidden_size, *heads, model.mlp_size, model.vocab_size, *rotary
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_its_shape_is_the_published_one(name: str) -> None:
+    model = resolve(load_preset(name)).model
+    assert (shape(model), count_parameters(model)) == PUBLISHED[name]
+    assert (model.norm, model.positions, model.activation, model.bias) == ("rmsnorm", "rotary", "swiglu", "none")
+    assert model.query_key_norm == name.startswith("qwen3") and model.padded_vocab_size == model.vocab_size
+    assert model.tied_embedding == (name in ("llama3.2-1b", "qwen3-0.6b", "smollm2-135m"))
+    scaled = model.rope_scaling, model.rope_factor, model.rope_low_frequency, model.rope_high_frequency
+    assert scaled == (("llama3", 32, 1, 4) if name == "llama3.2-1b" else ("none", 1, 1, 4))
+
+
+def test_the_demo_has_the_layers_of_gpt2_s() -> None:
+    llama, gpt2 = (resolve(load_preset(name)).model for name in ("llama-demo", "demo"))
+    difference = count_parameters(gpt2) - count_parameters(llama)
+    biases_and_norms, hidden = gpt2.num_layers * 11 * gpt2.hidden_size, gpt2.hidden_size
+    assert difference == biases_and_norms + gpt2.sequence_length * hidden + hidden  # learned positions, a norm's bias
+    assert load_preset("llama-demo")["train.steps"] == load_preset("demo")["train.steps"]
 
 
 def test_the_head_size_and_the_padding_of_the_vocabulary() -> None:

@@ -1,20 +1,25 @@
-"""What modules do not import: the command line and its errors come before JAX, which takes seconds to start."""
+"""What stands in the sources: modules whose import takes seconds in few places, and in every error what is valid."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import megajax
 from megajax.cli import COMMANDS
 from megajax.commands.convert import ACTIONS
 
+PACKAGE = Path(megajax.__file__).parent
 NAMES = "config settings.presets settings.flags settings.validation options errors cli commands data.corpus data.loader"
+NAMES += " pipeline.schedule pipeline.timing"
 
 
 def test_configuration_and_data_need_no_jax() -> None:
-    """Nor Grain, which imports JAX, and the tokenizer library; data uses these two where they are needed."""
-    sections = [f"{file.parent.name}.config" for file in Path(megajax.__file__).parent.glob("*/config.py")]
+    """Nor Grain, which imports JAX, and the tokenizer library; data uses these two where they are needed. The command
+    line and its errors come before JAX, which takes seconds to start."""
+    sections = [f"{file.parent.name}.config" for file in PACKAGE.glob("*/config.py")]
     given = [f"{folder}.options" for folder in ("generation", "preparation")]
     assert {"models.config", "optim.config", "pipeline.config", "data.config"} <= set(sections)
     script = (
@@ -55,6 +60,37 @@ def test_no_help_needs_more_than_the_configuration() -> None:
 
 def test_private_names_stand_in_one_module() -> None:
     """Those of JAX and Orbax, each with the public way that is hoped for."""
-    package = Path(megajax.__file__).parent
-    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if "._src" in file.read_text()}
+    found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "._src" in file.read_text()}
     assert found == {"private.py"}
+
+
+ELSEWHERE = {  # pieces of messages that say it in a variable
+    "advice}",
+    "_ADVICE}",
+    "_VALID}",
+    "near}",  # megajax/settings/flags.py and presets.py: the nearest names
+    "option.flag} {problem}",  # megajax/options.py: `Option.problem`
+    "name} {reason}",  # megajax/settings/flags.py: what `_Value` says
+    "where}: {error}",  # megajax/settings/presets.py: what is wrong with a base
+    "path}: {error}",  # megajax/host/reading.py: of `TooLong`
+    "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
+    "its standard error says why",
+}
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """The place and the source of the argument of every `UserError(…)`."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", ast.unparse(node)
+
+
+def test_what_would_be_valid_is_said() -> None:
+    found = dict(messages())
+    silent = [
+        f"{place}: {message}"
+        for place, message in found.items()
+        if "valid" not in message and not any(piece in message for piece in ELSEWHERE)
+    ]
+    assert len(found) > 150 and not silent, "\n".join(silent)

@@ -130,23 +130,20 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "expected"),
+    ("data", "spec", "shape", "expected"),
     [
-        (P(), (6, 8, 4), P(None, "data", None)),  # the largest free dim
-        (P("tensor"), (64, 8), P("tensor", "data")),  # not one that is split, though it is larger
-        (P("tensor"), (64, 7), P(("tensor", "data"), None)),  # but for want of another
-        (P(("pipe", "tensor")), (64,), P(("pipe", "tensor", "data"))),
-        (P("tensor"), (6, 7), P("tensor", None)),  # a device's three rows are not divisible
-        (P(), (7,), P(None)),
-        (P(), (), P()),
+        (2, P(), (6, 8, 4), P(None, "data", None)),  # the largest free dim
+        (2, P("tensor"), (64, 8), P("tensor", "data")),  # not one that is split, though it is larger
+        (2, P("tensor"), (64, 7), P(("tensor", "data"), None)),  # but for want of another
+        (2, P(("pipe", "tensor")), (64,), P(("pipe", "tensor", "data"))),
+        (2, P("tensor"), (6, 7), P("tensor", None)),  # a device's three rows are not divisible
+        (2, P(), (7,), P(None)),
+        (2, P(), (), P()),
+        (1, P(), (8,), P(None)),
     ],
 )
-def test_the_dim_that_zero_shards(spec, shape, expected):
-    assert zero_spec(spec, shape, make_mesh(data=2, pipe=2, tensor=2).shape) == expected
-
-
-def test_data_of_one_splits_nothing():
-    assert zero_spec(P(), (8,), make_mesh(pipe=4, tensor=2).shape) == P(None)
+def test_the_dim_that_zero_shards(data, spec, shape, expected):
+    assert zero_spec(spec, shape, make_mesh(data=data, pipe=2, tensor=2).shape) == expected
 
 
 def test_a_device_holds_its_share_only():

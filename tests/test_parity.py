@@ -7,7 +7,6 @@ import math
 import jax
 import numpy as np
 import pytest
-from drawn import drawn_state
 from parity_grid import DEEP, DEFAULT, REST, ROWS, config_of, deferring, name, of
 from parity_grid import row as row_of
 from tiny import full, tiny_config, tiny_program
@@ -17,6 +16,7 @@ from megajax.pipeline import executor, stages
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.program.state import TrainState
 from megajax.verify import Comparison, Trace, compare
+from megajax.verify.run import drawn_state
 
 # The first update is with a learning rate of 0, so the third step sees the first update, the fifth Adam's moments after
 # three. ZeRO 3, which gathers the weights that it updated in parts, gets five.

@@ -9,10 +9,12 @@ import pytest
 
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
+from megajax.mesh import shardings
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.program import Program, batch_form
+from megajax.verify.run import drawn_weights
 
 # Words of decoders; of the second, heads of keys are fewer than devices where a tensor group has more than two.
 LLAMA = {
@@ -89,3 +91,10 @@ def rank_groups(mesh: jax.sharding.Mesh, *axes: str) -> list[list[int]]:
     size = math.prod(mesh.shape[axis] for axis in axes)
     rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
     return sorted(sorted(row.tolist()) for row in rows)
+
+
+def drawn_params(program: Program) -> dict:
+    """Weights that numpy draws (nothing is compiled), in their shards, in the dtype that layers compute with."""
+    layout, weights = program.layout, drawn_weights(program)
+    pipelined = {"shared": weights["shared"], "blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
+    return jax.device_put(layout.computed(pipelined), shardings(layout.mesh, layout.specs.params))

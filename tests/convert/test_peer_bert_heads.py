@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from canonical_weights import back_to_tensors, exported, weights_of
-from drawn import drawn_state
 from hugging_face import ORDERS, SETTINGS, TASKS, assert_same, class_of, peer_model, tensors_in
 from tiny import tiny_config, tiny_program
 
@@ -24,6 +23,7 @@ from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
 from megajax.tasks import registry
 from megajax.tasks.registry import TaskConfig
+from megajax.verify.run import drawn_state
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from canonical_weights import exported, from_tensors
-from drawn import drawn_state
 from hugging_face import peer_model, tensors_in
 from tiny import tiny_config, tiny_program
 
@@ -27,6 +26,7 @@ from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
 from megajax.runs.trained import restore_params
 from megajax.verify import named_leaves
+from megajax.verify.run import drawn_state
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")

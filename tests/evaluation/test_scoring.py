@@ -4,8 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from drawn import drawn_params
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.data.gpt import EvaluationSamples

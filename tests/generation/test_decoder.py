@@ -5,8 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from drawn import drawn_params
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder

@@ -3,8 +3,7 @@
 import functools
 
 import pytest
-from drawn import drawn_params
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.window import continue_in_windows

@@ -8,15 +8,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from drawn import drawn_params, drawn_state, drawn_weights
 from plain import EMBEDDING, Plain, cross_entropy, linear
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.program.program import Program
 from megajax.program.scoring import scores
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
+from megajax.verify.run import drawn_state, drawn_weights
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 RATE = 0.2

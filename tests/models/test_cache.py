@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import drawn_params
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import QWEN3, tiny_config, tiny_program
+from tiny import QWEN3, drawn_params, tiny_config, tiny_program
 
 from megajax.backend import CPU
 from megajax.models.cache import decode_step, prefill, visible_slots

@@ -8,9 +8,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from drawn import drawn_params, drawn_weights
 from plain import Decoder
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config
@@ -18,6 +17,7 @@ from megajax.program.program import Program
 from megajax.program.scoring import next_logits, scores
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
+from megajax.verify.run import drawn_weights
 
 STEP = 3
 QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code

@@ -1,4 +1,4 @@
-"""GPT-2's size and initial weights: the paper's parameter counts and distributions, the same on every mesh."""
+"""GPT-2's size and initial weights: the paper's formula and distributions, the same on every mesh."""
 
 import dataclasses
 
@@ -12,29 +12,10 @@ from megajax.mesh import shardings
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel, count_parameters
 from megajax.parallel.boundary import F_AND_G
-from megajax.settings.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
-PAPER_COUNTS = {
-    "gpt2-355m": 355_788_800,
-    "gpt2-1.2b": 1_213_479_936,
-    "gpt2-2.5b": 2_490_408_960,
-    "gpt2-4.2b": 4_199_109_120,
-    "gpt2-8.3b": 8_317_040_640,
-    "gpt2-8.3b-24heads": 8_317_040_640,
-}
 SEED = 3
 WIDE = ModelConfig(num_layers=5, hidden_size=64, num_heads=4, sequence_length=512, vocab_size=2048)
-
-
-@pytest.mark.parametrize("preset", PAPER_COUNTS)
-def test_presets_have_the_paper_s_parameter_counts(preset):
-    """Exactly, with the vocabulary padded to 51,200, and without an array being made."""
-    config = resolve(load_preset(preset)).model
-    arrays = len(jax.live_arrays())
-    assert count_parameters(config) == PAPER_COUNTS[preset]
-    assert len(jax.live_arrays()) == arrays
-    assert config.padded_vocab_size == 51_200
 
 
 @pytest.mark.parametrize("layers", [1, 5])

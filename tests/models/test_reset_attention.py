@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from drawn import drawn_params
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.program.train_step import loss_and_gradients

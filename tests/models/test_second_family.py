@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import drawn_params, drawn_state
-from tiny import tiny_config, tiny_program
+from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax import verify
 from megajax.models.family import count_parameters, step_flops
@@ -18,6 +17,7 @@ from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
 from megajax.settings.presets import load_preset, resolve
 from megajax.verify import Trace, compare
+from megajax.verify.run import drawn_state
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 16, "global_batch": 8}

@@ -35,21 +35,15 @@ def test_the_extra_layers_are_a_contiguous_run(placement):
 @settings(max_examples=20)  # every one compiles
 @given(placements)
 def test_stages_and_back(placement):
-    """The round trip is exact, and padding is zeros."""
+    """The round trip is exact, and padding is zeros, of which nothing comes back, whatever stands there."""
     canonical = np.random.default_rng(0).normal(size=(placement.num_layers, 2, 3)).astype(np.float32)
-    pipelined = np.asarray(placement.to_stages(jnp.asarray(canonical)))
+    pipelined = np.array(placement.to_stages(jnp.asarray(canonical)))
     index = placement.layer_index
     assert pipelined.shape == (*index.shape, 2, 3)
     np.testing.assert_array_equal(pipelined[index >= 0], canonical)
     assert not pipelined[index < 0].any()
+    pipelined[index < 0] = np.nan
     np.testing.assert_array_equal(placement.to_canonical(jnp.asarray(pipelined)), canonical)
-
-
-def test_natural_weights_do_not_see_the_padding():
-    """What a padded slot holds never comes back."""
-    placement = Placement(5, 4)
-    pipelined = jnp.where(placement.layer_index >= 0, jnp.asarray(placement.layer_index, float), jnp.nan)
-    np.testing.assert_array_equal(placement.to_canonical(pipelined), np.arange(5.0))
 
 
 def test_the_documented_interleaved_example():

@@ -1,11 +1,10 @@
 """`megajax prepare --split-sentences`: Megatron-LM's form for BERT."""
 
-import json
-
 import numpy as np
 import pytest
+from test_prepare_command import jsonl
+from test_prepare_command import run as prepare
 
-from megajax.commands.prepare import main
 from megajax.data.encoding import split_sentences
 from megajax.data.indexed import IndexedDataset
 from megajax.data.inputs import DOCSTRINGS, STANDARD_LIBRARY
@@ -18,11 +17,9 @@ from megajax.preparation.plan import Task, make_plan
 TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) for n in range(60)]
 
 
-def run(tmp_path, capsys, *arguments, inputs=()) -> dict:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    flags = ["--json", "--tokenizer", "wordpiece", "--vocab-size", "150", "--min-tokens", "0", "--duplicates", "keep"]
-    main([str(tmp_path / "a.jsonl"), *map(str, inputs), *flags, *map(str, arguments)])
-    return json.loads(capsys.readouterr().out)
+def run(tmp_path, capsys, *arguments) -> dict:
+    flags = ["--tokenizer", "wordpiece", "--vocab-size", "150", "--min-tokens", "0", "--duplicates", "keep"]
+    return prepare(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), *flags, *arguments)
 
 
 def sentences(prefix) -> list[list[str]]:
@@ -36,7 +33,7 @@ def sentences(prefix) -> list[list[str]]:
 
 def test_a_sequence_for_every_sentence(tmp_path, capsys):
     """The same for any number of workers, and no end of text; the report counts them."""
-    found = run(tmp_path, capsys, "--split-sentences", "--output", tmp_path / "m", "--workers", 1)
+    found = run(tmp_path, capsys, "--split-sentences", "--output", tmp_path / "m")
     expected = [[sentence.lower() for sentence in split_sentences(text)] for text in TEXTS]
     assert sentences(tmp_path / "m") == expected
     dataset = IndexedDataset(tmp_path / "m")
@@ -47,7 +44,7 @@ def test_a_sequence_for_every_sentence(tmp_path, capsys):
     for suffix in ".bin", ".idx":
         assert (tmp_path / f"m{suffix}").read_bytes() == (tmp_path / f"n{suffix}").read_bytes()
     with pytest.raises(UserError, match="was made from other input or with other options"):
-        run(tmp_path, capsys, "--output", tmp_path / "m", "--workers", 1)
+        run(tmp_path, capsys, "--output", tmp_path / "m")
 
 
 def test_docstrings_are_another_input_than_the_code(tmp_path):
@@ -59,9 +56,8 @@ def test_docstrings_are_another_input_than_the_code(tmp_path):
 
 
 def test_documents_without_a_token_are_dropped(tmp_path, capsys):
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "\x7f"}) + "\n")
-    flags = "--split-sentences", "--output", tmp_path / "m", "--workers", 1, "--no-fix-unicode"
-    found = run(tmp_path, capsys, *flags, inputs=[tmp_path / "b.jsonl"])
+    flags = "--split-sentences", "--output", tmp_path / "m", "--no-fix-unicode"
+    found = run(tmp_path, capsys, jsonl(tmp_path / "b.jsonl", "\x7f"), *flags)
     assert found["dropped"]["too short"]["count"] == 1 and found["documents"] == 60
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import drawn_state
 from tiny import tiny_config, tiny_program
 
 from megajax.optim.guard import FEWEST
@@ -21,6 +20,7 @@ from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
+from megajax.verify.run import drawn_state
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 BROKEN = 7  # the step in which a gradient overflows on the last device

@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import read_wordpiece, wordpiece
-from megajax.tasks.records import Exam, Question
+from megajax.tasks.records import Question, Records
 from megajax.tasks.registry import TaskConfig
 from megajax.tasks.samples import read_records
 
@@ -22,14 +22,10 @@ def real_tokenizer(folder: Path) -> Tokenizer:
     return read_wordpiece(folder / "bert-uncased" / "vocab.txt")
 
 
-def real(task: str, path: Path) -> list[Any]:
-    return read_records(task, [str(path)], TaskConfig(), "--data").entries
+def read(task: str, *paths: str | Path, labelled: bool = True, **change: Any) -> Records:
+    return read_records(task, list(map(str, paths)), TaskConfig(**change), "--data.dev", labelled=labelled)
 
 
 def squad(file: Path) -> list[Question]:
     """Of either version."""
-    return real("squad2", file)
-
-
-def race(folder: Path) -> list[Exam]:
-    return real("race", folder)
+    return read("squad2", file).entries

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from real_records import read
 
 from megajax.errors import UserError
 from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, write_predictions
 from megajax.tasks.records import Exam, Pair, Question
-from megajax.tasks.registry import TASKS, TaskConfig
-from megajax.tasks.samples import read_records
+from megajax.tasks.registry import TASKS
 
 HOT = np.eye(3)
 
@@ -76,8 +76,7 @@ def test_predictions_replace_nothing(tmp_path: Path) -> None:
 
 def test_names_that_scorers_cannot_tell_apart(test_data: Path, tmp_path: Path) -> None:
     """MNLI's matched and mismatched pairs are numbered alike."""
-    paths = [str(test_data / "glue" / "MNLI" / f"dev_{name}.tsv") for name in ("matched", "mismatched")]
-    records = read_records("mnli", paths, TaskConfig(), "--data").entries
+    records = read("mnli", *(test_data / f"glue/MNLI/dev_{name}.tsv" for name in ("matched", "mismatched"))).entries
     with pytest.raises(UserError, match=r"^--predictions: two records have the name [0-9]+; valid: .* of one file$"):
         check_predictions(str(tmp_path / "p"), records)
     check_predictions(str(tmp_path / "p"), records[:1000])

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from real_records import read
 
 from megajax.errors import UserError
-from megajax.tasks.registry import TASKS, TaskConfig
-from megajax.tasks.samples import read_records
+from megajax.tasks.registry import TASKS
 
 MNLI = "index\tgenre\tsentence1\tsentence2\tgold_label\n1\tfiction\tA man.\tA dog.\tneutral\n"
 QQP = "id\tquestion1\tquestion2\tis_duplicate\n1\tWhy?\tHow?\t0\n"
@@ -49,7 +49,7 @@ OTHER = f"not of squad1; valid: {VALID_SQUAD}, every question with an answer"
 CUT = "the file ends in the middle, as an interrupted download does; valid: all of it"
 
 BAD = [
-    # task, content, message after "--data.train: FILE"
+    # task, content, message after "--data.dev: FILE"
     ("mnli", "", f" is empty; valid: {VALID_MNLI}"),
     ("mnli", "\n \n", f" is empty; valid: {VALID_MNLI}"),
     ("mnli", b"\x00\x01\x02", f" is binary; valid: {VALID_MNLI}"),
@@ -145,11 +145,11 @@ def test_a_bad_file_is_one_line(task: str, content: str | bytes, message: str | 
     file = tmp_path / "f"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     if message is None:
-        assert read_records(task, [str(file)], TaskConfig(), "--data.train").entries
+        assert read(task, file).entries
         return
     with pytest.raises(UserError) as caught:
-        read_records(task, [str(file)], TaskConfig(), "--data.train")
-    assert str(caught.value) == f"--data.train: {file}{message}".replace("FILE", str(file))
+        read(task, file)
+    assert str(caught.value) == f"--data.dev: {file}{message}".replace("FILE", str(file))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -168,7 +168,7 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
     }
     for name, problem in expected.items():
         with pytest.raises(UserError) as caught:
-            read_records(task, [str(tmp_path / name)], TaskConfig(), "--data.dev")
+            read(task, tmp_path / name)
         assert str(caught.value).startswith(f"--data.dev: {tmp_path / name}{problem}")
     (tmp_path / "a.tsv").write_text(QQP)
     (tmp_path / "b.tsv").symlink_to(tmp_path / "a.tsv")
@@ -178,7 +178,7 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
         ([str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], r".*/b\.tsv is named twice; valid: every file once$"),
     ):
         with pytest.raises(UserError, match=f"^{problem}"):
-            read_records(task, paths, TaskConfig(), "--data.dev")
+            read(task, *paths)
 
 
 @pytest.mark.parametrize("content", [SQUAD, json.dumps(json.loads(SQUAD), indent=2), json.dumps([1, -2.5e3, None])])
@@ -187,4 +187,4 @@ def test_json_that_ends_anywhere_is_cut_off(content: str, tmp_path: Path) -> Non
     for size in range(1, len(content)):
         file.write_text(content[:size])
         with pytest.raises(UserError, match="the file ends in the middle, as an interrupted download does"):
-            read_records("squad1", [str(file)], TaskConfig(), "--data.train")
+            read("squad1", file)

@@ -6,24 +6,16 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
+from real_records import read
 
 from megajax.errors import UserError
 from megajax.tasks.records import Pair
-from megajax.tasks.registry import TASKS, TaskConfig
-from megajax.tasks.samples import read_records
+from megajax.tasks.registry import TASKS
 
 
 def write(path: Path, *rows: list[str], end: str = "\n") -> str:
     path.write_bytes("".join("\t".join(row) + end for row in rows).encode())
     return str(path)
-
-
-def mnli(*paths: str, **change):
-    return read_records("mnli", paths, TaskConfig(**change), "--data.train")
-
-
-def qqp(*paths: str, **change):
-    return read_records("qqp", paths, TaskConfig(**change), "--data.train")
 
 
 ROWS = [
@@ -45,13 +37,13 @@ def test_columns_are_found_by_name_and_nothing_is_quoted(end: str, beginning: by
     file = tmp_path / "train.tsv"
     write(file, *ROWS, end=end)
     file.write_bytes(beginning + file.read_bytes())
-    records = mnli(str(file))
+    records = read("mnli", file)
     assert records.entries == PAIRS and not records.odd
     file.write_bytes(file.read_bytes().rstrip())
-    assert mnli(str(file)).entries == PAIRS
+    assert read("mnli", file).entries == PAIRS
     (tmp_path / "t.gz").write_bytes(gzip.compress(file.read_bytes()))
     (tmp_path / "t.zst").write_bytes(zstd.compress(file.read_bytes()))
-    assert mnli(str(tmp_path / "t.gz"), str(tmp_path / "t.zst")).entries == PAIRS * 2
+    assert read("mnli", tmp_path / "t.gz", tmp_path / "t.zst").entries == PAIRS * 2
 
 
 @pytest.mark.parametrize(
@@ -59,21 +51,21 @@ def test_columns_are_found_by_name_and_nothing_is_quoted(end: str, beginning: by
 )
 def test_without_a_genre_the_group_is_in_the_name(name: str, group: str, tmp_path: Path) -> None:
     file = write(tmp_path / name, ["pairID", "sentence1", "sentence2", "label"], ["9n", "A", "B", "neutral"])
-    assert mnli(file).entries == [Pair("9n", ("A", "B"), 1, group)]
+    assert read("mnli", file).entries == [Pair("9n", ("A", "B"), 1, group)]
 
 
 @pytest.mark.parametrize(
-    ("read", "rows", "pair", "odd", "valid"),
+    ("task", "rows", "pair", "odd", "valid"),
     [
         (
-            mnli,
+            "mnli",
             ["sentence1 sentence2 gold_label", "A B -", "C  neutral", "E F -"],
             Pair("1", ("C", ""), 1),
             {'2 pairs labelled "-" (no majority), skipped': 2, "1 pairs with an empty text, kept": 3},
             "a label",
         ),
         (
-            qqp,
+            "qqp",
             ["id question1 question2 is_duplicate", "1 What-is", " this? 0", "2 Why?  1", "3 A B C 0"],
             Pair("2", ("Why?", ""), 1),
             {"3 rows with another number of columns, skipped": 2, "1 pairs with an empty text, kept": 4},
@@ -81,21 +73,21 @@ def test_without_a_genre_the_group_is_in_the_name(name: str, group: str, tmp_pat
         ),
     ],
 )
-def test_odd_rows_are_skipped_and_counted(read, rows, pair, odd, valid, tmp_path: Path) -> None:
+def test_odd_rows_are_skipped_and_counted(task, rows, pair, odd, valid, tmp_path: Path) -> None:
     """Pairs that nobody agreed on, and rows that QQP's release has cut in two."""
     file = write(tmp_path / "a", *(row.split(" ") for row in rows))
-    records = read(file)
+    records = read(task, file)
     assert records.entries == [pair]
-    assert records.lines() == [f"{what}, first --data.train: {file}:{line}" for what, line in odd.items()]
+    assert records.lines() == [f"{what}, first --data.dev: {file}:{line}" for what, line in odd.items()]
     with pytest.raises(UserError, match=rf"valid: {valid}, or --no-task\.strict$"):
-        read(file, strict=True)
+        read(task, file, strict=True)
 
 
 def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
     file = write(tmp_path / "test.tsv", ["id", "question1", "question2"], ["0", "A", "B"])
-    assert read_records("qqp", [file], TaskConfig(), "--data", labelled=False).entries == [Pair("0", ("A", "B"), None)]
+    assert read("qqp", file, labelled=False).entries == [Pair("0", ("A", "B"), None)]
     with pytest.raises(UserError, match="has no column is_duplicate, but id, question1, question2; valid: "):
-        qqp(file)
+        read("qqp", file)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
     ],
 )
 def test_the_data_themselves(name: str, group: str, labels: tuple[int, ...], test_data: Path) -> None:
-    records = (mnli if group else qqp)(str(test_data / "glue" / name), strict=True).entries
+    records = read("mnli" if group else "qqp", test_data / "glue" / name, strict=True).entries
     assert Counter(record.group for record in records) == {group: sum(labels)}
     assert Counter(record.label for record in records) == dict(enumerate(labels))
     if group:
@@ -121,9 +113,9 @@ def test_the_data_themselves(name: str, group: str, labels: tuple[int, ...], tes
 
 def test_samples_of_the_original_release(test_data: Path) -> None:
     folder = test_data / "glue-samples"
-    (pair,) = mnli(str(folder / "MNLI" / "dev_matched.tsv")).entries
+    (pair,) = read("mnli", folder / "MNLI" / "dev_matched.tsv").entries
     assert pair == Pair(
         "0", ("The new rights are nice enough", "Everyone really likes the newest benefits "), 1, "matched"
     )
-    (pair,) = qqp(str(folder / "QQP" / "dev.tsv")).entries
+    (pair,) = read("qqp", folder / "QQP" / "dev.tsv").entries
     assert pair.name == "201359" and TASKS["qqp"].labels[pair.label or 0] == "0"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_records import SPECIAL, letters, race, real, real_tokenizer
+from real_records import SPECIAL, letters, read, real_tokenizer
 
 from megajax.batch import IGNORED, choice_form, classes_form
 from megajax.data.loader import evaluation_batches
@@ -94,7 +94,7 @@ def test_an_exam():
 
 def test_real_exams(test_data):
     """Every input is what its texts are, each encoded alone."""
-    tokenizer, records = real_tokenizer(test_data), race(test_data / "race/RACE/dev/middle")[:150]
+    tokenizer, records = real_tokenizer(test_data), read("race", test_data / "race/RACE/dev/middle").entries[:150]
     records = [dataclasses.replace(record, options=record.options[: 2 + n % 3]) for n, record in enumerate(records)]
     samples = ExamInputs(records, tokenizer, sequence_length=256, option_tokens=12)
     cls, sep, pad = (tokenizer.vocabulary[token] for token in ("[CLS]", "[SEP]", "[PAD]"))
@@ -150,7 +150,7 @@ def test_what_does_not_do():
 @pytest.mark.parametrize(("task", "file"), GLUE)
 def test_pairs_as_transformers_cuts_them(test_data, task, file, length):
     transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
-    records = real(task, test_data / "glue" / file)[:800]
+    records = read(task, test_data / "glue" / file).entries[:800]
     theirs = transformers.BertTokenizerFast(vocab=str(test_data / "bert-uncased" / "vocab.txt"))
     texts = [[record.texts[which] for record in records] for which in (0, 1)]
     expected = theirs(*texts, truncation=True, max_length=length, padding="max_length")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from real_records import read
 from saved_tokenizers import LLAMA3, TEXTS, write_saved
 
 from megajax.batch import IGNORED, text_form
@@ -15,8 +16,6 @@ from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.tasks.instructions import InstructionRows, encoded, packed
 from megajax.tasks.records import Instruction
-from megajax.tasks.registry import TaskConfig
-from megajax.tasks.samples import read_records
 
 GPT2 = train_tokenizer(TEXTS, 300)
 TURNS = [
@@ -134,7 +133,7 @@ def write(folder: Path, *lines: Any) -> str:
 def test_both_forms_are_read(tmp_path):
     lines = [{"prompt": "a", "completion": "b", "id": 7}, "", {"prompt": "x", "messages": TURNS}]
     lines += [{"prompt": "a", "completion": ""}, {"messages": TURNS[:1]}]
-    found = read_records("instructions", [write(tmp_path, *lines)], TaskConfig(), "--data.train")
+    found = read("instructions", write(tmp_path, *lines))
     assert found.entries == [asked("a", "b"), chat()]
     assert [record.name.rpartition(":")[2] for record in found.entries] == ["1", "3"]
     assert [record.context for record in found.entries] == ["a", "Which day?"]
@@ -145,7 +144,7 @@ def test_both_forms_are_read(tmp_path):
     with pytest.raises(
         UserError, match=r"a.jsonl:4: records with an empty completion, skipped; valid: text, or --no-ta"
     ):
-        read_records("instructions", [write(tmp_path, *lines)], TaskConfig(strict=True), "--data.train")
+        read("instructions", write(tmp_path, *lines), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +164,8 @@ def test_both_forms_are_read(tmp_path):
 def test_bad_records_are_one_line(tmp_path, line, message):
     file = write(tmp_path, {"prompt": "a", "completion": "b"}, line)
     with pytest.raises(UserError) as refusal:
-        read_records("instructions", [file], TaskConfig(), "--data.train")
-    assert f"--data.train: {file}{message}" in str(refusal.value) and "; valid: " in str(refusal.value)
+        read("instructions", file)
+    assert f"--data.dev: {file}{message}" in str(refusal.value) and "; valid: " in str(refusal.value)
 
 
 def test_refused_messages(saved):

@@ -6,11 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from real_records import read
 
 from megajax.errors import UserError
 from megajax.tasks.records import Exam
-from megajax.tasks.registry import TaskConfig
-from megajax.tasks.samples import read_records
 
 OPTIONS = [["Ada", "I", "He", "She"], ["one", "two", "three"], ["no", "yes"]]
 PASSAGE = {"article": "Ada\nwrote.", "questions": ["Who _ ?", "How many?", "Is it?"], "options": OPTIONS}
@@ -23,12 +22,8 @@ def write(path: Path, name: str | None = None, **change) -> str:
     return str(path)
 
 
-def read(*paths: str | Path, labelled: bool = True, **change):
-    return read_records("race", [str(path) for path in paths], TaskConfig(**change), "--data.train", labelled=labelled)
-
-
 def test_a_passage_with_its_questions(tmp_path: Path) -> None:
-    records = read(write(tmp_path / "1.txt", "high5.txt", more=[1]))
+    records = read("race", write(tmp_path / "1.txt", "high5.txt", more=[1]))
     assert records.entries == [
         Exam("high5.txt#1", "Ada\nwrote.", "Who _ ?", ("Ada", "I", "He", "She"), 3, "high"),
         Exam("high5.txt#2", "Ada\nwrote.", "How many?", ("one", "two", "three"), 1, "high"),
@@ -55,7 +50,7 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     for link in ("high/deep", "high/the-same", ".links"):  # each folder is read once
         (tmp_path / "r" / link).symlink_to(tmp_path / "deep")
     (tmp_path / "deep" / "back").symlink_to(tmp_path / "r")
-    exams = read(tmp_path / "r").entries[::3]
+    exams = read("race", tmp_path / "r").entries[::3]
     names = [
         "high/1.txt.gz",
         "high/deep/2.jsonl",
@@ -68,42 +63,42 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in [*names, "x.txt"]]
     assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 5 + [""]
     (tmp_path / "deep" / "lost").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"^--data\.train: cannot read .*/high/deep/lost: it is a link to nowhere: "):
-        read(tmp_path / "r")
+    with pytest.raises(UserError, match=r"^--data\.dev: cannot read .*/high/deep/lost: it is a link to nowhere: "):
+        read("race", tmp_path / "r")
 
 
 def test_a_passage_on_each_line(tmp_path: Path) -> None:
     lines = [json.dumps(PASSAGE | {"answers": ["A"] * 3, "id": name}) for name in ("middle1.txt", "high2.txt")]
     lines.append(json.dumps(PASSAGE | {"answers": ["A"] * 3}))
     (tmp_path / "dev.jsonl").write_text("\n".join([*lines[:1], "", *lines[1:]]) + "\n")
-    names = [exam.name for exam in read(tmp_path / "dev.jsonl").entries[::3]]
+    names = [exam.name for exam in read("race", tmp_path / "dev.jsonl").entries[::3]]
     assert names == ["middle1.txt#1", "high2.txt#1", f"{tmp_path}/dev.jsonl:4#1"]
     (tmp_path / "one.txt").write_text(json.dumps(json.loads(lines[0]), indent=2))
-    assert read(tmp_path / "one.txt").entries == read(tmp_path / "dev.jsonl").entries[:3]
+    assert read("race", tmp_path / "one.txt").entries == read("race", tmp_path / "dev.jsonl").entries[:3]
 
 
 def test_odd_questions_are_counted(tmp_path: Path) -> None:
     options = [["one"], ["a", ""], []]
     file = write(tmp_path / "1.txt", "a", options=options, answers=["A", "A", "A"])
     again = write(tmp_path / "2.txt", "a")
-    records = read(file, again)
+    records = read("race", file, again)
     assert [record.name for record in records.entries] == ["a#2", f"{again}#1", f"{again}#2", f"{again}#3"]
     assert records.lines() == [
-        f"2 questions with fewer than 2 options, skipped, first --data.train: {file}: question 1",
-        f"1 questions with an empty text or option, kept, first --data.train: {file}: question 2",
-        f"1 passages with an id that another has, named by their file, first --data.train: {again}",
+        f"2 questions with fewer than 2 options, skipped, first --data.dev: {file}: question 1",
+        f"1 questions with an empty text or option, kept, first --data.dev: {file}: question 2",
+        f"1 passages with an id that another has, named by their file, first --data.dev: {again}",
     ]
     with pytest.raises(
         UserError, match="question 1: questions with fewer than 2 options, skipped; valid: 2 to 4 options, or"
     ):
-        read(file, strict=True)
+        read("race", file, strict=True)
 
 
 def test_a_test_set_has_no_answers(tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_text(json.dumps(PASSAGE))
-    assert [exam.label for exam in read(tmp_path / "1.txt", labelled=False).entries] == [None] * 3
+    assert [exam.label for exam in read("race", tmp_path / "1.txt", labelled=False).entries] == [None] * 3
     with pytest.raises(UserError, match='no key "answers"'):
-        read(tmp_path / "1.txt")
+        read("race", tmp_path / "1.txt")
 
 
 @pytest.mark.parametrize(
@@ -115,13 +110,13 @@ def test_a_test_set_has_no_answers(tmp_path: Path) -> None:
     ],
 )
 def test_race_itself(folder: str, groups: dict[str, int], letters: tuple[int, ...], test_data: Path) -> None:
-    records = read(test_data / "race" / folder, strict=True)
+    records = read("race", test_data / "race" / folder, strict=True)
     assert Counter(exam.group for exam in records.entries) == groups
     assert Counter(exam.label for exam in records.entries) == dict(enumerate(letters))
     assert len({exam.name for exam in records.entries}) == sum(letters)
 
 
 def test_passages_with_few_options(test_data: Path) -> None:
-    records = read(test_data / "race" / "passages")
+    records = read("race", test_data / "race" / "passages")
     assert Counter(len(exam.options) for exam in records.entries) == {4: 539, 3: 21, 2: 1}
     assert [count for count, _ in records.odd.values()] == [1]

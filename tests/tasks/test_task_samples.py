@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_records import SQUAD1, letters, race, real_tokenizer, squad
+from real_records import SQUAD1, letters, read, real_tokenizer, squad
 
 from megajax.data.loader import evaluation_batches, train_batches
 from megajax.errors import UserError
@@ -101,7 +101,7 @@ def test_windows_of_a_context_are_never_split(test_data):
     assert shared_contexts(questions[:700], questions[698:]) == sum(
         question.context in {each.context for each in questions[:700]} for question in questions[698:]
     )
-    exams = race(test_data / "race/RACE/dev/middle")
+    exams = read("race", test_data / "race/RACE/dev/middle").entries
     assert shared_contexts(*split_by_context(exams, 0.1, 0)) == 0
 
 
