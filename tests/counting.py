@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from tiny import abstract_batch, tiny_config, tiny_program
 
 from megajax.config import Config
-from megajax.program.train_step import train_step
+from megajax.program.train_step import loss_and_gradients, train_step
 from megajax.verify import Collective, collectives
 
 LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows
@@ -35,6 +35,16 @@ def step_collectives(mesh: tuple[int, int, int], num_microbatches: int, **option
 def program_of(config: Config):
     program = tiny_program(config)
     return program, (program.layout.shapes, abstract_batch(config))
+
+
+def gradients_jaxpr(program):
+    """Of loss and gradients."""
+    return jax.make_jaxpr(loss_and_gradients(program))(*gradient_arguments(program)).jaxpr
+
+
+def gradient_arguments(program) -> tuple:
+    """Types of weights, batch and step."""
+    return program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
 
 
 @cache

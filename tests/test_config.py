@@ -1,4 +1,4 @@
-"""The presets of the paper and of today's decoders, what is derived from a configuration, and every mistake found in it."""
+"""The presets of the paper and of today's decoders, what is derived from a configuration, and every mistake in it."""
 
 from typing import Any
 
@@ -219,10 +219,7 @@ def test_what_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words
 def test_schedules_that_are_valid(overrides: dict[str, Any]) -> None:
     config = resolve(load_preset("demo"), overrides)
     validate(config, config.mesh.num_devices)
-
-
-def test_the_mesh_alone_may_be_checked_without_the_batch() -> None:
-    validate_mesh(demo(mesh__data=3), 3)
+    validate_mesh(demo(mesh__data=3), 3)  # without the batch
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
@@ -16,6 +17,7 @@ from megajax.models.attend import Setting, attend
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.models.blocked_attention import blocked_attention
 from megajax.parallel.random import Dropout, RandomBits
+from megajax.plan import h200
 from megajax.private import FUSED_FORWARD, imagined_cudnn
 
 BATCH, HEADS, HEAD_SIZE = 3, 4, 6
@@ -167,6 +169,18 @@ def test_what_cudnn_is_asked_for():
     assert asks_cudnn(AttentionMask(causal=True, window=3), window=3)
     assert not asks_cudnn(AttentionMask(window=3))
     assert not asks_cudnn(CAUSAL, Places(queries=Pieces((16,))))
+
+
+def test_a_gpu_is_imagined_for_a_while():
+    """Afterwards JAX asks this machine's GPU again, whatever happened in between."""
+    names = "check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"
+    before = [getattr(cudnn, name) for name in names]
+    with pytest.raises(ZeroDivisionError), h200.attention():
+        assert cudnn.check_cudnn_version() == 91900
+        assert cudnn.check_compute_capability("9.0") and not cudnn.check_compute_capability("10.0")
+        assert cudnn.is_cuda_compute_capability_equal("9.0")
+        raise ZeroDivisionError
+    assert [getattr(cudnn, name) for name in names] == before
 
 
 def test_large_scores_do_not_overflow():

@@ -18,7 +18,6 @@ from megajax.program.synthetic import random_batch
 from megajax.program.train_step import train_step
 from megajax.verify.run import drawn_state, drawn_weights
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 RATE = 0.2
 HEAD = 0xFFFF_FFFE  # what the mask of the pooled token is drawn for
 
@@ -109,7 +108,7 @@ def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     weights = drawn_weights(program)
     state = program.layout.from_canonical(drawn_state(program))
     placed = program.put_batch(batch, program.local_rows)
-    metrics = train_step(program).lower(state, placed).compile(QUICKLY)(state, placed)[1]
+    metrics = train_step(program)(state, placed)[1]
     expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
     means = {name: loss.sum() / (hit != IGNORED).sum() for name, (loss, hit) in expected.items()}
     if len(means) > 1:
@@ -129,9 +128,8 @@ def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> No
     padded = np.where(
         place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9)
     )
-    params = drawn_params(program)
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
-    found = scores(program).lower(params, placed).compile(QUICKLY)(params, placed)
+    found = scores(program)(drawn_params(program), placed)
     expected = NumpyBert(program.config, drawn_weights(program), 0.0, 0).scores(batch)
     assert found.keys() == expected.keys()
     for name, (loss, hit) in expected.items():

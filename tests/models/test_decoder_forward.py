@@ -1,11 +1,12 @@
 """Decoders' numbers, GPT-2's and those of other words, on one device and split over eight, against a model written
-plainly in numpy from the weights.
+plainly in numpy from the weights; and documents that share a sequence beside each of them alone.
 
 Letters: B batch, T tokens, V vocabulary.
 """
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from plain import Decoder
@@ -17,10 +18,10 @@ from megajax.program.program import Program
 from megajax.program.scoring import next_logits, scores
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
+from megajax.verify import named_leaves
 from megajax.verify.run import drawn_weights
 
 STEP = 3
-QUICKLY = {"xla_backend_optimization_level": 0}  # compile with little optimisation of the machine code
 
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}
 WORDS = {
@@ -49,7 +50,7 @@ def losses(program: Program, *steps: int) -> list[float]:
     """Losses of the same weights and batch in several steps."""
     params = drawn_params(program)
     batch = program.put_batch(random_batch(program.config, STEP), program.local_rows)
-    run = loss_and_gradients(program).lower(params, batch, np.int32(0)).compile(QUICKLY)
+    run = loss_and_gradients(program)
     return [float(run(params, batch, np.int32(step))[0]) for step in steps]
 
 
@@ -117,3 +118,42 @@ def test_next_logits_are_numpy_s_and_causal(gpt2: Program) -> None:
     here[:, 7] = (here[:, 7] + 1) % config.model.vocab_size
     np.testing.assert_array_equal(logits(later), logits(tokens))
     assert np.abs(logits(here) - logits(tokens)).max() > 0.1
+
+
+LENGTH, VOCABULARY = 16, 101
+ROWS = [[5, 1, 7, 3], [16], [2, 13, 1], [1, 8, 7]]  # lengths of the documents of every sequence
+DOCUMENTS = [(row, sum(lengths[:n]), length) for row, lengths in enumerate(ROWS) for n, length in enumerate(lengths)]
+TOKENS, TARGETS = np.random.default_rng(0).integers(0, VOCABULARY, (2, len(ROWS), LENGTH), np.int32)
+
+
+def joined() -> dict[str, np.ndarray]:
+    """Documents that share sequences, and where in its document every token stands."""
+    positions = np.array([[place for length in lengths for place in range(length)] for lengths in ROWS], np.int32)
+    return {"tokens": TOKENS, "targets": TARGETS, "positions": positions}
+
+
+def alone() -> dict[str, np.ndarray]:
+    """The same documents, each at the start of a sequence of its own, and a sequence without any."""
+    tokens = np.full((len(DOCUMENTS) + 1, LENGTH), 7, np.int32)
+    targets = np.full_like(tokens, IGNORED)
+    for number, (row, start, length) in enumerate(DOCUMENTS):
+        tokens[number, :length] = TOKENS[row, start : start + length]
+        targets[number, :length] = TARGETS[row, start : start + length]
+    return {"tokens": tokens, "targets": targets}
+
+
+def test_loss_and_gradients_are_those_of_each_document_alone():
+    """Of all weights, the learned positions included; on a mesh: `test_parity.py`."""
+    found = []
+    for batch in joined(), alone():
+        options = {"num_layers": 2, "init_std": 0.3, "reset_attention": "positions" in batch}
+        program = tiny_program(tiny_config(global_batch=len(batch["tokens"]), dropout=0.0, **options))
+        batch = program.put_batch(batch, program.local_rows)
+        loss, gradients = jax.device_get(loss_and_gradients(program)(drawn_params(program), batch, np.int32(0)))
+        found.append((float(loss), named_leaves(gradients)))
+    (loss, gradients), (expected_loss, expected) = found
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert expected["shared/positions"].any(axis=1).all()
+    for name, leaf in expected.items():
+        tolerance = 1e-5 * np.abs(leaf).max() + 1e-7
+        np.testing.assert_allclose(gradients[name], leaf, rtol=1e-4, atol=tolerance, err_msg=name)

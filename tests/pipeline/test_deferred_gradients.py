@@ -4,20 +4,12 @@ predict; on a pipe of one stage nothing of it is there."""
 import itertools
 from collections import Counter
 
-import jax
 import pytest
-from counting import configured, equations, product_flops, program_of
-from tiny import QWEN3, abstract_batch
+from counting import configured, equations, gradients_jaxpr, product_flops, program_of
+from tiny import QWEN3
 
 from megajax.program.memory import residual_bytes
-from megajax.program.train_step import loss_and_gradients
 from megajax.verify import COLLECTIVES
-
-
-def step_jaxpr(program):
-    """Of loss and gradients."""
-    arguments = program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
-    return jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr
 
 
 def work(jaxpr) -> tuple[Counter, list[Counter]]:
@@ -69,7 +61,7 @@ def test_as_many_products_and_collectives_as_together(remat, place):
         program_of(configured(mesh, 4, remat=remat, weight_gradients=kind, **layout, **words))
         for kind in ("together", "deferred")
     )
-    (whole, none), (rest, loops) = (work(step_jaxpr(program)) for program, _ in (together, deferred))
+    (whole, none), (rest, loops) = (work(gradients_jaxpr(program)) for program, _ in (together, deferred))
     assert not none and len(loops) == 2 and loops[0] == loops[1]  # in place of a forward, and after a backward
     assert rest + loops[0] == whole
     layers, ticks, gated = 2, 4 + 2, "norm" in words
@@ -86,7 +78,7 @@ def test_as_many_products_and_collectives_as_together(remat, place):
 def test_one_stage_defers_nothing():
     """Its step is the very same program: it has no idle time."""
     steps = [
-        str(step_jaxpr(program_of(configured((1, 1, 2), 2, weight_gradients=kind))[0]))
+        str(gradients_jaxpr(program_of(configured((1, 1, 2), 2, weight_gradients=kind))[0]))
         for kind in ("together", "deferred")
     ]
     assert steps[0] == steps[1]

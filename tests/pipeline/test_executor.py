@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from counting import equations
-from tiny import abstract_batch, tiny_config, tiny_program
+from counting import equations, gradient_arguments, gradients_jaxpr
+from tiny import tiny_config, tiny_program
 
 from megajax.pipeline.executor import Pipeline
 from megajax.program.memory import factor_bytes, residual_bytes
@@ -19,11 +19,6 @@ from megajax.verify import named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from executor_overhead import hand_written
-
-
-def fast_compile(lowered):
-    """Compiled with little optimisation of machine code, which does not change what buffers there are."""
-    return lowered.compile({"xla_backend_optimization_level": 0})
 
 
 def temp_bytes(compiled) -> int:
@@ -36,13 +31,11 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
     model = {"hidden_size": 128, "num_heads": 4, "sequence_length": 64, "num_layers": 8}
     config = tiny_config((1, 4, 1), schedule=schedule, chunks=chunks, global_batch=num_microbatches, **options, **model)
     program = tiny_program(config)
-    params = program.layout.shapes.params
-    arguments = params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
     outputs = 0 if program.schedule.turns_at_once else 4 * 64 * 128
     predicted = program.schedule.num_slots * (residual_bytes(program) + outputs)
     if program.schedule.deferral is not None:
         predicted += program.schedule.num_factor_slots * factor_bytes(program)
-    return temp_bytes(fast_compile(loss_and_gradients(program).lower(*arguments))), predicted
+    return temp_bytes(loss_and_gradients(program).lower(*gradient_arguments(program)).compile()), predicted
 
 
 STEADY = [  # schedule, chunks, vocabulary, weight gradients
@@ -140,8 +133,7 @@ def test_nothing_weight_sized_is_kept(
     layout |= {"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
     config = tiny_config((1, 2, 2), remat=remat, precision=precision, scan_layers=scan_layers, **layout)
     program = tiny_program(config)
-    arguments = program.layout.shapes.params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
-    jax.eval_shape(loss_and_gradients(program), *arguments)
+    jax.eval_shape(loss_and_gradients(program), *gradient_arguments(program))
     residuals, weights = kept_and_weights["residual_types"]
     deferred = weight_gradients == "deferred"
     assert kept_and_weights.keys() == {"residual_types", *(["factor_types"] if deferred else [])}
@@ -172,9 +164,8 @@ def test_nothing_weight_sized_is_kept(
 
 def matrix_products(program) -> int:
     """How often a matrix product runs in a step."""
-    arguments = program.layout.shapes.params, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
-    jaxpr = jax.make_jaxpr(loss_and_gradients(program))(*arguments).jaxpr
-    return sum(times for eqn, times, _ in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    found = equations(gradients_jaxpr(program))
+    return sum(times for eqn, times, _ in found if eqn.primitive.name == "dot_general")
 
 
 def test_selective_recomputes_no_matrix_product():
@@ -195,11 +186,10 @@ def test_it_is_the_hand_written_loop(remat, scan_layers):
     compiled program needs no more temporary bytes, within 5%."""
     size = {"hidden_size": 64, "num_heads": 4, "sequence_length": 96}
     program = tiny_program(tiny_config(remat=remat, scan_layers=scan_layers, global_batch=4, **size))
-    shapes = program.layout.shapes.params
-    types = shapes, abstract_batch(program.config), jax.ShapeDtypeStruct((), "int32")
-    ours, plain = (fast_compile(loop.lower(*types)) for loop in (loss_and_gradients(program), hand_written(program)))
+    types = gradient_arguments(program)
+    ours, plain = (loop.lower(*types).compile() for loop in (loss_and_gradients(program), hand_written(program)))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), types[0])
     arguments = (params, random_batch(program.config, 0), np.int32(0))
     (loss, gradients), (expected_loss, expected) = ours(*arguments), plain(*arguments)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)

@@ -113,15 +113,6 @@ def test_interleaved_stretches_its_groups(p, more, v):
 
 
 @given(all_arguments)
-def test_all_that_is_kept_passes_through_the_buffer(arguments):
-    """But for a single stage that runs a microbatch backward at once."""
-    schedule = make_schedule(*arguments)
-    assert schedule.fused == (schedule.num_stages == 1)
-    for table in (schedule.forward, schedule.backward):
-        assert ((table.slot != IDLE) == ((table.microbatch != IDLE) & (not schedule.fused))).all()
-
-
-@given(all_arguments)
 def test_forward_only_is_the_forward_part(arguments):
     """The forwards of the schedule, in the same ticks, and nothing else."""
     schedule, evaluation = make_schedule(*arguments), forward_only(*arguments[1:])
@@ -137,11 +128,14 @@ def test_forward_only_is_the_forward_part(arguments):
 
 @given(all_arguments)
 def test_where_the_last_virtual_stage_turns_at_once(arguments):
-    """Always in 1F1B, in GPipe only in a pipe of one, interleaved if all groups are equal."""
+    """Always in 1F1B, in GPipe only in a pipe of one, interleaved if all groups are equal. All that is kept passes
+    through the buffer, but for a single stage that runs a microbatch backward at once."""
     name, p, m, _ = arguments
     schedule = make_schedule(*arguments)
     expected = {"1f1b": True, "gpipe": p == 1, "interleaved": m < p or m % (m // p) == 0}[name]
-    assert schedule.turns_at_once == expected
+    assert schedule.turns_at_once == expected and schedule.fused == (p == 1)
+    for table in (schedule.forward, schedule.backward):
+        assert ((table.slot != IDLE) == ((table.microbatch != IDLE) & (not schedule.fused))).all()
 
 
 @pytest.mark.parametrize(("name", "p", "v"), GRID)

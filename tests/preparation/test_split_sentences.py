@@ -17,9 +17,9 @@ from megajax.preparation.plan import Task, make_plan
 TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) for n in range(60)]
 
 
-def run(tmp_path, capsys, *arguments) -> dict:
+def run(tmp_path, capsys, *arguments, inputs=()) -> dict:
     flags = ["--tokenizer", "wordpiece", "--vocab-size", "150", "--min-tokens", "0", "--duplicates", "keep"]
-    return prepare(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), *flags, *arguments)
+    return prepare(capsys, jsonl(tmp_path / "a.jsonl", *TEXTS), *inputs, *flags, *arguments)
 
 
 def sentences(prefix) -> list[list[str]]:
@@ -57,7 +57,7 @@ def test_docstrings_are_another_input_than_the_code(tmp_path):
 
 def test_documents_without_a_token_are_dropped(tmp_path, capsys):
     flags = "--split-sentences", "--output", tmp_path / "m", "--no-fix-unicode"
-    found = run(tmp_path, capsys, jsonl(tmp_path / "b.jsonl", "\x7f"), *flags)
+    found = run(tmp_path, capsys, *flags, inputs=[jsonl(tmp_path / "b.jsonl", "\x7f")])
     assert found["dropped"]["too short"]["count"] == 1 and found["documents"] == 60
 
 
