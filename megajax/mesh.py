@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES
+from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES, WEIGHT_AXES
 from megajax.batch import BatchSpec
 from megajax.parallel.collectives import Axes, entry_axes, spec_axes
 
@@ -31,7 +31,8 @@ RULES: Mapping[str, Axes | None] = {
 # Dims of weights that tensor-parallel regions have inside.
 _IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "rank"}
 
-ROWS = PartitionSpec(ROW_AXES)  # of arrays with an entry for each row of a batch
+ROWS = PartitionSpec(ROW_AXES)
+"""Where arrays with an entry for each row of a batch lie."""
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
@@ -132,3 +133,22 @@ def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
 def shardings(mesh: Mesh, specs):
     """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Device ids of the communication groups, named as in Megatron-LM.
+
+    The groups of every axis under its name. `model`: the devices that hold one copy of the model. `embedding`: first
+    and last stage of every pipe group, which share the tied embedding.
+    """
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+
+    def groups(*axes: str) -> list[list[int]]:
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
+        return sorted(sorted(row.tolist()) for row in rows)
+
+    by_axis = {axis: groups(axis) for axis in mesh.axis_names}
+    embedding = [sorted({group[0], group[-1]}) for group in by_axis[PIPE]]
+    return by_axis | {"model": groups(*WEIGHT_AXES), "embedding": embedding}

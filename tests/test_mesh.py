@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny import rank_groups, tiny_config, tiny_program
+from tiny import tiny_config, tiny_program
 
 from megajax.axes import AXES
 from megajax.backend import CPU
 from megajax.config import MeshConfig
-from megajax.mesh import RULES, make_mesh, mesh_spec, zero_spec
+from megajax.mesh import RULES, make_mesh, mesh_spec, rank_groups, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import F_AND_G
@@ -61,14 +61,22 @@ def by_path(tree) -> dict:
 
 
 def test_rank_groups_are_the_documented_ones():
-    """16 devices, tensor 2, pipe 4, data 2: the groups of REFERENCE §2, the last of which holds a copy of the model."""
-    mesh = make_mesh(data=2, pipe=4, tensor=2, devices=[Device(i) for i in range(16)])
-    assert {axes: rank_groups(mesh, *axes.split()) for axes in ("tensor", "pipe", "data", "pipe tensor")} == {
+    """16 devices, tensor 2, pipe 4, data 2: every group of REFERENCE §2."""
+    groups = rank_groups(make_mesh(data=2, pipe=4, tensor=2, devices=[Device(i) for i in range(16)]))
+    assert groups == {
         "tensor": [[i, i + 1] for i in range(0, 16, 2)],
         "pipe": [[i, i + 4, i + 8, i + 12] for i in range(4)],
         "data": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
-        "pipe tensor": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+        "model": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+        "embedding": [[0, 12], [1, 13], [2, 14], [3, 15]],
     }
+
+
+def test_a_pipe_of_one_has_embedding_groups_of_one():
+    """First and last stage are the same device."""
+    groups = rank_groups(make_mesh(data=2, pipe=1, tensor=2, devices=[Device(i) for i in range(4)]))
+    assert groups["embedding"] == groups["pipe"] == [[0], [1], [2], [3]]
+    assert groups["model"] == groups["tensor"] == [[0, 1], [2, 3]]
 
 
 def test_axes_have_their_sizes():

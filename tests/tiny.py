@@ -1,6 +1,5 @@
 """A model small enough to compile in seconds, with every dim different from the others."""
 
-import math
 from typing import Any
 
 import jax
@@ -82,15 +81,6 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Types of a global batch."""
     shapes = batch_form(config).shapes(config.train.global_batch, tokens=config.model.sequence_length)
     return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
-
-
-def rank_groups(mesh: jax.sharding.Mesh, *axes: str) -> list[list[int]]:
-    """Device ids of the groups that communicate over some axes."""
-    ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    dims = [mesh.axis_names.index(axis) for axis in axes]
-    size = math.prod(mesh.shape[axis] for axis in axes)
-    rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
-    return sorted(sorted(row.tolist()) for row in rows)
 
 
 def drawn_params(program: Program) -> dict:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny import rank_groups, tiny_config
+from tiny import tiny_config
 
 from megajax.axes import AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
-from megajax.mesh import make_mesh
+from megajax.mesh import make_mesh, rank_groups
 from megajax.models.family import step_flops
 from megajax.plan.communication import group_of, seconds_of
 from megajax.plan.machines import MACHINES, Efficiency, peak_of
@@ -36,11 +36,14 @@ def large(**changes) -> Config:
 def test_members_of_a_group_in_a_server(sizes, server):
     """As the mesh numbers its devices: those of a server are neighbours."""
     mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
-    for axes in (*([axis] for axis in AXES), ("pipe", "tensor")):
-        groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes), *axes)
-        found = group_of(tuple(axes), mesh, server)
-        of_servers = {sum(rank // server == other // server for other in group) for group in groups for rank in group}
-        assert (found.size, {found.neighbours}) == (len(groups[0]), of_servers), axes
+    groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
+    for name in (*AXES, "model"):
+        axes = ("pipe", "tensor") if name == "model" else (name,)
+        found = group_of(axes, mesh, server)
+        of_servers = {
+            sum(rank // server == other // server for other in group) for group in groups[name] for rank in group
+        }
+        assert (found.size, {found.neighbours}) == (len(groups[name][0]), of_servers), name
 
 
 def test_a_ring_moves_each_part_twice():
