@@ -211,7 +211,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The rate of the update that follows `step` finished ones, as `megajax.optim.learning_rate`'s."""
+    """The rate of the update that follows `step` finished ones, as `megajax.optim.adam.learning_rate`'s."""
     peak, floor = config.learning_rate, config.min_learning_rate
     warmup, decay = config.warmup_steps, config.decay_steps
     if step < warmup:

@@ -43,7 +43,6 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.models.attention_mask import CAUSAL
     from megajax.models.context import Context
     from megajax.models.decoder.model import TransformerDecoder
-    from megajax.models.layer import layer_of
     from megajax.models.norms import norm_of
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.boundary import F_AND_G
@@ -101,7 +100,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         context = module.context({"tokens": targets_BT}, dropout)
         return module.losses(x_BTD, {"targets": targets_BT}, context)["next_token"][None]
 
-    block = layer_of(decoder.blocks, 0)
+    graph, weights = nnx.split(decoder.blocks)
+    block = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], weights))
     calls = {
         "attention": (block.attention, attention, layers),
         "MLP": (block.mlp, lambda module, x, dropout: module(x, context_of(x, dropout)), layers),

@@ -29,8 +29,7 @@ from pytorch_peers import peer_of
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host.ending import run
-from megajax.models.family import step_flops
-from megajax.models.matmul_flops import MatrixProduct
+from megajax.models.family import MatrixProduct, step_flops
 from megajax.settings.flags import parse
 from megajax.settings.launch import give_back_freed_memory, may_use_gpus, start
 

@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
-from megajax.models.attend import CuDNN, Setting, attend, implementation
+from megajax.models.attend import Setting, attend, cudnn_can
 from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
@@ -66,7 +66,7 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
     rng = np.random.default_rng(0)
     arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
     visible = SEEN[seen](length) if callable(SEEN[seen]) else SEEN[seen]
-    assert implementation(arrays_BTHK[0], Setting(visible, Dropout.off(), GPU)) is CuDNN
+    assert cudnn_can(arrays_BTHK[0], Setting(visible, Dropout.off(), GPU))
 
     def run(backend):
         @jax.jit

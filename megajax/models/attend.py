@@ -1,9 +1,10 @@
-"""Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
+"""Attention of heads, by the fused attention of GPUs or in blocks of queries. `save_expensive` (`models/mlp.py`) has to
+know what the backward pass of each needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,75 +26,45 @@ class Setting(NamedTuple):
     places: Places = FROM_START
 
 
-class Implementation(Protocol):
-    """A way to compute attention."""
-
-    @staticmethod
-    def can(q_BTHK: Array, setting: Setting) -> bool:
-        """Whether it can do this, by types and static values alone."""
-        ...
-
-    @staticmethod
-    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-        """The heads, [B, T, H, K]. `save_expensive` (`models/mlp.py`) has to know what its backward pass needs."""
-        ...
-
-
-class CuDNN:
-    """The fused attention of GPUs: half precision; causality, padding and sliding windows back from the query. Its
-    dropout would depend on the mesh, and documents are private there."""
-
-    @staticmethod
-    def can(q_BTHK: Array, setting: Setting) -> bool:
-        visible, dropout, backend, places = setting
-        size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
-        fits = item_size == 2 and size % 8 == 0 and size <= 256
-        window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
-        limited = visible.first_key_BT is not None or not window_fits
-        return backend.fused_attention and fits and places == FROM_START and dropout.rate == 0 and not limited
-
-    @staticmethod
-    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-        visible = setting.visible
-        return jax.nn.dot_product_attention(
-            q_BTHK,
-            k_BSHK,
-            v_BSHK,
-            is_causal=visible.causal,
-            key_value_seq_lengths=visible.num_keys_B,
-            # Keys on either side, beside the query's own.
-            local_window_size=None if visible.window is None else (visible.window - 1, 0),
-            implementation="cudnn",
-        )
-
-
-class Blocks:
-    """Blocks of queries, whatever they see, with dropout that no mesh changes."""
-
-    @staticmethod
-    def can(q_BTHK: Array, setting: Setting) -> bool:
-        return True
-
-    @staticmethod
-    def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-        visible, dropout, backend, places = setting
-        drop_BH = None
-        if dropout.rate > 0:
-            num_heads = q_BTHK.shape[2]
-            head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-            drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
-        return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)
-
-
-IMPLEMENTATIONS: tuple[type[Implementation], ...] = (CuDNN, Blocks)
-
-
 @jax.named_scope("attend")
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
-    return implementation(q_BTHK, setting).attend(q_BTHK, k_BSHK, v_BSHK, setting)
+    by = _by_cudnn if cudnn_can(q_BTHK, setting) else _by_blocks
+    return by(q_BTHK, k_BSHK, v_BSHK, setting)
 
 
-def implementation(q_BTHK: Array, setting: Setting) -> type[Implementation]:
-    """The first that can."""
-    return next(each for each in IMPLEMENTATIONS if each.can(q_BTHK, setting))
+def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
+    """Whether the fused attention of GPUs can do this, by types and static values alone: half precision; causality,
+    padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
+    there."""
+    visible, dropout, backend, places = setting
+    size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
+    fits = item_size == 2 and size % 8 == 0 and size <= 256
+    window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
+    limited = visible.first_key_BT is not None or not window_fits
+    return backend.fused_attention and fits and places == FROM_START and dropout.rate == 0 and not limited
+
+
+def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    visible = setting.visible
+    return jax.nn.dot_product_attention(
+        q_BTHK,
+        k_BSHK,
+        v_BSHK,
+        is_causal=visible.causal,
+        key_value_seq_lengths=visible.num_keys_B,
+        # Keys on either side, beside the query's own.
+        local_window_size=None if visible.window is None else (visible.window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    """Whatever they see, with dropout that no mesh changes."""
+    visible, dropout, backend, places = setting
+    drop_BH = None
+    if dropout.rate > 0:
+        num_heads = q_BTHK.shape[2]
+        head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+        drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
+    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)

@@ -61,7 +61,7 @@ class Attention(nnx.Module):
 
     @property
     def products(self) -> dict[str, tuple]:
-        """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
+        """Its products with weights, by the names of their factors (`parallel/products.py`)."""
         return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
 
     @jax.named_scope("attention")

@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 from megajax.models.attention_mask import AttentionMask
-from megajax.parallel.deferred import Factors
+from megajax.parallel.products import Factors
 from megajax.parallel.random import Dropout
 
 
@@ -19,4 +19,4 @@ class Context:
     visible: AttentionMask  # what its tokens see
     position_BT: Array | None = None  # where they stand, int32, B possibly 1, for layers with rotary positions
     row_B: Array | None = None  # rows in the global batch, int32, for recording; None: nobody records
-    factors: Factors = field(default_factory=dict)  # takes those of deferred weight gradients (`parallel/deferred.py`)
+    factors: Factors = field(default_factory=dict)  # takes those of deferred weight gradients (`parallel/products.py`)

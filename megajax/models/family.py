@@ -8,7 +8,7 @@ Letters: B batch, T tokens, D model.
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,10 +22,9 @@ from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.context import Context
-from megajax.models.matmul_flops import MatrixProduct
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.deferred import FactorProbe, Pair
+from megajax.parallel.products import FactorProbe, Pair
 from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
@@ -34,22 +33,12 @@ Batch = Mapping[str, Array]  # the arrays of the family's `BatchSpec`, of some r
 Scores = dict[str, tuple[Array, Array]]
 
 
-class Block(Protocol):
-    """A layer."""
-
-    @property
-    def products(self) -> Mapping[str, Sequence]:
-        """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
-        ...
-
-    def __call__(self, x_BTD: Array, context: Context, layer: Array) -> tuple[Array, dict[str, Array]]:
-        """Its output, and figures by name, such as how many tokens it did something with: the metrics of a step have
-        their sums over layers, microbatches and whatever mesh axes the input differs over; never differentiated."""
-        ...
-
-
 class Model(Protocol):
-    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/layer.py`)."""
+    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/layer.py`).
+
+    A layer returns, beside its output, figures by name, such as how many tokens it did something with: the metrics of a
+    step have their sums over layers, microbatches and whatever mesh axes the input differs over; never differentiated.
+    """
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
@@ -81,13 +70,31 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class MatrixProduct:
+    """`count` times a batch of products [rows, inner] · [inner, columns] on one device."""
+
+    name: str
+    count: int
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """Of all of them; multiplications and additions are counted each."""
+        return 2 * self.count * self.batch * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True)
 class Family:
     """A kind of models.
 
     Attributes:
         model: (configuration, key of the initial weights, boundary, backend) -> `Model`.
         form: configuration -> what its batch holds.
-        products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step.
+        products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step, without
+            what is computed again.
         reset_form: what its batch holds where attention starts anew with every document, if it can.
         linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
             its forward pass.
@@ -177,12 +184,6 @@ class CutModel:
         paths = {id(node): tuple(map(str, path)) for path, node in params}
         return {name: [paths[id(linear.weight)] for linear in linears] for name, linears in block.products.items()}
 
-    def joined(self, weights: Tree) -> Any:
-        """The model with its layers, to call as a whole."""
-        model = self.ends(weights["shared"])
-        model.blocks = nnx.merge(self._blocks, weights["blocks"])
-        return model
-
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """See `Model.context`."""
         return self.ends(self.shapes["shared"]).context(batch, dropout)
@@ -190,8 +191,8 @@ class CutModel:
 
 def count_parameters(config: ModelConfig) -> int:
     """Number of weights, the padded vocabulary included."""
-    any_backend = CPU  # the weights are the same on all
-    return sum(leaf.size for leaf in jax.tree.leaves(CutModel(config, RegionBoundary(), any_backend).shapes))
+    model = CutModel(config, RegionBoundary(), CPU)  # the same on all backends
+    return sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
 
 
 def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
@@ -207,6 +208,41 @@ def step_flops(config: ModelConfig, sequences: int) -> int:
     many sequences as there are texts. BERT's logits are those of the tokens that can be masked.
     """
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
+
+
+def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
+    """All products of the layers; attention takes the queries in blocks, each against all keys, or, causal, against
+    those up to its end, and of a sliding window those that one of its queries sees."""
+    hidden, layers = model.hidden_size, model.num_layers
+    queries = model.num_heads * model.head_size
+    gated = 2 if model.activation == "swiglu" else 1
+    shapes = {
+        "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
+        "attention output": (queries, hidden),
+        "MLP up": (hidden, gated * model.mlp_size),
+        "MLP down": (model.mlp_size, hidden),
+    }
+    yield from weight_products(sequences * model.sequence_length, shapes, layers)
+    heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
+    window = model.window_in(length)
+    for start in range(0, length, query_block):
+        end = min(start + query_block, length)
+        first = max(0, start - window + 1) if window else 0
+        block, keys = end - start, (end if causal else length) - first
+        # forward: scores; gradient of the probabilities
+        yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)
+        # forward: result; gradient of the queries
+        yield MatrixProduct(f"attention sums, {keys} keys", 2 * layers, heads, block, keys, head_size)
+        # gradients of keys and values
+        yield MatrixProduct(f"attention gradients, {keys} keys", 2 * layers, heads, head_size, block, keys)
+
+
+def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int = 1) -> Iterator[MatrixProduct]:
+    """Products of so many tokens with weights [inner, columns], by name, each `count` times."""
+    for name, (inner, columns) in shapes.items():
+        yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
+        yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)
+        yield MatrixProduct(f"{name}, weight gradient", count, 1, inner, tokens, columns)
 
 
 def _cut(model: Any) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:

@@ -40,7 +40,7 @@ class Block(nnx.Module):
 
     @property
     def products(self) -> dict[str, tuple]:
-        """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
+        """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
         return self.attention.products | self.mlp.products
 
     @jax.named_scope("layer")
@@ -72,9 +72,3 @@ def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:
     """The layers `make(0)` … as one module, of which every weight has a leading dim `layers`."""
     layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return layers(jnp.arange(num_layers, dtype=jnp.int32))
-
-
-def layer_of(blocks: nnx.Module, number: int | Array) -> Any:
-    """One layer of a stack."""
-    graph, weights = nnx.split(blocks)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[number], weights))

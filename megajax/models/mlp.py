@@ -54,7 +54,7 @@ class MLP(nnx.Module):
 
     @property
     def products(self) -> dict[str, tuple]:
-        """Its products with weights, by the names of their factors (`parallel/deferred.py`)."""
+        """Its products with weights, by the names of their factors (`parallel/products.py`)."""
         return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
 
     @jax.named_scope("mlp")
@@ -87,10 +87,6 @@ def gelu(x_BTF: Array) -> Array:
     return (wide_BTF * _normal_distribution(wide_BTF)).astype(x_BTF.dtype)
 
 
-def _gelu_forward(x_BTF: Array) -> tuple[Array, Array]:
-    return gelu(x_BTF), x_BTF
-
-
 def _gelu_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
     """Written out: JAX 0.12's derivative of erf fails where `shard_map` checks types, and its GeLU takes erfc, which
     costs more on CPUs."""
@@ -101,7 +97,7 @@ def _gelu_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
     return ((grad_BTF.astype(wide_BTF.dtype) * slope_BTF).astype(x_BTF.dtype),)
 
 
-gelu.defvjp(_gelu_forward, _gelu_backward)
+gelu.defvjp(lambda x_BTF: (gelu(x_BTF), x_BTF), _gelu_backward)
 
 
 def _normal_distribution(x_BTF: Array) -> Array:

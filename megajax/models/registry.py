@@ -24,9 +24,9 @@ class Entry:
 
 DECODER = "decoder"
 FAMILIES = {
-    DECODER: Entry("megajax.models.decoder.family"),
+    DECODER: Entry("megajax.models.decoder.model"),
     "bert": Entry(
-        "megajax.models.bert.family",
+        "megajax.models.bert.model",
         samples="pairs",
         tokenizer="wordpiece",
         layer_orders=("pre", "post"),

@@ -42,15 +42,10 @@ def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> Array:
     return _turned(x_BTHK, position_BT, config, 1)
 
 
-def _forward(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> tuple[Array, Array]:
-    return _turned(x_BTHK, position_BT, config, 1), position_BT
-
-
-def _backward(config: ModelConfig, position_BT: Array, grad_BTHK: Array) -> tuple[Array, None]:
-    return _turned(grad_BTHK, position_BT, config, -1), None
-
-
-rotated.defvjp(_forward, _backward)
+rotated.defvjp(
+    lambda x_BTHK, position_BT, config: (_turned(x_BTHK, position_BT, config, 1), position_BT),
+    lambda config, position_BT, grad_BTHK: (_turned(grad_BTHK, position_BT, config, -1), None),
+)
 
 
 def _turned(x_BTHK: Array, position_BT: Array, config: ModelConfig, direction: int) -> Array:

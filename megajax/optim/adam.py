@@ -1,19 +1,22 @@
-"""AdamW and gradient clipping on sharded weights, inside the `shard_map` region."""
+"""AdamW with its learning rate, gradient clipping, and which steps are taken, on sharded weights inside the `shard_map`
+region."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 
 from megajax.optim.config import OptimizerConfig
-from megajax.optim.learning_rate import learning_rate
 from megajax.parallel.collectives import sum_over, varying_axes
 from megajax.precision import at_least_fp32
 
 Tree = Any
 NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biases
+WINDOW = 64  # recent gradient norms that the median is taken of
+FEWEST = 16  # and how many there must be before it counts
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
@@ -90,3 +93,62 @@ def clip_by_norm(grads: Tree, norm: Array, limit: float) -> Tree:
     """Scale gradients of global norm `norm` down to at most `limit`."""
     scale = jnp.where(norm < limit, jnp.ones((), norm.dtype), limit / norm)
     return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+
+
+def initial_norms() -> Array:
+    """The recent norms of a new run: none yet, which is 0."""
+    return jnp.zeros((WINDOW,), jnp.float32)
+
+
+def is_spike(norm: Array, recent: Array, skip_above: float) -> Array:
+    """Whether a gradient norm is more than `skip_above` times the median of the recent ones; 0: never."""
+    if skip_above == 0:
+        return jnp.zeros((), bool)
+    there = recent > 0
+    median = jnp.nanmedian(jnp.where(there, recent, jnp.nan))
+    return (jnp.sum(there) >= FEWEST) & (norm > skip_above * median)
+
+
+def remember(norm: Array, recent: Array, step: Array) -> Array:
+    """The recent norms with that of step number `step`, counted from 0, in place of the oldest."""
+    return recent.at[step % WINDOW].set(norm.astype(recent.dtype))
+
+
+def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
+    """The rate of the update that follows `step` finished ones, as a scalar.
+
+    It rises linearly from 0 at step 0 to the peak at `warmup_steps`. Then
+
+    - `cosine` (the paper's) and `linear` fall to the floor at `decay_steps` and stay there;
+    - `wsd` stays at the peak, falls to the floor in the last `cooldown_steps` before `decay_steps`, and stays there;
+    - `inverse-square-root` falls as 1 / sqrt(step), never below the floor;
+    - `constant` stays at the peak.
+    """
+    now = jnp.asarray(step, dtype=float)
+    peak, floor = config.learning_rate, config.min_learning_rate
+    warmup, decay = config.warmup_steps, config.decay_steps
+    rising = peak * now / max(1, warmup)
+    if config.schedule == "constant":
+        falling = jnp.full_like(now, peak)
+    elif config.schedule == "inverse-square-root":
+        falling = jnp.maximum(floor, peak * jnp.sqrt(max(1, warmup) / jnp.maximum(now, 1.0)))
+    else:
+        cools = config.schedule == "wsd"
+        begin = max(warmup, decay - config.cooldown_steps) if cools else warmup
+        progress = jnp.clip((now - begin) / max(1, decay - begin), 0.0, 1.0)
+        left = _left(progress, config.cooldown_shape if cools else config.schedule)
+        falling = floor + (peak - floor) * left
+    return jnp.where(now < warmup, rising, falling)
+
+
+def _left(progress: Array, shape: str) -> Array:
+    """The remaining share of the way from peak to floor after a share `progress` of the decay."""
+    match shape:
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + jnp.cos(np.pi * progress))
+        case "1-sqrt":
+            return 1.0 - jnp.sqrt(progress)
+    assert shape == "exponential", shape
+    return 2.0 * 0.5**progress - 1.0

@@ -18,8 +18,7 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.parallel.deferred import NO_FACTORS, Factors, Pair, deferred
-from megajax.parallel.products import product, weight_gradient
+from megajax.parallel.products import NO_FACTORS, Factors, Pair, deferred, product, weight_gradient
 from megajax.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -159,11 +158,9 @@ def column_parallel(
     if factors:
         outputs = deferred(name, linear_in_both, input_BTD, weights, factors)
     else:
-        together = multiply
-        if boundary.regathers or any(
-            linear.first_part is not None for linear in linears
-        ):  # nor keep a part of a weight
-            together = jax.checkpoint(together)
+        # Neither what was gathered nor a part of a weight is kept.
+        again = boundary.regathers or any(linear.first_part is not None for linear in linears)
+        together = jax.checkpoint(multiply) if again else multiply
         outputs = together(input_BTD, weights, [linear.adapter for linear in linears])
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
     return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
@@ -176,12 +173,9 @@ class RowParallelLinear(_Product):
         """From [B, T, *rows] to [B, T, D], with sequence parallelism of this device's tokens. With `factors` the
         backward pass leaves those of the weight gradient there, under its `name`."""
         weight = self.weight[...]
-
-        def linear_in_both(y: Array, weights: list[Array]) -> list[Array]:
-            return [jnp.tensordot(y, weights[0], self.contracted)]
-
         if factors:
-            (product_BTD,) = deferred(name, linear_in_both, y, [weight], factors)
+            multiply = lambda y, weights: [jnp.tensordot(y, weights[0], self.contracted)]  # noqa: E731
+            (product_BTD,) = deferred(name, multiply, y, [weight], factors)
         else:
             product_BTD = self.multiply(y, weight, self.adapter)
         y_BTD = self.boundary.leave(product_BTD)

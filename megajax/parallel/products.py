@@ -1,7 +1,15 @@
-"""Products of activations with weights, and the gradients of the weights in the form that suits the device."""
+"""Products of activations with weights, and the gradients of the weights in the form that suits the device.
+
+The backward pass of `Y = X A` has two products: `dX = dY Aᵀ`, for which the layer before waits, and `dA = Xᵀ dY`, for
+which nobody does. Where weight gradients are `deferred`, the second one is left out, and its factors `X` and `dY` come
+out as the gradients of two arguments that are used for nothing else, the dummies. So the pullback of a layer is its
+input-gradient pass, and the weight gradients are products of the factors at any later time.
+"""
 
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +17,10 @@ from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.parallel.collectives import vary, varying_axes
+
+Pair = tuple[Array, list[Array]]  # the input of one or several products, and the gradient of each one's output
+Factors = Mapping[str, Any]  # a `Pair` by the name of the products
+NO_FACTORS: Factors = {}
 
 
 def product(x: Array, weight: Array, contracted: int, backend: Backend) -> Array:
@@ -24,17 +36,13 @@ def _product(x: Array, weight: Array, contracted: int) -> Array:
     return jnp.tensordot(x, weight, axes=contracted)
 
 
-def _forward(x: Array, weight: Array, contracted: int) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, weight, contracted), (x, weight)
-
-
 def _backward(contracted: int, kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = kept
     over_outputs = tuple(range(x.ndim - contracted, grad.ndim)), tuple(range(contracted, weight.ndim))
     return lax.dot_general(grad, weight, (over_outputs, ((), ()))), _by_transposed_copy(x, grad, contracted)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda x, weight, contracted: (_product(x, weight, contracted), (x, weight)), _backward)
 
 
 def weight_gradient(x: Array, grad: Array, contracted: int, backend: Backend) -> Array:
@@ -58,3 +66,36 @@ def _by_transposed_copy(x: Array, grad: Array, contracted: int) -> Array:
 def _transposed_copy(x: Array) -> Array:
     """The barriers keep XLA from making the transposition a part of the product, or of what computes `x`."""
     return lax.optimization_barrier(lax.optimization_barrier(x).T)
+
+
+class FactorProbe(dict[str, Pair]):
+    """In place of dummies: takes down what each product gets and gives, which has the types of its factors."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def deferred(
+    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], dummies: Factors
+) -> list[Array]:
+    """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`."""
+    axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
+    x, weights = vary(x, axes), vary(weights, axes)
+    if isinstance(dummies, FactorProbe):
+        dummies[name] = x, multiply(x, weights)
+        return dummies[name][1]
+
+    @jax.custom_vjp
+    def product(x: Array, weights: list[Array], dummy: Pair) -> list[Array]:
+        return multiply(x, weights)
+
+    def forward(x: Array, weights: list[Array], dummy: Pair) -> tuple[list[Array], Any]:
+        return multiply(x, weights), (x, weights)
+
+    def backward(kept: Any, grads: list[Array]) -> tuple[Array, list[Array], Pair]:
+        x, weights = kept
+        (dx,) = jax.linear_transpose(lambda x: multiply(x, weights), x)(grads)
+        return dx, jax.tree.map(jnp.zeros_like, weights), (x, grads)
+
+    product.defvjp(forward, backward)
+    return product(x, weights, dummies[name])

@@ -54,10 +54,7 @@ def place(
     rule then lets it make the half longer, and the shorter of the two tables is taken; among equally short ones the
     one with the lowest limit of pending chunks: GPipe never needs more than p-1.
 
-    With times tF, tB, tW, v chunks and m >= 2p microbatches this leaves 1F1B, interleaved or not, a bubble of
-    (p-1)(tF + tB - tW)/v where tW is at most tF and tB; with at most c <= 2(p-1) pending chunks
-    ((p-1)(tF + tB + tW) - c tW)/v; with a larger tW (p-1)/v times tF + tB or max(tF, tW) + max(tB, tW) - tW, whichever
-    is less (tested).
+    The bubble that this leaves is `deferred_bubble` (`pipeline/timing.py`; tested).
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)

@@ -47,7 +47,9 @@ class Pipeline:
         yet reduced over the axes that they vary over although losses, weights and figures do not."""
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
-        idle_x, no_figures = idle(self.x_type), self.no_figures()
+        idle_x = idle(self.x_type)
+        figure_types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle_x)[1]
+        no_figures = jax.tree.map(zeros_like_type, figure_types)
 
         def tick(carry, values):
             row = row_of(values)
@@ -144,11 +146,6 @@ class Pipeline:
         """Types of what a stage keeps of a chunk until its weight gradients are computed, where these are deferred."""
         types = self.layers.factor_types(idle(self.x_type), self._context(0))
         return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
-
-    def no_figures(self) -> Figures:
-        """What the figures of layers are added to."""
-        types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle(self.x_type))[1]
-        return jax.tree.map(zeros_like_type, types)
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer, with chunks' outputs for a head that runs later than its layers."""

@@ -4,7 +4,7 @@ A layer's forward is `jax.vjp`; the pullback it returns is a pytree whose leaves
 recognised by identity and not kept, or activations: the residuals, which are. The backward puts the weights back. So a
 `jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
 
-Where weight gradients are deferred, the pullback gives their factors instead (`parallel/deferred.py`), which are kept
+Where weight gradients are deferred, the pullback gives their factors instead (`parallel/products.py`), which are kept
 until `add_weight_gradients`.
 """
 

@@ -25,8 +25,7 @@ from megajax.config import Config
 from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shardings, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
-from megajax.optim.adam import make_optimizer
-from megajax.optim.guard import initial_norms
+from megajax.optim.adam import initial_norms, make_optimizer
 from megajax.optim.loss_scale import LossScale
 from megajax.parallel.collectives import PIPE
 from megajax.parallel.shards import NOT_SHARDED, Shards
@@ -48,7 +47,7 @@ class TrainState:
     main: Tree | None  # what is trained of them in fp32, which is updated; None where `params` are that (fp32, fp64)
     optimizer: Tree  # optax's state, its moments shaped like what is trained
     loss_scale: LossScale  # fp16's; 1 otherwise
-    recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/guard.py`)
+    recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/adam.py`)
 
 
 class StateLayout:

@@ -9,9 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.optim.adam import clip_by_norm, global_norm, update
-from megajax.optim.guard import is_spike, remember
-from megajax.optim.learning_rate import learning_rate
+from megajax.optim.adam import clip_by_norm, global_norm, is_spike, learning_rate, remember, update
 from megajax.parallel.collectives import complete
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import UNSCALED, training_pipeline

@@ -388,7 +388,7 @@ CLASSES: dict[str, list[Fault]] = {
         ),
         Fault(
             "heads are numbered from each device's first one",
-            "models.attend.Blocks.attend",
+            "models.attend._by_blocks",
             "axis_index(TENSOR) * num_heads",
             "0",
             named("attention_heads of layer 0, forward", ON_TENSOR),

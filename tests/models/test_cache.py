@@ -34,8 +34,10 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             context = model.context(batch, Dropout.off())
             return context, ends.embed(batch, context)
 
-        stacked = {"shared": shared, "blocks": jax.tree.map(lambda w: w[0, 0], params["blocks"])}
-        whole_BTV = model.joined(stacked)({"tokens": tokens_BT}, Dropout.off())
+        context, x_BTD = embed({"tokens": tokens_BT})
+        for number, layer in enumerate(layers):
+            x_BTD, _ = model.block(layer)(x_BTD, context, number)
+        whole_BTV = ends.logits(x_BTD)
 
         in_prompt = jnp.arange(PROMPT, dtype=jnp.int32)[None] < length_B[:, None]
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad

@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from megajax.models.attention_mask import AttentionMask
-from megajax.models.decoder.family import FAMILY as DECODER_FAMILY
+from megajax.models.decoder.model import FAMILY as DECODER_FAMILY
 from megajax.models.decoder.model import TransformerDecoder
 from megajax.models.layer import Block, stacked
 from megajax.models.norms import LayerNorm

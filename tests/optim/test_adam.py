@@ -11,8 +11,7 @@ from tiny import tiny_config, tiny_program
 from megajax.backend import CPU
 from megajax.mesh import shardings
 from megajax.models.family import CutModel
-from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, update
-from megajax.optim.learning_rate import learning_rate
+from megajax.optim.adam import clip_by_norm, decay_mask, global_norm, learning_rate, update
 from megajax.parallel.boundary import F_AND_G
 from megajax.program.program import Program
 from megajax.verify import named_leaves

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.optim.adam import FEWEST, WINDOW, initial_norms, is_spike, remember
 from megajax.optim.config import LossScaleConfig
-from megajax.optim.guard import FEWEST, WINDOW, initial_norms, is_spike, remember
 from megajax.optim.loss_scale import LossScale
 
 SCALE = LossScaleConfig(initial=256.0, growth_every=3, floor=2.0)

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import pytest
 
+from megajax.optim.adam import learning_rate
 from megajax.optim.config import OptimizerConfig
-from megajax.optim.learning_rate import learning_rate
 
 PAPER = OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=3000, decay_steps=300_000)
 

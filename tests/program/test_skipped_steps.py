@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.optim.guard import FEWEST
+from megajax.optim.adam import FEWEST
 from megajax.optim.loss_scale import LossScale
 from megajax.parallel.collectives import axis_index
 from megajax.program import train_step as program_of_a_step

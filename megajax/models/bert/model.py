@@ -15,12 +15,13 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
+from megajax.batch import BatchSpec, choice_form, classes_form, most_masked, pairs_form, span_form
 from megajax.models.attention_mask import AttentionMask
-from megajax.models.bert.heads import ChoiceHead, ClassesHead, SpanHead
-from megajax.models.bert.pretraining import PretrainingHead
+from megajax.models.bert.heads import ChoiceHead, ClassesHead, PretrainingHead, SpanHead
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
-from megajax.models.layer import EMBEDDING_SITE, Block, layer_of, stacked
+from megajax.models.family import Family, MatrixProduct, layer_products, weight_products
+from megajax.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.models.norms import LayerNorm
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
@@ -36,7 +37,7 @@ class Bert(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.num_layers, self.boundary, self.backend = config.num_layers, boundary, backend
+        self.boundary = boundary
         hidden, length = config.hidden_size, config.sequence_length
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
@@ -47,19 +48,8 @@ class Bert(nnx.Module):
         self.token_types = table("token_types", TOKEN_TYPES, "token_type")
         self.norm = LayerNorm(hidden, config.norm_epsilon)  # of the embedding ("post"), or of the last layer ("pre")
         self.order = config.layer_order
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), self.num_layers)
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
         self.head: Any = HEADS[config.head](config, key, boundary, backend)
-
-    def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Any:
-        """From a batch (`pairs_form`, …) to the logits of the head: of pretraining this device's columns of those of
-        every token, [B, T, V / devices of the vocabulary], and those of the order, [B, 2]; of another `task_logits`."""
-        context = self.context(batch, dropout)
-        x_BTD = self.embed(batch, context)
-        for n in range(self.num_layers):
-            x_BTD, _ = layer_of(self.blocks, n)(x_BTD, context, n)
-        if isinstance(self.head, PretrainingHead):
-            return self.logits(x_BTD)
-        return self.task_logits(x_BTD, batch)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """See `Model`. Tokens see all but padding; of a choice every text is a sequence of its own."""
@@ -102,3 +92,31 @@ class Bert(nnx.Module):
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
         """See `Model`."""
         return self.head.task_logits(self.finished(x_BTD), batch)
+
+
+def _form(model: ModelConfig) -> BatchSpec:
+    if model.head == "choice":
+        return choice_form(model.num_classes)
+    return {"pretraining": pairs_form, "classes": classes_form, "span": span_form}[model.head]()
+
+
+def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    """All products of a step; those of heads with few outputs are left out."""
+    if model.head != "pretraining":
+        texts = sequences * (model.num_classes if model.head == "choice" else 1)
+        return list(layer_products(model, texts, query_block, causal=False))
+    size, masked = model.hidden_size, most_masked(model.sequence_length)
+    heads = {"head": (size, model.padded_vocab_size), "head, dense layer": (size, size)}
+    return [
+        *layer_products(model, sequences, query_block, causal=False),
+        *weight_products(sequences * masked, heads),
+    ]
+
+
+FAMILY = Family(
+    model=Bert,
+    form=_form,
+    products=_products,
+    linear_embedding=lambda config: config.layer_order == "pre" and config.head != "span",
+    bidirectional=True,
+)

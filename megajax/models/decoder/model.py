@@ -1,8 +1,7 @@
-"""A decoder: the embedding, with learned positions or none, a stack of blocks whose tokens see what stands before them,
-a final norm, and an output product with the embedding's table or one of its own.
+"""Decoders as a family: the embedding, with learned positions or none, a stack of blocks whose tokens see what stands
+before them, a final norm, and an output product with the embedding's table or one of its own.
 
-`TransformerDecoder.__call__` is the model as a whole. Whoever distributes the layers calls its pieces instead
-(`models/family.py`), inside the one `shard_map` region. Letters: B batch, T tokens, D model, V vocabulary, L layers.
+Letters: B batch, T tokens, D model, V vocabulary, L layers.
 """
 
 from collections.abc import Mapping
@@ -12,10 +11,12 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
+from megajax.batch import text_form
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
-from megajax.models.layer import EMBEDDING_SITE, Block, layer_of, stacked
+from megajax.models.family import Family, MatrixProduct, layer_products, weight_products
+from megajax.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.models.norms import norm_of
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import normal, param
@@ -28,7 +29,7 @@ class TransformerDecoder(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
+        self.vocab_size = config.vocab_size
         self.boundary, self.backend, self.window_in = boundary, backend, config.window_in
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
@@ -39,14 +40,6 @@ class TransformerDecoder(nnx.Module):
         self.final_norm = norm_of(config)
         self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
         self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
-
-    def __call__(self, batch: Mapping[str, Array], dropout: Dropout) -> Array:
-        """From a batch (`text_form`) to this device's columns of the logits, [B, T, V / devices of the vocabulary]."""
-        context = self.context(batch, dropout)
-        x_BTD = self.embed(batch, context)
-        for n in range(self.num_layers):
-            x_BTD, _ = layer_of(self.blocks, n)(x_BTD, context, n)
-        return self.logits(x_BTD)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """See `Model`. Where the batch has documents, no token sees others, and positions begin anew in each."""
@@ -87,3 +80,20 @@ class TransformerDecoder(nnx.Module):
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """See `Model`; both [B, T]."""
         return {"next_token": target_scores(self.logits(x_BTD), batch["targets"], self.boundary.vocabulary)}
+
+
+def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    head = {"head": (model.hidden_size, model.padded_vocab_size)}
+    return [
+        *layer_products(model, sequences, query_block, causal=True),
+        *weight_products(sequences * model.sequence_length, head),
+    ]
+
+
+FAMILY = Family(
+    model=TransformerDecoder,
+    form=lambda _: text_form(),
+    products=_products,
+    reset_form=text_form(with_positions=True),
+    linear_embedding=lambda _: True,
+)
