@@ -100,10 +100,7 @@ class Pipeline:
             x_wire, x_inbox, outputs = carry
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             x = self.ends.input(row, x_in)
-
-            def forward():
-                return self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]
-
+            forward = lambda: self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]  # noqa: E731
             y = when(row.forward.runs, forward, lambda: idle_x)
             outputs = self.ends.finish(row, y, finish, outputs)
             return (self.send(send_up, y), x_inbox, outputs), None

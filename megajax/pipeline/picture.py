@@ -33,7 +33,7 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    spans, shown = timeline(schedule, times), excerpt(schedule)
+    (_, spans), shown = timeline(schedule, times), excerpt(schedule)
     ranges = [_range(spans, part) for part in shown.parts]
     longest = max(end - begin for begin, end in ranges)
     shortest = min(span.end - span.start for span in spans)

@@ -119,9 +119,7 @@ class Layers:
                 found = products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors)
                 return self._scattered(found, total)
 
-            def none() -> dict[Path, Array]:
-                return jax.tree.map(zeros_like_type, jax.eval_shape(gradients))
-
+            none = lambda: jax.tree.map(zeros_like_type, jax.eval_shape(gradients))  # noqa: E731
             found = when(index < 0 if self.padded else False, none, gradients)
             return _added(total, found, place), None
 

@@ -79,14 +79,9 @@ def step_time(schedule: Schedule, times: StageTimes | None = None) -> StepTime:
     return StepTime(wall_time(schedule, times), float(times.busy(schedule).max()))
 
 
-def timeline(schedule: Schedule, times: StageTimes) -> list[Span]:
-    """All passes with their times."""
-    return _run(schedule, times)[1]
-
-
 def wall_time(schedule: Schedule, times: StageTimes) -> float:
     """Time from the first forward to the end of the last work on any stage."""
-    return _run(schedule, times)[0]
+    return timeline(schedule, times)[0]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
@@ -157,7 +152,8 @@ def published_zero_bubble(num_stages: int, times: PassTimes) -> dict[str, tuple[
     }
 
 
-def _run(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
+def timeline(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
+    """`wall_time`, and all passes with their times."""
     p, ring = schedule.num_stages, schedule.num_chunks > 1
     now = np.zeros(p)
     spans: list[Span] = []

@@ -161,7 +161,7 @@ def test_a_timeline_by_hand():
     backward."""
     schedule = one_f_one_b(2, 2, 1, PassTimes())
     spans = [
-        (x.stage, "FBW"[x.part] + str(x.microbatch), x.start) for x in timeline(schedule, StageTimes.equal(schedule))
+        (x.stage, "FBW"[x.part] + str(x.microbatch), x.start) for x in timeline(schedule, StageTimes.equal(schedule))[1]
     ]
     assert sorted(spans) == [
         (0, "B0", 3), (0, "B1", 5), (0, "F0", 0), (0, "F1", 1), (0, "W0", 4), (0, "W1", 6),
@@ -203,7 +203,7 @@ def test_any_table_can_be_run_and_is_never_slower(arguments, times, most):
     walls = [wall_time(each, StageTimes.equal(each, times)) for each in (schedule, today)]
     assert walls[0] <= walls[1] * (1 + 1e-12)
     assert idle_by_ticks(schedule, times) <= idle_by_ticks(today, times) + 1e-9 * walls[1]
-    assert len(timeline(schedule, StageTimes.equal(schedule))) == 3 * p * len(deferral.microbatch)
+    assert len(timeline(schedule, StageTimes.equal(schedule))[1]) == 3 * p * len(deferral.microbatch)
 
 
 def edited(edit: Callable[[Deferral], None]) -> Schedule:

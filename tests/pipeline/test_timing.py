@@ -180,7 +180,7 @@ def test_a_timeline_by_hand():
     """1F1B, two stages, two microbatches, the second stage slower."""
     schedule = make_schedule("1f1b", 2, 2)
     times = StageTimes(np.array([[1.0, 3.0]]), np.array([[2.0, 4.0]]))
-    spans = [(x.stage, "FB"[x.part] + str(x.microbatch), x.start, x.end) for x in timeline(schedule, times)]
+    spans = [(x.stage, "FB"[x.part] + str(x.microbatch), x.start, x.end) for x in timeline(schedule, times)[1]]
     assert sorted(spans) == [
         (0, "B0", 8, 10), (0, "B1", 15, 17), (0, "F0", 0, 1), (0, "F1", 1, 2),
         (1, "B0", 4, 8), (1, "B1", 11, 15), (1, "F0", 1, 4), (1, "F1", 8, 11),
@@ -193,7 +193,7 @@ def test_a_timeline_with_a_common_head_by_hand():
     """For the head all wait for the slowest: here the first stage, with the slower backward, for the second."""
     schedule = make_schedule("1f1b", 2, 3)
     times = StageTimes(np.array([[1.0, 3.0]]), np.array([[4.0, 1.0]]), head=1.0)
-    backwards = sorted((x.stage, x.microbatch, x.start, x.end) for x in timeline(schedule, times) if x.part)
+    backwards = sorted((x.stage, x.microbatch, x.start, x.end) for x in timeline(schedule, times)[1] if x.part)
     assert backwards == [(0, 0, 10, 14), (0, 1, 15, 19), (0, 2, 19, 23), (1, 0, 5, 6), (1, 1, 10, 11), (1, 2, 15, 16)]
     assert wall_time(schedule, times) == 23
     assert step_time(schedule, times).bubble == pytest.approx(5 / 18)
@@ -206,7 +206,7 @@ def test_a_timeline_can_be_run(arguments, seed):
     schedule = make_schedule(*arguments)
     forward, backward = np.random.default_rng(seed).integers(1, 9, (2, v, p)).astype(float)
     times = StageTimes(forward, backward)
-    spans = timeline(schedule, times)
+    spans = timeline(schedule, times)[1]
     found = {(x.microbatch, x.chunk * p + x.stage, bool(x.part)): x for x in spans}
     assert set(found) == set(itertools.product(range(m), range(v * p), (False, True))) and len(spans) == len(found)
     for (i, k, is_backward), span in found.items():

@@ -107,10 +107,8 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
         return list(layer_products(model, texts, query_block, causal=False))
     size, masked = model.hidden_size, most_masked(model.sequence_length)
     heads = {"head": (size, model.padded_vocab_size), "head, dense layer": (size, size)}
-    return [
-        *layer_products(model, sequences, query_block, causal=False),
-        *weight_products(sequences * masked, heads),
-    ]
+    layers = layer_products(model, sequences, query_block, causal=False)
+    return [*layers, *weight_products(sequences * masked, heads)]
 
 
 FAMILY = Family(

@@ -1,7 +1,7 @@
 """Decoders as a family: the embedding, with learned positions or none, a stack of blocks whose tokens see what stands
 before them, a final norm, and an output product with the embedding's table or one of its own.
 
-Letters: B batch, T tokens, D model, V vocabulary, L layers.
+Letters: B batch, T tokens, D model, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -83,11 +83,9 @@ class TransformerDecoder(nnx.Module):
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
-    head = {"head": (model.hidden_size, model.padded_vocab_size)}
-    return [
-        *layer_products(model, sequences, query_block, causal=True),
-        *weight_products(sequences * model.sequence_length, head),
-    ]
+    shapes = {"head": (model.hidden_size, model.padded_vocab_size)}
+    head = weight_products(sequences * model.sequence_length, shapes)
+    return [*layer_products(model, sequences, query_block, causal=True), *head]
 
 
 FAMILY = Family(
