@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> None:
     alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
     start(dataclasses.replace(alone, simulate_devices=alone.mesh.num_devices))
 
+    from megajax.verify.check import verify
     from megajax.verify.report import Report
-    from megajax.verify.verify import verify
 
     report = Report(args.preset, config, small, printed=not args.json)
     try:

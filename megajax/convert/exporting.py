@@ -46,18 +46,13 @@ def export_hf(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[int, Tokenizer | None]:
-    """Write main weights, configuration and tokenizer to `folder`, which appears whole or not at all.
+    """Write main weights, configuration and tokenizer to `folder`, which appears whole or not at all; returns the step,
+    and the tokenizer, None if the run has none.
 
     Args:
-        run_dir: the run.
         config: `export_config(run_dir)`.
-        folder: to make.
-        step: of the checkpoint, `latest`, or `best`.
         dtype: of the weights, as in `DTYPES`; None: the one that they were imported in, fp32 if they were not.
         shard_bytes: of the tensors in a file, at most.
-
-    Returns:
-        The step, and the tokenizer that was written, None if the run has none.
 
     Raises:
         UserError: there is no such checkpoint; `folder` is not empty, or cannot be written; a weight is too large for

@@ -1,6 +1,6 @@
 """What a class's config.json says in another way than one to one with our options."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +65,18 @@ def dropout(*names: str) -> Part:
     """Several rates there, of which we have one."""
 
     def read(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {} if "model.dropout" in given else {"model.dropout": _common_rate(fields, names)}
+        if "model.dropout" in given:
+            return {}
+        rates = {name: fields.get(name, 0.1) for name in names}
+        for name, rate in rates.items():
+            if type(rate) not in (int, float) or not 0 <= rate < 1:
+                raise fields.refusal(name, rate, "0 or more and less than 1")
+        if len(set(rates.values())) > 1:
+            said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+            raise fields.error(said, "all the same, or --model.dropout X")
+        return {"model.dropout": rates[names[0]]}
 
     return Part(("dropout",), read, lambda model: dict.fromkeys(names, model.dropout))
-
-
-def _common_rate(fields: Fields, names: Sequence[str]) -> float:
-    rates = {name: fields.get(name, 0.1) for name in names}
-    for name, rate in rates.items():
-        if type(rate) not in (int, float) or not 0 <= rate < 1:
-            raise fields.refusal(name, rate, "0 or more and less than 1")
-    if len(set(rates.values())) > 1:
-        given = ", ".join(f"{name} {rate}" for name, rate in rates.items())
-        raise fields.error(given, "all the same, or --model.dropout X")
-    return rates[names[0]]
 
 
 # Rotary positions: `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5, which have both in one

@@ -21,8 +21,7 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.shapes import Placed, Shape
-from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
+from megajax.plan.sizes import ONCE, Placed, Shape, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.program.communication import Collective
 from megajax.program.program import batch_form
@@ -80,17 +79,9 @@ def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
     return summed
 
 
-@dataclass(frozen=True)
-class Group:
-    """The devices of a mesh axis, or of several together."""
-
-    size: int  # how many
-    neighbours: int  # how many of them a server has
-
-
 @lru_cache(maxsize=65536)
-def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
-    """The groups that a collective over these axes runs in."""
+def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> tuple[int, int]:
+    """Devices of each group that a collective over these axes runs in, and how many of them a server has."""
     size, stride, neighbours = 1, 1, 1
     for axis in reversed(DEVICE_ORDER):
         devices = getattr(mesh, axis)
@@ -98,7 +89,7 @@ def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> Group:
             size *= devices
             neighbours *= max(1, min(devices, server // stride))
         stride *= devices
-    return Group(size, neighbours)
+    return size, neighbours
 
 
 def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> float:
@@ -109,23 +100,23 @@ def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> fl
     an axis run at the same time, each on the adapters of its own members.
     """
     kind, rates = collective.kind, machine.efficiency
-    group = group_of(collective.axes, mesh, machine.server)
-    if group.size == 1:
+    size, neighbours = group_of(collective.axes, mesh, machine.server)
+    if size == 1:
         return 0.0
-    if group.neighbours >= group.size:
+    if neighbours >= size:
         rate = machine.link * (rates.all_reduce if kind == "all-reduce" else rates.others)
         latency = rates.server_latency
     else:
-        adapters = 1 if kind == "permute" else group.neighbours
+        adapters = 1 if kind == "permute" else neighbours
         rate = min(machine.link * rates.others, adapters * machine.network * rates.network)
         latency = rates.network_latency
-    others = group.size - 1
+    others = size - 1
     passes = {
         "permute": 1,  # to a neighbour, which for some of the devices is in another server
-        "all-reduce": 2 * others / group.size,
-        "reduce-scatter": others / group.size,
+        "all-reduce": 2 * others / size,
+        "reduce-scatter": others / size,
         "all-gather": others,  # its operand is a part
-        "all-to-all": others / group.size,
+        "all-to-all": others / size,
     }
     return passes[kind] * collective.num_bytes / rate + latency
 

@@ -22,15 +22,8 @@ _COLUMNS = (
 def lines(
     found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[CompiledStep] = ()
 ) -> list[str]:
-    """A table of the best, and the command that trains the first.
-
-    Args:
-        found: what the search found.
-        preset: its name, or its file.
-        original: the preset's configuration.
-        machine: the GPUs.
-        compiled: the first of them, compiled.
-    """
+    """A table of the best, of which the first are `compiled`, and the command that trains the first; `original` is the
+    configuration of `preset`, a name or a file."""
     cells = [_COLUMNS, *(_row(number, each) for number, each in enumerate(found.best, 1))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]

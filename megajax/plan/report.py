@@ -23,14 +23,8 @@ _TRACED = {True: ", as in the traced program", False: "; the traced program's is
 
 
 def figures(preset: str, config: Config, machine: Machine, compiled: CompiledStep | None) -> dict[str, Any]:
-    """What is known of a training step, as JSON has it.
-
-    Args:
-        preset: its name.
-        config: a valid configuration.
-        machine: the GPUs.
-        compiled: what a compiler makes of the step; None if it was not asked.
-    """
+    """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
+    was asked."""
     needed, time = memory(config, backend_of(machine)), step_time(config, machine)
     return {
         "preset": preset,
@@ -69,7 +63,8 @@ def _compiled(config: Config, compiled: CompiledStep) -> dict[str, Any]:
 
 def text(plan: dict[str, Any], config: Config) -> str:
     """The figures of a configuration in lines."""
-    return "\n".join(["", _head(plan, config), *_memory(plan), *_communication(plan), *_time(plan), *_cost(plan)])
+    cost = f"planned in {plan['seconds']:.1f} s with {plan['peak_bytes'] / GIB:.2f} GiB on this machine"
+    return "\n".join(["", _head(plan, config), *_memory(plan), *_communication(plan), *_time(plan), "", cost])
 
 
 def _head(plan: dict[str, Any], config: Config) -> str:
@@ -128,7 +123,3 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"MFU {plan['mfu']:.1%}",
         f"  of it {', '.join(parts)}",
     ]
-
-
-def _cost(plan: dict[str, Any]) -> list[str]:
-    return ["", f"planned in {plan['seconds']:.1f} s with {plan['peak_bytes'] / GIB:.2f} GiB on this machine"]

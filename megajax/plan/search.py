@@ -77,18 +77,8 @@ class Found:
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split and
-    deferral.
-
-    Args:
-        config: the run; its model, batch and precision stay.
-        devices: how many there are.
-        machine: the GPUs.
-        given: keys of `VARIED` that stay what they are, too.
-        count: how many of the best are planned in full.
-
-    Raises:
-        UserError: nothing fits, or the model has no mesh of so many devices; with what forbids it.
-    """
+    deferral; model, batch, precision and the keys of `VARIED` that are `given` stay. `count` of the best are planned in
+    full. Raises `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
     peak_of(machine, config.precision)
     kept, backend = frozenset(given), backend_of(machine)
     tried, smallest, fitting = 0, None, []

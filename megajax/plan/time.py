@@ -50,16 +50,8 @@ def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTime:
-    """A step of a valid configuration.
-
-    Args:
-        config: the run.
-        machine: the GPUs, as many as the mesh has devices.
-        exact: a pipe's time by its table, unless that is long; otherwise by formula, where there is one.
-
-    Raises:
-        UserError: the GPU has no products in the configuration's precision.
-    """
+    """A step of a valid configuration, `exact` by its pipe's table, unless that is long, or by formula, where there is
+    one. Raises `UserError` where the GPU has no products in its precision."""
     return StepModel(config, machine).time(config.pipeline, exact=exact)
 
 

@@ -29,7 +29,7 @@ from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
 from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost
-from megajax.plan.shapes import Shape
+from megajax.plan.sizes import Shape
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import look_into
 from megajax.program.communication import COLLECTIVES, collectives_of, equations
@@ -38,6 +38,7 @@ from megajax.program.program import Program
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _LARGEST_BLOCK = 2**30
+_program = lru_cache(maxsize=4)(Program.abstract)
 
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
@@ -113,11 +114,6 @@ def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> EndsCost:
         tuple(_dims(eqn, rows) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
         *(_sent(traced, rows) for traced in (embedding, head, backward)),
     )
-
-
-@lru_cache(maxsize=4)
-def _program(config: Config, backend: Backend) -> Program:
-    return Program.abstract(config, backend)
 
 
 def _kept(forward: Jaxpr, num_outputs: int) -> list:

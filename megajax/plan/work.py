@@ -12,8 +12,7 @@ from megajax.backend import GPU
 from megajax.config import Config
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine, peak_of
-from megajax.plan.shapes import Shape
-from megajax.plan.sizes import Sizes, scores_of_head
+from megajax.plan.sizes import Shape, Sizes, scores_of_head
 from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once

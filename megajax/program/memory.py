@@ -30,7 +30,8 @@ def state_bytes(program: Program) -> dict[str, int]:
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = look_into(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
-    gradients += _local_bytes(layout, layout.trained_shapes, layout.trained_specs) if others else 0
+    trained = layout.trained(layout.shapes.params) if layout.shapes.main is None else layout.shapes.main
+    gradients += _local_bytes(layout, trained, layout.trained_specs) if others else 0
     return kept_bytes(layout) | {"gradients": gradients}
 
 
@@ -68,13 +69,8 @@ def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
 def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     """Check, before anything is allocated, that the devices of this process can hold what certainly has to be held:
     weights, optimizer state when training, the factors of weight gradients that wait, of one microbatch the logits, the
-    scores of a block of attention and what each layer, or without training one layer, hands to the next. More is
-    needed, so what passes may still not fit.
-
-    Args:
-        program: what is to be run.
-        training: whether the whole state is held, or the weights alone.
-        rows: of a batch that are computed at once on a device.
+    scores of a block of attention and what each layer, or without training one layer, hands to the next, of `rows`
+    that are computed at once on a device. More is needed, so what passes may still not fit.
 
     Raises:
         UserError: they cannot.

@@ -135,11 +135,6 @@ class StateLayout:
         """The state on this mesh's stages, as types."""
         return jax.eval_shape(self._pipelined, self.canonical_shapes)
 
-    @property
-    def trained_shapes(self) -> Tree:
-        """What is trained, on this mesh's stages, as types."""
-        return self.trained(self.shapes.params) if self.shapes.main is None else self.shapes.main
-
     def begin(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, of canonical main weights."""
         optimizer = make_optimizer(self._config.optimizer).init(self.trained(weights))

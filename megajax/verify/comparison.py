@@ -38,15 +38,8 @@ def trace(
     canonical: TrainState | None = None,
     quick_compile: bool = False,
 ) -> Trace:
-    """Train `config` for `steps` steps on random batches.
-
-    Args:
-        config: its mesh uses the first devices.
-        steps: number of steps.
-        devices: defaults to all devices.
-        canonical: the initial state in mesh-independent form; a fresh one if None.
-        quick_compile: leave the CPU's machine code unoptimised.
-    """
+    """Train `config` for `steps` steps on random batches, on the first of `devices`, from the `canonical` state or a
+    fresh one. `quick_compile` leaves the CPU's machine code unoptimised."""
     program = Program.on(config, list(jax.devices() if devices is None else devices)[: config.mesh.num_devices])
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
     state = program.layout.init(options) if canonical is None else program.layout.from_canonical(canonical)

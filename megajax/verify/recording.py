@@ -34,7 +34,6 @@ class Activation:
     """One sample's activation at a place, assembled from its shards."""
 
     value: np.ndarray  # all shards, concatenated
-    devices: tuple[tuple[tuple[int, ...], ...], ...]  # those that had each shard, in order
     agree: bool  # replicas and recomputations of each shard are bitwise equal
 
 
@@ -81,7 +80,7 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
         rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
         (index,) = np.flatnonzero(each.samples == sample)[:1]
         parts[each.first].append((each, rows[index]))
-    one, values, devices, agree = seen[0], [], [], True
+    one, values, agree = seen[0], [], True
     for _, part in sorted(parts.items()):
         # Gradients of a shared shard add up over devices; several records of one device are recomputations.
         groups: dict[Any, np.ndarray] = {}
@@ -89,9 +88,8 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
             first = groups.setdefault(each.device if one.shared and one.backward else None, value)
             agree = agree and np.array_equal(value, first, equal_nan=True)
         values.append(np.sum([*groups.values()], axis=0))
-        devices.append(tuple(sorted({each.device for each, _ in part})))
     split = one.split  # rows stand in the samples' dim
-    return Activation(values[0] if split is None else np.concatenate(values, axis=split), tuple(devices), agree)
+    return Activation(values[0] if split is None else np.concatenate(values, axis=split), agree)
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ class Difference:
     samples: list[int]  # rows of the global batch that differ
     num_samples: int  # number of rows in the batch
     error: float  # largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing
-    devices: list[tuple[int, ...]]  # the devices of the other mesh whose shard differs
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")
@@ -111,12 +108,8 @@ class Difference:
 
 
 def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
-    """The first place, in the order of computation, where `other` differs from `reference`; None if there is none.
-
-    Args:
-        reference, other: recordings of the same step on two meshes.
-        tolerance: largest acceptable ‖error‖ / ‖activation‖ of a sample.
-    """
+    """The first place, in the order of computation, where `other`, of the same step on another mesh, differs from
+    `reference`: where ‖error‖ / ‖activation‖ of a sample is beyond `tolerance`."""
     computed = {-1, *(place.layer for place in other.places)}
     turns = other.turns | reference.turns
     last = max((place.layer for place in reference.places), default=0) + 1
@@ -137,38 +130,36 @@ def _difference(place: Place, reference: Recording, other: Recording, tolerance:
     if expected != found:
         lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
         what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
-        return Difference(place, what, lost or more, len(expected), np.inf, [])
+        return Difference(place, what, lost or more, len(expected), np.inf)
     values = dict(reference.activations(place))
     floor = _FLOOR * max(float(np.linalg.norm(_counted(each.value))) for each in values.values())
-    differing: dict[int, tuple[float, str, list[tuple[int, ...]]]] = {}
+    differing: dict[int, tuple[float, str]] = {}
     for sample, actual in other.activations(place):
-        error, what, devices = _error(values[sample], actual, floor)
+        error, what = _error(values[sample], actual, floor)
         if not error <= tolerance:
-            differing[sample] = error, what, devices
+            differing[sample] = error, what
     if not differing:
         return None
-    worst = max(differing.values(), key=lambda each: each[0])
-    devices = sorted({device for _, _, devices in differing.values() for device in devices})
-    return Difference(place, worst[1], sorted(differing), len(expected), worst[0], devices)
+    error, what = max(differing.values(), key=lambda each: each[0])
+    return Difference(place, what, sorted(differing), len(expected), error)
 
 
-def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str, list[tuple[int, ...]]]:
-    everywhere = sorted({device for part in actual.devices for device in part})
+def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
     if actual.value.shape != expected.value.shape:
-        return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}", everywhere
+        return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}"
     if not actual.agree and expected.agree:
-        return np.inf, "devices, or a recomputation, have different numbers of the same", everywhere
+        return np.inf, "devices, or a recomputation, have different numbers of the same"
     if (_masked(expected.value) != _masked(actual.value)).any():
-        return np.inf, "other columns are masked", everywhere
+        return np.inf, "other columns are masked"
     a, b = _counted(expected.value), _counted(actual.value)
     norm = max(float(np.linalg.norm(a)), floor)
     if norm == 0:
-        return (0.0 if not b.any() else np.inf), "not zero", everywhere
+        return (0.0 if not b.any() else np.inf), "not zero"
     error = float(np.linalg.norm(b - a)) / norm
     scale = float(np.vdot(a, b) / max(np.vdot(a, a), 1e-300))
     scaled = abs(scale - 1) > 1e-6 and np.linalg.norm(b - scale * a) <= 1e-6 * np.linalg.norm(b)
     what = f"{scale:.6g} times what it should be" if scaled else "different numbers"
-    return (np.inf if np.isnan(error) else error), what, _differing_devices(a, b, actual, norm)
+    return (np.inf if np.isnan(error) else error), what
 
 
 def _masked(value: np.ndarray) -> np.ndarray:
@@ -179,17 +170,3 @@ def _masked(value: np.ndarray) -> np.ndarray:
 def _counted(value: np.ndarray) -> np.ndarray:
     """The values to compare, zero where masked."""
     return np.where(_masked(value), 0.0, value.astype(np.float64))
-
-
-def _differing_devices(a: np.ndarray, b: np.ndarray, actual: Activation, norm: float) -> list[tuple[int, ...]]:
-    """The devices whose shard differs, if that can be determined."""
-    if len(actual.devices) == 1:
-        return list(actual.devices[0])
-    error = np.abs(b - a)
-    sizes = [dim for dim, size in enumerate(a.shape) if size % len(actual.devices) == 0]
-    for dim in sizes:
-        parts = np.split(error, len(actual.devices), axis=dim)
-        wrong = [index for index, part in enumerate(parts) if part.max() > 1e-9 * norm]
-        if wrong and len(wrong) < len(parts):
-            return [device for index in wrong for device in actual.devices[index]]
-    return sorted({device for part in actual.devices for device in part})

@@ -13,9 +13,9 @@ from megajax.config import Config
 from megajax.models.config import ModelConfig
 from megajax.options import compared, options
 from megajax.traits import Changes, Size, Small
+from megajax.verify.check import Result
 from megajax.verify.shrink import Shrunk, shown
 from megajax.verify.verdict import Finding
-from megajax.verify.verify import Result
 
 _MODEL = options(ModelConfig)
 _SIZES = [
@@ -26,14 +26,7 @@ _NAME = 46  # columns
 
 
 class Report:
-    """Prints lines while a configuration is verified, and collects the figures.
-
-    Args:
-        name: the preset's name.
-        config: the user's configuration.
-        small: the small configuration that is run instead.
-        printed: whether to print anything.
-    """
+    """Prints lines while a configuration, the preset `name`, is verified by a small one, and collects the figures."""
 
     def __init__(self, name: str, config: Config, small: Shrunk, *, printed: bool = True):
         self._name, self._config, self._small = name, config, small

@@ -53,14 +53,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, and so the small one
         most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
     pipeline = dataclasses.replace(config.pipeline, max_deferred=most)
-    sections: dict[str, Any] = {
-        "model": model,
-        "mesh": mesh,
-        "train": train,
-        "pipeline": pipeline,
-        "optimizer": optimizer,
-    }
-    small = dataclasses.replace(config, distributed=DistributedConfig(), **sections)
+    alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
+    small = dataclasses.replace(alone, model=model, train=train, pipeline=pipeline, optimizer=optimizer)
     return Shrunk(_by_traits(small), tuple(notes))
 
 
@@ -168,7 +162,7 @@ class _Sizes:
 
     def tokens(self) -> dict[str, Any]:
         """Sequence length, and sizes counted in tokens, in the original proportion to it."""
-        model, length = self._model, _multiple(_TOKENS, self._ours.tensor)
+        model, length = self._model, -(-_TOKENS // self._ours.tensor) * self._ours.tensor
 
         def scaled(tokens: int) -> int:
             near = round(length * tokens / model.sequence_length)
@@ -233,7 +227,3 @@ class _Sizes:
 def _few(number: int) -> int:
     """`number` if it is at most 3, else 2 or 3, even if `number` is."""
     return number if number <= 3 else 2 + number % 2
-
-
-def _multiple(least: int, of: int) -> int:
-    return -(-least // of) * of

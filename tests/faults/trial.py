@@ -17,8 +17,8 @@ from megajax.config import Config
 from megajax.program.communication import collectives_of
 from megajax.program.program import Program
 from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.check import verify
 from megajax.verify.theory import check_collectives
-from megajax.verify.verify import verify
 
 # Small, with a first update of full size, and all gradients clipped.
 SMALL = {

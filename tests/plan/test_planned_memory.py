@@ -13,7 +13,7 @@ from megajax.models.config import LoraConfig
 from megajax.parallel.shards import NOT_SHARDED
 from megajax.plan.compiled import compiled_step
 from megajax.plan.memory import memory
-from megajax.plan.shapes import held
+from megajax.plan.sizes import held
 from megajax.program.memory import state_bytes
 
 BERT = {"family": "bert", "layer_order": "post"}

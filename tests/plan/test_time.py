@@ -39,11 +39,11 @@ def test_members_of_a_group_in_a_server(sizes, server):
     groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
     for name in (*AXES, "model"):
         axes = ("pipe", "tensor") if name == "model" else (name,)
-        found = group_of(axes, mesh, server)
+        size, neighbours = group_of(axes, mesh, server)
         of_servers = {
             sum(rank // server == other // server for other in group) for group in groups[name] for rank in group
         }
-        assert (found.size, {found.neighbours}) == (len(groups[name][0]), of_servers), name
+        assert (size, {neighbours}) == (len(groups[name][0]), of_servers), name
 
 
 def test_a_ring_moves_each_part_twice():

@@ -7,11 +7,11 @@ import math
 import pytest
 from test_shrink import on_mesh, preset
 
+from megajax.verify.check import AxesThatDiffer, Result, first_in_words
 from megajax.verify.recording import Difference, Place
 from megajax.verify.report import Report
 from megajax.verify.shrink import shrink
 from megajax.verify.verdict import Finding, Verdict
-from megajax.verify.verify import AxesThatDiffer, Result, first_in_words
 
 CONFIG = on_mesh(preset("gpt2-8.3b"), (64, 1, 8))
 SMALL = shrink(CONFIG, 16)
@@ -77,7 +77,7 @@ def test_what_it_is_where_no_activation_differs(finding, words) -> None:
 
 def test_the_losses_come_before_gradients() -> None:
     """Where they differ in the first step, and no activation forward."""
-    backward = Difference(Place(1, "output", True), "different numbers", [0], 4, 1.0, [])
+    backward = Difference(Place(1, "output", True), "different numbers", [0], 4, 1.0)
     forward = dataclasses.replace(backward, place=Place(1, "output", False))
     failed = (dataclasses.replace(WRONG, name="fp64 losses", where="step 1"),)
     assert first_in_words(backward, failed).endswith("the sum of the losses: step 1")
