@@ -1,5 +1,5 @@
-"""Attention of heads, by the fused attention of GPUs or in blocks of queries. `save_expensive` (`models/mlp.py`) has to
-know what the backward pass of each needs.
+"""Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
+`save_expensive` (`models/mlp.py`) has to know what the backward pass of each needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 @jax.named_scope("attend")
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
-    by = _by_cudnn if cudnn_can(q_BTHK, setting) else _by_blocks
+    by = next(attend for can, attend in IMPLEMENTATIONS if can(q_BTHK, setting))
     return by(q_BTHK, k_BSHK, v_BSHK, setting)
 
 
@@ -68,3 +68,7 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
         head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
     return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)
+
+
+# Whether it can do this, by types and static values alone; and (queries, keys, values, setting) -> heads.
+IMPLEMENTATIONS = [(cudnn_can, _by_cudnn), (lambda q_BTHK, setting: True, _by_blocks)]

@@ -88,25 +88,17 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of models.
+    """A kind of models."""
 
-    Attributes:
-        model: (configuration, key of the initial weights, boundary, backend) -> `Model`.
-        form: configuration -> what its batch holds.
-        products: (configuration, sequences, queries of a block of attention) -> the matrix products of a step, without
-            what is computed again.
-        reset_form: what its batch holds where attention starts anew with every document, if it can.
-        linear_embedding: configuration -> `embed` is linear in the weights, so that its backward pass needs nothing of
-            its forward pass.
-        bidirectional: tokens see all of their text, whose length the layers get, and the head of pretraining
-            predicts those that were chosen; else each sees those before it and predicts the next.
-    """
-
-    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]
-    form: Callable[[ModelConfig], BatchSpec]
+    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]  # the key is of the weights; a `Model`
+    form: Callable[[ModelConfig], BatchSpec]  # what its batch holds
+    # (configuration, sequences, queries of a block of attention) -> the products of a step, each once
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
-    reset_form: BatchSpec | None = None
+    reset_form: BatchSpec | None = None  # of its batch where attention starts anew with every document, if it can
+    # Whether `embed` is linear in the weights, so that its backward pass needs nothing of its forward pass.
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
+    # Whether tokens see all of their text, whose length the layers get, and the head of pretraining predicts those that
+    # were chosen; else each sees those before it and predicts the next.
     bidirectional: bool = False
 
 

@@ -53,8 +53,6 @@ def place(
     A weight gradient that takes longer than a forward or an input gradient does not fit in the place of one. A second
     rule then lets it make the half longer, and the shorter of the two tables is taken; among equally short ones the
     one with the lowest limit of pending chunks: GPipe never needs more than p-1.
-
-    The bubble that this leaves is `deferred_bubble` (`pipeline/timing.py`; tested).
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)

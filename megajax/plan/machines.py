@@ -49,78 +49,48 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of its rates that a GPU reaches, and what does not depend on sizes.
+    """The shares of its rates that a GPU reaches, and what does not depend on sizes."""
 
-    Attributes:
-        products: of the peak, by a large matrix product.
-        attention: of the peak, by fused attention.
-        traffic: of the memory's bandwidth, by all that is not a product.
-        all_reduce, others: of the links inside a server, by all-reduces and by other collectives.
-        network: of the adapters between servers.
-        server_latency, network_latency: seconds that a collective takes at least.
-        fixed: seconds that a layer takes at least, forward and backward.
-    """
-
-    products: float = 0.70
-    attention: float = 0.40
-    traffic: float = 4.3 / 4.8
-    all_reduce: float = 370 / 450
-    others: float = 370 / 450
-    network: float = 48.5 / 50
-    server_latency: float = 20e-6
-    network_latency: float = 46e-6
-    fixed: float = 100e-6
+    products: float = 0.70  # of the peak, by a large matrix product
+    attention: float = 0.40  # of the peak, by fused attention
+    traffic: float = 4.3 / 4.8  # of the memory's bandwidth, by all that is not a product
+    all_reduce: float = 370 / 450  # of the links inside a server, by all-reduces
+    others: float = 370 / 450  # and by other collectives
+    network: float = 48.5 / 50  # of the adapters between servers
+    server_latency: float = 20e-6  # seconds that a collective takes at least
+    network_latency: float = 46e-6  # the same between servers
+    fixed: float = 100e-6  # seconds that a layer takes at least, forward and backward
 
 
 @dataclass(frozen=True)
 class Overlap:
     """What share of a communication runs beside computation, at most as long as that takes (docs/gpu.md, "What
-    overlaps": read from programs compiled for H200s).
+    overlaps": read from programs compiled for H200s)."""
 
-    Attributes:
-        tensor_forward, tensor_backward: all-reduces of a layer; 50 of 65 of the backward pass have products beside
-            them.
-        gathers, scatters: of a split sequence: 87 of 194 and 44 of 130.
-        p2p_transfers: between stages: all of them, beside a forward or backward.
-        shards: ZeRO-3's, beside some of the same layer's products.
-        gradients: over data: none, they follow the loop.
-    """
-
-    tensor_forward: float = 0.0
-    tensor_backward: float = 50 / 65
-    gathers: float = 87 / 194
-    scatters: float = 44 / 130
-    p2p_transfers: float = 1.0
-    shards: float = 0.5
-    gradients: float = 0.0
+    tensor_forward: float = 0.0  # all-reduces of a layer
+    tensor_backward: float = 50 / 65  # of the backward pass: so many have products beside them
+    gathers: float = 87 / 194  # all-gathers of a split sequence
+    scatters: float = 44 / 130  # and its reduce-scatters
+    p2p_transfers: float = 1.0  # between stages: all of them, beside a forward or backward
+    shards: float = 0.5  # ZeRO-3's, beside some of the same layer's products
+    gradients: float = 0.0  # over data: none, they follow the loop
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a step outside of products.
+    """Bytes of a step outside of products."""
 
-    Attributes:
-        between: passes of a layer over the activations between its regions, [tokens, hidden].
-        inside: over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`.
-        gathered: beside these over a split sequence's gathered [tokens, hidden].
-        scanned: factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs).
-        scores: bytes for every score of attention that is not fused, forward and backward, in half precision (with
-            dropout on H200s 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB).
-        all_scores: whether scores after a token are computed, too.
-        logits: passes over the logits.
-        accumulated: bytes of a weight and microbatch for adding its gradient: 5 ms of gpt2-1.2b (docs/gpu.md).
-        updated: bytes of a weight for the optimizer: 8.4 ms of gpt2-1.2b.
-    """
-
-    between: float = 49.0
-    inside: float = 1.9
-    gathered: float = 22.0
-    scanned: float = 1.5
+    between: float = 49.0  # passes of a layer over the activations between its regions, [tokens, hidden]
+    inside: float = 1.9  # over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`
+    gathered: float = 22.0  # beside these over a split sequence's gathered [tokens, hidden]
+    scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs)
+    # Bytes for every score of attention that is not fused, forward and backward, in half precision (with dropout on
+    # H200s 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB).
     scores: float = 52.0
-    all_scores: bool = False
-    logits: float = 6.0
-    accumulated: float = 17.7
-    updated: float = 30.0
+    all_scores: bool = False  # whether scores after a token are computed, too
+    logits: float = 6.0  # passes over the logits
+    accumulated: float = 17.7  # bytes of a weight and microbatch for adding its gradient: 5 ms of gpt2-1.2b
+    updated: float = 30.0  # bytes of a weight for the optimizer: 8.4 ms of gpt2-1.2b
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,6 @@ class Sizes:
         bidirectional: of the family, see `Family`.
         whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
         activation_bytes: of what stages hand over.
-        defers: weight gradients are computed later.
-        recomputes_stage: a stage runs forward again in its backward.
     """
 
     def __init__(self, config: Config):
