@@ -7,16 +7,13 @@ What only the parser or the configuration looks at is tested with them: test_fla
 import os
 import shutil
 import signal
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from mistakes import assert_refused, assert_says, by_line, one_line
+from odd_files import write_odd_files
 from processes import Commands, Run
-
-from megajax.data.indexed import IndexedWriter
 
 
 @pytest.fixture(autouse=True)
@@ -27,46 +24,9 @@ def no_waiting() -> Iterator[None]:
     signal.alarm(0)
 
 
-def dataset(folder: Path, length: int = 50, largest: int = 299) -> Path:
-    """A prepared dataset of ten documents of some length and one with the largest id; its index."""
-    folder.mkdir()
-    with IndexedWriter(folder / "set", largest + 1) as writer:
-        for _ in range(10):
-            writer.add_document(np.arange(length))
-        writer.add_document(np.array([largest, 0]))
-    return folder / "set.idx"
-
-
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Path:
-    """A folder with every kind of file that no command can do with."""
-    folder = tmp_path_factory.mktemp("odd")
-    texts = {"empty": b"", "blank": b" \n\n \t\n", "short": b"Two words.\n\nFour more.\n", "few": b"some text"}
-    for name, text in (texts | {"latin": "naïve text, ".encode("latin-1") * 500}).items():
-        (folder / f"{name}.txt").write_bytes(text)
-    (folder / "other.png").write_bytes(b"\x89PNG")
-    (folder / "bad.jsonl").write_text('{"text": "a b"}\n{"words": "a b"}\n')
-    (folder / "run" / "data").mkdir(parents=True)
-    (folder / "run" / "notes.txt").write_text("mine")
-    shutil.copy(folder / "latin.txt", folder / "run" / "data")
-    (folder / "folder.txt").mkdir()
-    (folder / "circle").symlink_to("circle")
-    (folder / "nul.toml").write_text('run_dir = "a\\u0000b"\n')
-    dataset(folder / "short", length=2)
-    dataset(folder / "beyond", largest=300)
-    shutil.copytree(dataset(folder / "alone", largest=300).parent, folder / "beside")
-    (folder / "alone" / "set.bin").unlink()
-    shutil.copytree(straight.folder / "data" / "tokenizer", folder / "beside", dirs_exist_ok=True)
-    data = dataset(folder / "cut").read_bytes()
-    header, sequences = 34, 11  # magic 9, version 8, type 1, two counts of 8
-    lies = {"length": ("<i", 4 * (sequences - 1), 1000), "offset": ("<q", 4 * sequences + 8, 1 << 40)}
-    for name, (kind, where, value) in (lies | {"documents": ("<q", 12 * sequences + 8, 99)}).items():
-        changed = bytearray(data)
-        struct.pack_into(kind, changed, header + where, value)
-        dataset(folder / name).write_bytes(changed)
-    for name, content in (("cut", data[: len(data) // 2]), ("none", b""), ("longer", data + bytes(8))):
-        (folder / "cut" / "set.idx" if name == "cut" else dataset(folder / name)).write_bytes(content)
-    return folder
+    return write_odd_files(tmp_path_factory.mktemp("odd"), straight.folder / "data" / "tokenizer")
 
 
 @pytest.fixture(scope="module")
