@@ -62,7 +62,7 @@ def masked(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], vocabulary: WordPieces, bits: Bits
 ) -> Masked:
     """Choose words of a sample, and mask them: 80% of the chosen pieces become `[MASK]`, 10% a random one, 10% stay.
-    Nothing is chosen where `special_N` is true, at least one token is not, and no run of words crosses it."""
+    Tokens that are special by `special_N` are never chosen, and no run of words crosses one. One at least is not."""
     begins_N = special_N | ~vocabulary.continues[tokens_N]
     begins_N[0] = True
     begins_N[1:] |= special_N[:-1]

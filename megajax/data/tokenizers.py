@@ -197,9 +197,10 @@ def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
     for number, text in enumerate(documents):
         if share >= 1 or int((number + 1) * share) > int(number * share):
             yield text
-        num_read += len(text.encode())
-        if not size and num_read >= TRAINING_BYTES:
-            return
+        if not size:
+            num_read += len(text.encode())
+            if num_read >= TRAINING_BYTES:
+                return
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:

@@ -60,7 +60,7 @@ def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> 
 
 
 def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-    """Whatever they see, with dropout that no mesh changes."""
+    """In blocks of queries, whatever these see, with dropout that no mesh changes."""
     visible, dropout, backend, places = setting
     drop_BH = None
     if dropout.rate > 0:

@@ -59,7 +59,7 @@ class AttentionMask:
 
     # A query sees the keys up to its own position; else all.
     causal: bool = field(default=False, metadata={"static": True})
-    # It sees its own position and `window - 1` keys on either side at most; None: any distance.
+    # A query sees its own position and `window - 1` keys on either side at most; None: any distance.
     window: int | None = field(default=None, metadata={"static": True})
     first_key_BT: Array | None = None  # the first key that each query sees, int32; None: key 0
     num_keys_B: Array | None = None  # how many keys a sample has, int32, the rest being padding; None: all

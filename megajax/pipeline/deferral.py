@@ -24,10 +24,10 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Deferring:
-    """How weight gradients are deferred: placed by these pass times, with those of at most so many chunks pending on a
-    stage at the end of a tick, fewer where the time is the same; None: 2(p-1), more never help."""
+    """How weight gradients are deferred."""
 
-    times: PassTimes = PassTimes()
+    times: PassTimes = PassTimes()  # by which they are placed
+    # How many chunks' may be pending on a stage at the end of a tick; None: 2(p-1), more never help.
     most: int | None = None
 
     def waiting(self, num_stages: int) -> int:

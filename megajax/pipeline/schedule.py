@@ -5,7 +5,7 @@ in one tick can be used from the next one on. Every stage holds `chunks` pieces 
 traverses the pipe as many times: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
 
 A new schedule is one more function `(stages, microbatches, chunks) -> Ticks`, decorated with its name; `arrange` makes
-the table that the executor runs of these, buffers included.
+of these the table that the executor runs, buffers included.
 """
 
 import dataclasses

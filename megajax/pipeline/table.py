@@ -125,8 +125,8 @@ class Schedule:
 
 
 def most_kept(begun: np.ndarray, ended: np.ndarray | int, last: np.ndarray | int) -> np.ndarray:
-    """The most entries that each stage holds at once, [stages]. In a tick so many have `begun`, others have `ended`
-    before these are counted, and the `last` ones end with the tick; [ticks, stages]."""
+    """The most entries that each stage holds at once, [stages], of numbers in each tick, [ticks, stages]: `begun`
+    entries begin in it, `ended` ones end before these begin, `last` ones end with the tick."""
     return (begun.cumsum(0) - np.cumsum(np.broadcast_to(ended + last, begun.shape), 0) + last).max(0)
 
 

@@ -24,14 +24,14 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication in a program. From the lengths of the scans around it follows how often it runs: every branch
-    of a conditional counts as taken, and a loop of unknown length, as that of deferred weight gradients, as run once.
-    """
+    """One communication in a program."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, permute or all-to-all
     axes: tuple[str, ...]  # of the mesh
     shapes: tuple[tuple[int, ...], ...]  # of its operands on one device
     num_bytes: int  # of its operands on one device
+    # How often it runs, by the lengths of the scans around it: every branch of a conditional counts as taken, and a
+    # loop of unknown length, as that of deferred weight gradients, as run once.
     count: int
 
 

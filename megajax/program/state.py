@@ -41,9 +41,7 @@ class TrainState:
     """Everything that changes in a step. A skipped step changes the loss scale only."""
 
     step: Array  # updates of the weights, int32 scalar. Steps that were skipped are not counted
-    params: (
-        Tree  # what layers compute with, in the compute dtype: `shared`, `blocks` and with LoRA `lora`, the adapters
-    )
+    params: Tree  # what layers compute with, in the compute dtype: `shared`, `blocks` and with LoRA `lora`
     main: Tree | None  # what is trained of them in fp32, which is updated; None where `params` are that (fp32, fp64)
     optimizer: Tree  # optax's state, its moments shaped like what is trained
     loss_scale: LossScale  # fp16's; 1 otherwise

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         preset = self.add_path("preset", metavar="PRESET", help=valid)
         completion.offer(preset, lambda: [*names, *inner], files=("toml",))
         asks = any(word == "--help" or word.startswith("-h") for word in argv)
-        return load_preset(argv[0]) if asks and not argv[0].startswith("-") else {}
+        return load_preset(os.path.expanduser(argv[0])) if asks and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
         """Add flags for fields of the configuration, or of another dataclass `owner`: for sections or fields by

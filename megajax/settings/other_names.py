@@ -66,6 +66,8 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")
-    if flag.startswith("--") and flag not in valid:
+    if flag == "PRESET":
+        found = found if "--train.steps" in valid else ""  # of a command that takes one
+    elif flag not in valid:
         found = found.replace(flag, key, 1) if key in valid else ""
     return f"here it is {found}" if found else suggest(unknown, valid, otherwise)

@@ -1,5 +1,6 @@
 """Presets as values of a configuration: their own, those of their bases, and overrides by flags."""
 
+import os
 import posixpath
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
@@ -116,7 +117,7 @@ def _beside(place: str, base: str) -> str:
     if scheme(base) or not base.endswith(".toml"):
         return base
     if not scheme(place):
-        return str(Path(place).parent / base)
+        return str(Path(place).parent / os.path.expanduser(base))
     store, _, file = place.partition("://")
     return f"{store}://{posixpath.normpath(posixpath.join(posixpath.dirname(file), base))}"
 

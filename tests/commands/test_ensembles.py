@@ -47,7 +47,9 @@ def test_spans_of_other_tokenizers_or_windows(tuning: Finetuning, tmp_path: Path
         ids[first], ids[second] = ids[second], ids[first]
         file.write_text(json.dumps(content))
     else:
-        file.write_text(re.sub(rf"^{setting.split()[0]} = .*", setting, text, flags=re.M))
+        changed, count = re.subn(rf"^{setting.split()[0]} = .*", setting, text, flags=re.M)
+        assert count == 1
+        file.write_text(changed)
     data = ("--data", tuning.file("squad2", "dev"))
     done = tuning.commands.run("eval.py", "squad2", "--checkpoint", run, other, *data)
     if setting == "tokenizer" or done.code:

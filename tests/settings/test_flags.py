@@ -82,8 +82,8 @@ def test_other_systems_names_are_answered_with_options() -> None:
     for name, text in OURS.items():
         flag = re.split("[ ,]", text)[0]
         assert nearest(name, flags, "") == f"here it is {text}"
-        by_key = text.replace(flag, flags.get(flag, ""))
-        assert nearest(name, table, "") in (f"here it is {text}", f"here it is {by_key}")
+        if flag != "PRESET":  # which a file has no key for
+            assert nearest(name, table, "") == f"here it is {text.replace(flag, flags[flag], 1)}"
     with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; here it is model.num_layers$"):
         resolve(load_preset("demo"), {"model.n_layer": 3})
 
