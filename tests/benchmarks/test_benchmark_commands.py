@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import full
 
 SIZES = {
     "generation": {"num-layers": 2, "hidden-size": 48, "num-heads": 4, "sequence-length": 32, "vocab-size": 99},
     "throughput": {"num-layers": 1, "hidden-size": 64, "num-heads": 2, "sequence-length": 64, "vocab-size": 500},
 }
-_full = pytest.mark.full
 
 
 def run(name: str, flags: str) -> subprocess.CompletedProcess:
@@ -49,9 +49,9 @@ def test_throughput_of_our_side_alone(family: str):
     [
         ("generation", "--new-tokens 64"),
         ("throughput", "--threads 99"),
-        pytest.param("generation", "--batch x", marks=_full),
-        pytest.param("throughput", "--device tpu", marks=_full),
-        pytest.param("throughput", "--model.layers 3", marks=_full),
+        full("generation", "--batch x"),
+        full("throughput", "--device tpu"),
+        full("throughput", "--model.layers 3"),
     ],
 )
 def test_bad_flags_are_one_line(name: str, flags: str):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from hugging_face import CLASSES, peer_model
-from tiny import tiny_program
+from tiny import full, tiny_program
 
 from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.adapters import export_adapter, joined_tensors
@@ -48,8 +48,8 @@ CASES = [  # what transformers calls it, the mesh, the targets
     ("llama", (1, 1, 6), ALL),  # each of three heads of keys and values on two devices
     ("qwen3", (2, 1, 3), ("query", "value", "up", "down")),
     ("gpt2", (1, 2, 2), ONE_MODULE_EACH),
-    pytest.param("qwen2", (1, 1, 1), ALL, marks=pytest.mark.full),
-    pytest.param("mistral", (1, 2, 1), ("key", "output", "gate"), marks=pytest.mark.full),
+    full("qwen2", (1, 1, 1), ALL),
+    full("mistral", (1, 2, 1), ("key", "output", "gate")),
 ]
 
 
@@ -140,7 +140,7 @@ def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[st
     assert_logits(tuning, merged, 8)
 
 
-@pytest.mark.parametrize("targets", [("query", "value", "down"), pytest.param(ALL, marks=pytest.mark.full)])
+@pytest.mark.parametrize("targets", [("query", "value", "down"), full(ALL)])
 def test_several_products_in_one_module(targets: tuple[str, ...], tmp_path: Path) -> None:
     """GPT-2's `c_attn` is three products of ours: there the adapters together have more ranks, and our logits."""
     tuning = Tuning(tmp_path, "gpt2", (1, 1, 1), targets)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from canonical_weights import exported, from_tensors
 from hugging_face import peer_model, tensors_in
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config, MeshConfig
@@ -149,7 +149,7 @@ def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict
     return total.item(), {name: parameter.grad.numpy() for name, parameter in peer.named_parameters()}
 
 
-@pytest.mark.parametrize(("case", "mesh"), FEW + [pytest.param(*row, marks=pytest.mark.full) for row in REST])
+@pytest.mark.parametrize(("case", "mesh"), FEW + [full(*row) for row in REST])
 def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_path: Path) -> None:
     """Imported: the logits within 1e-5 of the largest, the loss, and every gradient."""
     name, settings = CASES[case]

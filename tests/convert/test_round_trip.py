@@ -12,7 +12,7 @@ import pytest
 from canonical_weights import exported, from_tensors, weights_of
 from hugging_face import DECODERS, ORDERS, SETTINGS, assert_same, class_of, random_tensors, tensors_in, write_model
 from safetensors.numpy import load_file, save_file
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
@@ -26,7 +26,6 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 IDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
 NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-_full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
@@ -37,11 +36,11 @@ _full = pytest.mark.full
         ("bert", "float32", {}),
         ("megatron-bert", "float32", {}),
         ("llama", "bfloat16", {}),
-        pytest.param("gpt2", "bfloat16", {}, marks=_full),
-        pytest.param("qwen3", "float16", TIED, marks=_full),
-        pytest.param("llama", "float32", BIASES | TIED, marks=_full),
-        pytest.param("qwen2", "bfloat16", TIED, marks=_full),
-        pytest.param("mistral", "float16", {"sliding_window": 5}, marks=_full),
+        full("gpt2", "bfloat16", {}),
+        full("qwen3", "float16", TIED),
+        full("llama", "float32", BIASES | TIED),
+        full("qwen2", "bfloat16", TIED),
+        full("mistral", "float16", {"sliding_window": 5}),
     ],
 )
 def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -87,9 +86,9 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
         ("gpt2", "pretraining", [], {"precision": "bf16", "num_heads": 4, "tokenizer": "bpe"}),
         ("bert", "pretraining", [], {}),
         ("megatron-bert", "mnli", ["entailment", "neutral", "contradiction"], {}),
-        pytest.param("bert", "qqp", ["0", "1"], {}, marks=_full),
-        pytest.param("bert", "squad2", ["LABEL_0", "LABEL_1"], {}, marks=_full),
-        pytest.param("megatron-bert", "race", ["A", "B", "C", "D"], {}, marks=_full),
+        full("bert", "qqp", ["0", "1"], {}),
+        full("bert", "squad2", ["LABEL_0", "LABEL_1"], {}),
+        full("megatron-bert", "race", ["A", "B", "C", "D"], {}),
     ],
 )
 def test_export_then_import(kind: str, task: str, names: list[str], words: dict[str, Any], tmp_path: Path) -> None:

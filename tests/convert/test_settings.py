@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from canonical_weights import back_to_tensors, from_tensors, weights_of
 from hugging_face import CLASSES, DECODERS, ORDERS, assert_same, class_of, random_tensors, refusal, write_model
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
@@ -215,7 +215,7 @@ _OUTPUT = ["head.output.bias", "head.output.weight"]
     ("task", "fresh"),
     [
         ("qqp", _OUTPUT),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in (("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT))),
+        *(full(*row) for row in (("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT))),
     ],
 )
 def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path: Path) -> None:

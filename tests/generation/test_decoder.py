@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny import drawn_params, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
@@ -19,9 +19,9 @@ Texts = dict[int, tuple[list[int], str]]
 
 
 @functools.cache
-def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32"):
-    sizes = {"num_layers": 2, "sequence_length": SEQUENCE, "init_std": 0.3, "precision": precision}
-    program = tiny_program(tiny_config(mesh, global_batch=2, **sizes))
+def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32", num_layers: int = 2):
+    sizes = {"num_layers": num_layers, "sequence_length": SEQUENCE, "init_std": 0.3, "precision": precision}
+    program = tiny_program(tiny_config(mesh, global_batch=num_layers, **sizes))
     return program, drawn_params(program)
 
 
@@ -59,10 +59,10 @@ def test_the_ids_are_those_of_the_whole_window(sampling):
     [
         ((1, 1, 2), GREEDY),
         ((2, 1, 2), DRAWN),
-        pytest.param((1, 1, 2), DRAWN, marks=pytest.mark.full),
-        pytest.param((2, 1, 2), GREEDY, marks=pytest.mark.full),
-        pytest.param((4, 1, 1), GREEDY, marks=pytest.mark.full),
-        pytest.param((1, 1, 8), DRAWN, marks=pytest.mark.full),
+        full((1, 1, 2), DRAWN),
+        full((2, 1, 2), GREEDY),
+        full((4, 1, 1), GREEDY),
+        full((1, 1, 8), DRAWN),
     ],
 )
 def test_every_mesh_gives_the_same_ids(mesh, sampling):
@@ -109,3 +109,29 @@ def test_bf16_chooses_from_the_window_s_logits():
         for number, (ids, _) in found.items()
     ]
     assert sum(same) >= 4
+
+
+PROMPT = [5, 17, 99]
+
+
+def draw(mesh, *, temperature: float = 1.0, seed: int = 3, ends: tuple[int, ...] = ()) -> list[int]:
+    """By the whole window alone, with a pipe."""
+    sampling = Sampling(temperature, seed=seed)
+    return [*continue_in_windows(*model(mesh, num_layers=4), PROMPT, num_tokens=20, sampling=sampling, ends=ends)]
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), full((1, 4, 1))])
+def test_every_mesh_draws_the_same_text(mesh):
+    """Also beyond the window of 16 tokens, where the oldest tokens leave it."""
+    assert draw(mesh) == draw((1, 1, 1)) and len(draw(mesh)) == 20
+
+
+def test_the_seed_and_the_temperature_matter():
+    assert draw((1, 1, 1), seed=4) != draw((1, 1, 1), seed=3)
+    greedy = draw((1, 1, 1), temperature=0.0)
+    assert greedy == draw((1, 1, 1), temperature=0.0, seed=9) != draw((1, 1, 1))
+
+
+def test_a_window_stops_before_the_end_token():
+    greedy = draw((1, 1, 1), temperature=0.0)
+    assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from hugging_face import CLASSES, peer_model
-from tiny import tiny_program
+from tiny import full, tiny_program
 
 from megajax.convert.importing import import_hf, open_source
 from megajax.generation.choice import Sampling
@@ -56,8 +56,7 @@ def beside(peer: Any, prompt: list[int], ours: list[int]) -> list[tuple[int, flo
 
 @pytest.mark.parametrize(
     ("kind", "tensor"),
-    [("qwen3", 6), ("mistral", 2)]
-    + [pytest.param(kind, tensor, marks=pytest.mark.full) for kind in ("llama", "qwen2") for tensor in (1, 2)],
+    [("qwen3", 6), ("mistral", 2)] + [full(kind, tensor) for kind in ("llama", "qwen2") for tensor in (1, 2)],
 )
 def test_64_greedy_tokens(kind: str, tensor: int, tmp_path: Path) -> None:
     """Of prompts of several lengths at once; a tensor group of six holds each of the two heads of keys three times."""

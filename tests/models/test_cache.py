@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import QWEN3, drawn_params, tiny_config, tiny_program
+from tiny import QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.backend import CPU
 from megajax.models.cache import decode_step, prefill, visible_slots
@@ -75,11 +75,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ("mesh", "sizes"),
     [
         ((1, 1, 1), {"num_layers": 3, "vocab_size": 67, "vocab_multiple": 1}),
-        pytest.param(
-            (1, 1, 2),
-            {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129},
-            marks=pytest.mark.full,
-        ),
+        full((1, 1, 2), {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129}),
         ((2, 1, 2), {"num_layers": 2, "sequence_length": 11}),
         ((1, 1, 4), {"num_layers": 2, **QWEN3}),
     ],

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from plain import Decoder
-from tiny import drawn_params, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
 from megajax.config import Config
@@ -66,9 +66,7 @@ def gpt2() -> Program:
     return tiny_program(make_config((2, 2, 2), 0.2))
 
 
-@pytest.mark.parametrize(
-    ("name", "documents"), [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("name", "documents"), [*DEFAULT, *(full(*case) for case in OTHERS)])
 def test_training_loss_is_numpy_s(gpt2: Program, name: str, documents: bool) -> None:
     """Dropout at its four sites included, whose masks are others in another step; the others on four devices of a
     tensor group, twice as many as one of them has heads of keys."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import drawn_params, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax import verify
 from megajax.models.family import count_parameters, step_flops
@@ -45,7 +45,7 @@ def begun() -> TrainState:
     "options",
     [
         {"vocabulary": "split", "zero": 3, "sequence_parallel": True},
-        pytest.param({"remat": "selective"}, marks=pytest.mark.full),
+        full({"remat": "selective"}),
     ],
     ids=["split", "plain"],
 )
@@ -94,7 +94,7 @@ def test_configurations_know_it():
     [
         ((1, 1, 1), {"microbatch": 4, "remat": "layer"}),
         ((2, 2, 2), {"remat": "stage", "sequence_parallel": True}),
-        pytest.param((2, 2, 2), {"schedule": "interleaved", "chunks": 2, "remat": "selective"}, marks=pytest.mark.full),
+        full((2, 2, 2), {"schedule": "interleaved", "chunks": 2, "remat": "selective"}),
     ],
     ids=["one", "split", "interleaved"],
 )

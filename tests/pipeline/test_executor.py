@@ -1,21 +1,23 @@
-"""The executor: memory that does not grow with the microbatches, nothing weight-sized kept, no cost without a pipe."""
+"""The executor: memory that does not grow with the microbatches, nothing weight-sized kept, no cost without a pipe; and
+weight gradients that wait, which cost no product, no collective and no residual more."""
 
 import functools
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from counting import equations, gradient_arguments, gradients_jaxpr
-from tiny import tiny_config, tiny_program
+from counting import configured, equations, gradient_arguments, gradients_jaxpr, product_flops, program_of
+from tiny import QWEN3, full, tiny_config, tiny_program
 
 from megajax.pipeline.executor import Pipeline
 from megajax.program.memory import factor_bytes, residual_bytes
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients
-from megajax.verify import named_leaves
+from megajax.verify import COLLECTIVES, named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from executor_overhead import hand_written
@@ -39,9 +41,9 @@ def step_bytes(schedule: str, num_microbatches: int, chunks: int = 1, **options)
 
 
 STEADY = [  # schedule, chunks, vocabulary, weight gradients
-    pytest.param("1f1b", 1, "replicated", "together", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "split", "together", marks=pytest.mark.full),
-    pytest.param("interleaved", 2, "split", "deferred", marks=pytest.mark.full),
+    full("1f1b", 1, "replicated", "together"),
+    full("interleaved", 2, "split", "together"),
+    full("interleaved", 2, "split", "deferred"),
     ("1f1b", 1, "replicated", "deferred"),
 ]
 
@@ -177,7 +179,7 @@ def test_selective_recomputes_no_matrix_product():
     assert products["layer"] - products["none"] == layers_and_microbatches * (5 + attention)
 
 
-LOOPS = [("none", "true"), pytest.param("layer", "false", marks=pytest.mark.full)]  # remat, scan_layers
+LOOPS = [("none", "true"), full("layer", "false")]  # remat, scan_layers
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)
@@ -198,3 +200,71 @@ def test_it_is_the_hand_written_loop(remat, scan_layers):
     for name, leaf in expected.items():
         np.testing.assert_allclose(gradients[name], leaf, rtol=1e-5, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
     assert temp_bytes(ours) <= 1.05 * temp_bytes(plain)
+
+
+def work(jaxpr) -> tuple[Counter, list[Counter]]:
+    """How often every matrix product, by what it computes, and every collective, by kind, axes and shapes, runs in a
+    step; what stands in a loop of which the jaxpr does not know the turns is apart, loop by loop: of one turn a tick.
+    """
+    counts: dict[int | None, Counter] = {None: Counter()}
+    for eqn, times, loop in equations(jaxpr):
+        name, shapes = eqn.primitive.name, tuple(var.aval.shape for var in eqn.invars)
+        if name == "while":
+            counts[id(eqn)] = Counter()
+        elif name == "dot_general":
+            counts[loop]["product", product_flops(eqn)] += times
+        elif name in COLLECTIVES:
+            axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+            counts[loop][COLLECTIVES[name], str(axes), shapes] += times
+    return counts.pop(None), list(counts.values())
+
+
+# mesh, ZeRO, split sequence, words: with what stands at the boundary of a layer, weights in shards, parts of a weight
+PLACES = {
+    "plain": ((1, 2, 2), 1, False, {}),
+    "sequence": ((1, 2, 2), 1, True, {}),
+    "zero 3": ((2, 2, 2), 3, False, {}),
+    "zero 3, sequence": ((2, 2, 2), 3, True, {}),
+    "gated, zero 3, sequence": ((2, 2, 2), 3, True, QWEN3),
+    "held several times": ((1, 2, 4), 1, False, QWEN3),
+    "held several times, sequence": ((1, 2, 4), 1, True, QWEN3),
+    "bert": ((2, 2, 2), 3, True, {"family": "bert", "layer_order": "post"}),
+}
+QUICK = [("none", "held several times, sequence"), ("layer", "zero 3")]
+
+
+@pytest.mark.parametrize(
+    ("remat", "place"),
+    [kind if kind in QUICK else full(*kind) for kind in itertools.product(REMATS, PLACES)],
+)
+def test_as_many_products_and_collectives_as_together(remat, place):
+    """And what a chunk keeps of its forward is as large. A chunk runs forward, backward and, apart, its weight
+    gradients: in these are products of their factors, with a split sequence the gathering that the backward then does
+    without, with ZeRO 3 the scattering; nothing that waits for another stage."""
+    mesh, zero, sequence_parallel, words = PLACES[place]
+    layout = {"zero": zero, "sequence_parallel": sequence_parallel, "sequence_length": 20, "num_layers": 4}
+    together, deferred = (
+        program_of(configured(mesh, 4, remat=remat, weight_gradients=kind, **layout, **words))
+        for kind in ("together", "deferred")
+    )
+    (whole, none), (rest, loops) = (work(gradients_jaxpr(program)) for program, _ in (together, deferred))
+    assert not none and len(loops) == 2 and loops[0] == loops[1]  # in place of a forward, and after a backward
+    assert rest + loops[0] == whole
+    layers, ticks, gated = 2, 4 + 2, "norm" in words
+    kinds = Counter({kind: 0 for kind in COLLECTIVES.values()})
+    for (kind, *_), count in loops[0].items():
+        kinds[kind] += count
+    assert kinds["product"] == ticks * layers * (7 if gated else 6)
+    assert kinds["all-gather"] == (ticks * layers * 2 if sequence_parallel and remat != "layer" else 0)
+    assert kinds["reduce-scatter"] == (kinds["product"] if zero == 3 else 0)
+    assert set(+kinds) <= {"product", "all-gather", "reduce-scatter"}
+    assert residual_bytes(together[0]) == residual_bytes(deferred[0])
+
+
+def test_one_stage_defers_nothing():
+    """Its step is the very same program: it has no idle time."""
+    steps = [
+        str(gradients_jaxpr(program_of(configured((1, 1, 2), 2, weight_gradients=kind))[0]))
+        for kind in ("together", "deferred")
+    ]
+    assert steps[0] == steps[1]

@@ -1,18 +1,20 @@
-"""Schedules: tables that a simulated pipe can run, and broken ones that `check` rejects. When: test_timing.py.
+"""Schedules: tables that a simulated pipe can run, and broken ones that it and `check` reject. When: test_timing.py.
 
 Letters: p stages, m microbatches, v chunks of each stage; microbatch i, stage s, chunk c, virtual stage k = c·p + s.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator import all_arguments, simulate
+from simulator import TABLES, all_arguments, simulate
 
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks, arrange, forward_only, make_schedule
-from megajax.pipeline.table import Schedule, check
+from megajax.pipeline.table import IDLE, Pass, Schedule, check
 from megajax.pipeline.timing import in_flight
 
 
@@ -62,3 +64,168 @@ def test_a_wrong_schedule_is_not_made(monkeypatch, direction, where):
     monkeypatch.setitem(SCHEDULES, "wrong", ScheduleKind(lambda *_: Ticks(*ticks)))
     with pytest.raises(AssertionError):
         make_schedule("wrong", 4, 6)
+
+
+def rejected(schedule: Schedule, by: Callable[[Schedule], object]) -> bool:
+    try:
+        by(schedule)
+    except AssertionError:
+        return True
+    return False
+
+
+def edited(schedule: Schedule, direction: str, edit: Callable[[Pass], None]) -> Schedule:
+    """`schedule` with the tables of one direction edited in place."""
+    tables = getattr(schedule, direction)
+    copy = dataclasses.replace(tables, **{name: getattr(tables, name).copy() for name in TABLES})
+    edit(copy)
+    return dataclasses.replace(schedule, **{direction: copy})
+
+
+def swap(t: Pass, names: list[str], one: tuple[int, int], other: tuple[int, int]) -> None:
+    """Exchange two cells, in these tables."""
+    for table in (getattr(t, name) for name in names):
+        table[one], table[other] = table[other], table[one]
+
+
+def put(t: Pass, names: list[str], where: tuple[int, int], value: int | tuple[int, int]) -> None:
+    """A value, or what is in another cell."""
+    for table in (getattr(t, name) for name in names):
+        table[where] = table[value] if isinstance(value, tuple) else value
+
+
+def shift(t: Pass, s: int, by: int) -> None:
+    """All that a stage does and receives, some ticks later."""
+    for table in (getattr(t, name) for name in TABLES):
+        table[:, s] = np.roll(table[:, s], by)
+
+
+def at(t: Pass, i: int, s: int) -> tuple[int, int]:
+    """Where stage s runs microbatch i, first chunk; with i = IDLE, where it does nothing."""
+    return int(np.flatnonzero((t.microbatch[:, s] == i) & (t.chunk[:, s] == min(i, 0)))[-1]), s
+
+
+SMALL = {
+    "1f1b": make_schedule("1f1b", 3, 4),
+    "a single stage": make_schedule("1f1b", 1, 3),
+    "gpipe": make_schedule("gpipe", 2, 3),
+    "interleaved": make_schedule("interleaved", 2, 3, 2),
+    "interleaved, unequal groups": make_schedule("interleaved", 2, 5, 2),
+    "forward only": forward_only(2, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("what", SMALL)
+def test_check_rejects_any_changed_entry(what, name):
+    """Whatever is used of a table, changed to anything else: what, where to, from where; the simulator agrees."""
+    schedule = SMALL[what]
+    for direction in ("forward", "backward"):
+        table = getattr(getattr(schedule, direction), name)
+        for where in np.ndindex(table.shape):
+            if table[where] == IDLE and name not in ("microbatch", "arrival"):
+                continue  # not looked at
+            for value in set(range(-2, table.max() + 2)) - {int(table[where])}:
+                broken = edited(schedule, direction, partial(put, names=[name], where=where, value=value))
+                assert rejected(broken, simulate) and rejected(broken, check), (direction, where, value)
+
+
+def test_check_rejects_a_chunk_where_nothing_runs():
+    """The executor would take it for one more end of the model: `at_virtual` is true there."""
+    broken = edited(LARGER["1f1b"], "backward", lambda t: put(t, ["chunk"], (0, 3), 0))
+    assert broken.at_virtual(broken.backward, 3)[0, 3]
+    assert rejected(broken, check)
+
+
+RUN = ["microbatch", "chunk", "slot"]
+BREAKS: dict[str, tuple[str, Callable[[Pass], None]]] = {
+    "two forwards swapped": ("forward", lambda t: swap(t, ["microbatch"], at(t, 1, 1), at(t, 2, 1))),
+    "two backwards swapped": ("backward", lambda t: swap(t, ["microbatch"], at(t, 1, 2), at(t, 2, 2))),
+    "two forwards swapped with their slots": ("forward", lambda t: swap(t, RUN, at(t, 1, 1), at(t, 2, 1))),
+    "two backwards swapped with their slots": ("backward", lambda t: swap(t, RUN, at(t, 1, 1), at(t, 2, 1))),
+    # Nothing is read where a direction begins: only the neighbour sees it.
+    "two first forwards swapped": ("forward", lambda t: swap(t, RUN, at(t, 1, 0), at(t, 2, 0))),
+    "two forwards swapped with their inputs": (
+        "forward", lambda t: swap(t, [*RUN, "source"], at(t, 1, 1), at(t, 2, 1))),
+    "a forward missing": ("forward", lambda t: put(t, TABLES, at(t, 2, 1), IDLE)),
+    "a backward missing": ("backward", lambda t: put(t, TABLES, at(t, 2, 0), IDLE)),
+    "a forward never run": ("forward", lambda t: put(t, [*RUN, "source"], at(t, 5, 3), IDLE)),
+    "a forward twice": ("forward", lambda t: put(t, TABLES, at(t, IDLE, 3), at(t, 2, 3))),
+    "a first forward twice": ("forward", lambda t: put(t, TABLES, at(t, IDLE, 0), at(t, 5, 0))),
+    "a backward twice": ("backward", lambda t: put(t, TABLES, at(t, IDLE, 0), at(t, 2, 0))),
+    "a stage one tick late": ("forward", lambda t: shift(t, 2, 1)),
+    "the first stage one tick late": ("forward", lambda t: shift(t, 0, 1)),
+    "gradients one tick late": ("backward", lambda t: shift(t, 1, 1)),
+    "gradients one tick early": ("backward", lambda t: shift(t, 1, -1)),
+    "a slot written while live": ("forward", lambda t: put(t, ["slot"], at(t, 1, 0), at(t, 0, 0))),
+    "two writes exchanged": ("forward", lambda t: swap(t, ["slot"], at(t, 1, 1), at(t, 2, 1))),
+    "two reads exchanged": ("backward", lambda t: swap(t, ["slot"], at(t, 4, 0), at(t, 5, 0))),
+}  # fmt: skip
+
+
+def crowd(t: Pass) -> None:
+    """Microbatch 1, back at the first stage for its next chunk, is stored and read where microbatch 0 still lies."""
+    t.arrival[5, 0], t.source[7, 0] = t.arrival[4, 0], t.source[6, 0]
+
+
+INBOX_BREAKS: dict[str, tuple[str, Callable[[Pass], None]]] = {
+    "stored where another still lies": ("forward", crowd),
+    "two arrivals exchanged": ("forward", lambda t: swap(t, ["arrival"], (4, 0), (5, 0))),
+    "two inputs exchanged": ("forward", lambda t: swap(t, ["source"], (6, 0), (7, 0))),
+    "stored a tick late": ("forward", lambda t: swap(t, ["arrival"], (9, 0), (10, 0))),
+}
+LARGER = {
+    "1f1b": make_schedule("1f1b", 4, 6),
+    "gpipe": make_schedule("gpipe", 4, 6),
+    "interleaved": make_schedule("interleaved", 4, 6, 2),  # one group of 6: chunks wait at the first stage
+}
+CASES = [(name, edit) for edit in BREAKS.values() for name in LARGER]
+CASES += [("interleaved", edit) for edit in INBOX_BREAKS.values()]
+IDS = [f"{name}-{what}" for what in BREAKS for name in LARGER] + [f"interleaved-{what}" for what in INBOX_BREAKS]
+
+
+@pytest.mark.parametrize(("name", "edit"), CASES, ids=IDS)
+def test_check_rejects_a_broken_table(name, edit):
+    """Anything out of order, missing or repeated, any memory used wrongly; the simulator agrees."""
+    broken = edited(LARGER[name], *edit)
+    assert rejected(broken, simulate)
+    with pytest.raises(AssertionError):
+        check(broken)
+
+
+def renumbered(schedule: Schedule, numbers: dict[int, int]) -> Schedule:
+    """Microbatches under other numbers throughout; with the number `IDLE` nothing of them is left."""
+
+    def edit(t: Pass) -> None:
+        whole = t.microbatch.copy()
+        for i, number in numbers.items():
+            t.microbatch[whole == i] = number
+        for table in (getattr(t, name) for name in TABLES):
+            table[(t.microbatch == IDLE) & (len(numbers) == schedule.num_microbatches)] = IDLE
+
+    return edited(edited(schedule, "forward", edit), "backward", edit)
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_check_rejects_another_size(name):
+    """Buffers one slot short; a microbatch or a chunk that nobody runs; fused where it is not, and the reverse.
+
+    A microbatch of another number, one that comes twice, nothing at all: each in itself a sound table.
+    """
+    schedule = LARGER[name]
+    wrong = [
+        dataclasses.replace(schedule, **{size: getattr(schedule, size) + by})
+        for size, by in {"num_slots": -1, "num_microbatches": 1, "num_chunks": 1}.items()
+    ]
+    wrong.append(dataclasses.replace(schedule, fused=not schedule.fused))
+    for direction in ("forward", "backward"):
+        table = getattr(schedule, direction)
+        shallow = dataclasses.replace(table, inbox_depth=table.inbox_depth - 1)
+        wrong.append(dataclasses.replace(schedule, **{direction: shallow}))
+    wrong.append(renumbered(schedule, {2: 6}))
+    wrong.append(dataclasses.replace(renumbered(schedule, {5: 4}), num_microbatches=5))
+    wrong.append(renumbered(dataclasses.replace(schedule, fused=False), dict.fromkeys(range(6), IDLE)))
+    for broken in wrong:
+        assert rejected(broken, simulate)
+        with pytest.raises(AssertionError):
+            check(broken)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny import LLAMA, QWEN3, tiny_config, tiny_program
+from tiny import LLAMA, QWEN3, full, tiny_config, tiny_program
 
 from megajax.config import Config, to_toml
 from megajax.models.config import LORA_TARGETS, LoraConfig
@@ -127,7 +127,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None
     assert all(leaf.tobytes() == found[1][name].tobytes() for name, leaf in found[0].items())
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("zero", [1, full(3)])
 def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: Path) -> None:
     """What training restores is what it had, to the bit, on the same mesh also the weights that layers compute with; on
     another mesh near it, and so is what evaluation reads, of no other run's weights."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import abstract_batch, tiny_config, tiny_program
+from tiny import abstract_batch, full, tiny_config, tiny_program
 
 from megajax.errors import UserError
 from megajax.models.family import count_parameters
@@ -32,7 +32,7 @@ def program(data: int, zero: int, precision: str, gradient_dtype: str) -> Progra
     return tiny_program(dataclasses.replace(config, optimizer=optimizer))
 
 
-@pytest.mark.parametrize("data", [1, *(pytest.param(data, marks=pytest.mark.full) for data in (2, 4)), 8])
+@pytest.mark.parametrize("data", [1, *(full(data) for data in (2, 4)), 8])
 @pytest.mark.parametrize("row", PUBLISHED, ids="-".join)
 def test_bytes_per_parameter(row, data):
     """Within 1% of the published rows; ZeRO-3 divides everything."""
@@ -43,10 +43,8 @@ def test_bytes_per_parameter(row, data):
         assert found == pytest.approx(expected, rel=0.01), zero
 
 
-@pytest.mark.parametrize(
-    "row", [("bf16", "fp32"), pytest.param(("fp32", "fp32"), marks=pytest.mark.full)], ids="-".join
-)
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("row", [("bf16", "fp32"), full(("fp32", "fp32"))], ids="-".join)
+@pytest.mark.parametrize("zero", [full(0), full(1), 3])
 def test_the_compiled_step_takes_that_state(zero, row):
     """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
     made = program(4, zero, *row)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.optim.adam import FEWEST
 from megajax.optim.loss_scale import LossScale
@@ -94,9 +94,9 @@ def differing(before: TrainState, after: TrainState) -> set[str]:
     ("precision", "zero", "sequence_parallel"),
     [
         ("fp16", 1, True),
-        pytest.param("bf16", 3, True, marks=pytest.mark.full),
-        pytest.param("fp16", 0, False, marks=pytest.mark.full),
-        pytest.param("fp16", 3, True, marks=pytest.mark.full),
+        full("bf16", 3, True),
+        full("fp16", 0, False),
+        full("fp16", 3, True),
     ],
 )
 def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequence_parallel):

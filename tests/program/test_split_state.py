@@ -9,7 +9,7 @@ from collections import Counter
 import jax
 import pytest
 from counting import HIDDEN, LAYERS, ROWS, count_shapes, of_kind, over, step_collectives
-from tiny import abstract_batch, tiny_config, tiny_program
+from tiny import abstract_batch, full, tiny_config, tiny_program
 
 from megajax.backend import GPU
 from megajax.pipeline.executor import Pipeline
@@ -30,7 +30,7 @@ LAYER = {  # all-gathers and reduce-scatters of a layer
 }
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("selective", marks=pytest.mark.full), "layer", "stage"])
+@pytest.mark.parametrize("remat", ["none", full("selective"), "layer", "stage"])
 def test_a_split_sequence_is_gathered_and_scattered(remat):
     """In place of the all-reduces stand all-gathers and reduce-scatters that move the same bytes, and the re-gathers:
     2 a layer, or 1 where the layer is recomputed. Embedding and head have one of each. No activation is all-reduced."""
@@ -62,8 +62,7 @@ def kept(config) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("remat", "scan"),
-    [("none", "true"), ("selective", "false")]
-    + [pytest.param(*case, marks=pytest.mark.full) for case in (("none", "false"), ("selective", "true"))],
+    [("none", "true"), ("selective", "false")] + [full(*case) for case in (("none", "false"), ("selective", "true"))],
 )
 def test_what_a_layer_keeps_of_a_split_sequence(remat, scan):
     """Every activation of the width of the residual path (inputs of LayerNorm, of dropout, of the residual additions,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.mesh import make_mesh, shard_unused_axes
 from megajax.program import transfer as transfer_module
@@ -45,8 +45,8 @@ def device_bytes() -> int:
     ("mesh", "zero", "precision"),
     [
         ((2, 2, 2), 1, "bf16"),
-        pytest.param((1, 4, 2), 0, "fp32", marks=pytest.mark.full),
-        pytest.param((1, 5, 1), 0, "fp32", marks=pytest.mark.full),  # divides the layers alone
+        full((1, 4, 2), 0, "fp32"),
+        full((1, 5, 1), 0, "fp32"),  # divides the layers alone
         ((2, 3, 1), 3, "fp32"),  # divides nothing
     ],
 )
@@ -89,7 +89,7 @@ def test_the_devices_hold_one_leaf_more(
             np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.full)])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), full((1, 4, 2))])
 def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, int]) -> None:
     """By the compiler's own account, for every device, both ways: what it writes and what it needs meanwhile; and no
     device gets all layers of a weight."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pytest import MonkeyPatch
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.errors import RunError, UserError
 from megajax.optim.loss_scale import LossScale
@@ -76,7 +76,7 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run
 
 
-@pytest.mark.parametrize("places", [PLACES, pytest.param(PLACES[1:] + MORE_PLACES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("places", [PLACES, full(PLACES[1:] + MORE_PLACES)])
 def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> None:
     """Written on (2, 2, 2), read on other meshes, with other ZeRO, in other precisions, and after that written from one
     device in fp16 and read on (2, 2, 2): weights, moments and step are the same in canonical form."""
@@ -155,7 +155,7 @@ def do_damage(file: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "chosen"),
     [("a flipped bit", ["largest", str(DIGESTS)]), ("removed", ["state/_METADATA", str(DIGESTS)])]
-    + [pytest.param(damage, None, marks=pytest.mark.full) for damage in DAMAGES],
+    + [full(damage, None) for damage in DAMAGES],
 )
 def test_damage_of_any_file_is_noticed(
     damage: str, chosen: list[str] | None, small: StateLayout, written: Path, tmp_path: Path, monkeypatch: MonkeyPatch

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.errors import RunError
 from megajax.runs.checkpoint import Checkpoints
@@ -62,7 +62,7 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
             reader.restore_params(STEP)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["fp32", full("fp16")])
 def test_a_new_state(precision: str, tmp_path: Path) -> None:
     """The same checksums of all arrays, and the same state; of the weights one is there at a time."""
     config = dataclasses.replace(tiny_config(num_layers=3), precision=precision)
