@@ -14,7 +14,16 @@ from megajax.errors import UserError
 from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
 from megajax.runs.lock import RunLock
-from megajax.runs.ownership import MARK, check_entries, check_format, check_outside_runs, entries, mark, marked_format
+from megajax.runs.ownership import (
+    IMPORTED,
+    MARK,
+    check_entries,
+    check_format,
+    check_outside_runs,
+    entries,
+    mark,
+    marked_format,
+)
 from megajax.runs.step_folders import named
 from megajax.settings.presets import load_preset, resolve
 from megajax.traits import Changes
@@ -88,7 +97,8 @@ _KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
-    """Refuse another model or other data than the run began with; mesh, microbatch or learning rate may change."""
+    """Refuse another model, other data or another origin than the run began with; mesh, microbatch or learning rate may
+    change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
     of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
@@ -114,6 +124,19 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer, and text needs "
             "theirs; valid: its folder, or a tokenized dataset as --data.path"
         )
+    _check_origin(run_dir, config.init, earlier.init)
+
+
+def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
+    """Refuse an `--init` beside the weights that a run began with, of the run `earlier` if that is not empty."""
+    if not init or (earlier and Path(init).resolve() == Path(earlier).resolve()):
+        return
+    imported = (run_dir / IMPORTED).is_file()
+    origin = f"--init {earlier}" if earlier else f"{'imported' if imported else 'fresh'} weights"
+    raise UserError(
+        f"--init {init}: --run-dir {run_dir} holds a run that began with {origin}; valid: without --init, or another "
+        "--run-dir"
+    )
 
 
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:

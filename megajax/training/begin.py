@@ -25,6 +25,7 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.launch import start
+from megajax.settings.presets import load_preset
 from megajax.settings.validation import validate
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
@@ -65,14 +66,22 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with watched(display.phase):
             run = Trainer(program, data, lock)
         if run.first < program.config.train.steps:
-            # What belongs to this start, not to the run, is left out, so that the file can be used as a preset.
-            lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
-            lasting = lasting.with_decay(program.config.optimizer.decay_steps)
-            on_first_process(lambda: write_atomically(run_dir / "config.toml", to_toml(lasting)))
-            run.log.record_config(lasting)
+            on_first_process(lambda: _keep_config(config, run))
         run.go()
     finally:
         lock.release()
+
+
+def _keep_config(config: Config, run: Trainer) -> None:
+    """Write the run's config.toml, which can be used as a preset: what belongs to this start alone is left out. The
+    origin of a run that goes on stays."""
+    file = Path(config.run_dir) / "config.toml"
+    lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
+    lasting = lasting.with_decay(run.config.optimizer.decay_steps)
+    if run.checkpoints.saved is not None:
+        lasting = dataclasses.replace(lasting, init=load_preset(file).get("init", ""))
+    write_atomically(file, to_toml(lasting))
+    run.log.record_config(lasting)
 
 
 def checked_program(config: Config) -> Program:

@@ -134,6 +134,7 @@ TRAINING: list[tuple[str, ...]] = [
             (AGAIN, "task.doc_stride", "--task.doc-stride 3"),
         )
     ),
+    (f"{AGAIN} --init BERT", "--init BERT: --run-dir TUNED holds a run that began with fresh weights; valid: without"),
     (f"{AGAIN} --seeds 2", "--run-dir TUNED is the directory of one run; valid: a new folder, or without --seeds"),
     (MNLI.replace("FILES/new", "SEEDS"), "--run-dir SEEDS.*valid: "),
     (

@@ -16,6 +16,7 @@ from tiny import full
 from megajax.program.state import TrainState
 from megajax.runs import init
 from megajax.runs.step_folders import complete
+from megajax.settings.presets import load_preset
 from megajax.training import loop
 
 
@@ -89,14 +90,15 @@ def test_only_the_weights_are_taken(
 def test_the_run_of_init_may_be_gone_when_it_goes_on(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command, to the same end, and the run's own config.toml."""
+    """To the same end, by a command that does not name it; the run's config.toml still does."""
     source = shutil.copytree(pretrained, tmp_path / "source")
     run, whole, flags = tmp_path / "run", tmp_path / "whole", ("--init", source)
     tuning.train("mnli", whole, *flags, "--train.steps", 4)
     stop_after(monkeypatch, 1)
     assert tuning.start("mnli", run, *flags).code == 143
     shutil.rmtree(source)
-    assert "resumed from step" in tuning.commands.run("train.py", run / "config.toml", "--train.steps", 4).ok()
+    assert "resumed from step" in tuning.train("mnli", run, "--train.steps", 4).out
+    assert [load_preset(each / "config.toml")["init"] for each in (run, whole)] == [str(source)] * 2
     assert curve(run) == curve(whole) and dev_of(run) == dev_of(whole)
     assert_same_checkpoint(run, whole, 4)
 

@@ -1,6 +1,7 @@
 """What an earlier run allows: to go on at step 0, where more may change than later; to begin with its weights; its
 tokenizer."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -58,6 +59,31 @@ def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> N
     with IndexedWriter(tmp_path / "tokens", 101) as writer:
         writer.add_document([1, 2, 3])
     check_claim(run, with_data(tmp_path / "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("began_with", "given", "origin"),
+    [
+        ("", "", ""),
+        ("other", "", ""),
+        ("other", "other/../other", ""),  # the same command once more
+        ("other", "third", "--init other"),
+        ("", "other", "fresh weights"),
+        ("imported", "other", "imported weights"),
+    ],
+)
+def test_what_a_run_began_with_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch, began_with: str, given: str, origin: str
+) -> None:
+    """Another `--init` is refused, with the origin that the run has."""
+    monkeypatch.chdir(run.parent)
+    if began_with == "imported":
+        (run / "imported.json").touch()
+    earlier = dataclasses.replace(tiny_config(), init=began_with.removeprefix("imported"))
+    (run / "config.toml").write_text(to_toml(earlier))
+    refused = rf"^--init {given}: --run-dir run holds a run that began with {origin}; valid: without --init, or another"
+    with pytest.raises(UserError, match=refused) if origin else contextlib.nullcontext():
+        check_claim(Path("run"), dataclasses.replace(with_data("text.txt", tokenizer="given"), init=given))
 
 
 @pytest.mark.parametrize("words", [LLAMA, QWEN3 | {"tied_embedding": False, "rope_theta": 12345.6789012}])
