@@ -63,7 +63,6 @@ def half(commands: Commands, shared_folder: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def tuning(commands: Commands, shared_folder: Path) -> Finetuning:
-    """Fine-tunes a small model."""
     folder = shared_folder / "finetuning"
     folder.mkdir(exist_ok=True)
     return Finetuning(commands, folder)

@@ -29,7 +29,6 @@ def run(commands: Commands, documents: Path) -> Path:
 
 
 def test_every_loss_is_logged_by_itself(run: Path) -> None:
-    """The loss is the sum of both; the validation has the loss and the accuracy of each."""
     for line in training(run):
         assert line["loss"] == pytest.approx(sum(line[name] for name in PARTS), rel=1e-6)
         assert 0 <= line["accuracy/sentence_order"] <= 1
@@ -40,8 +39,7 @@ def test_every_loss_is_logged_by_itself(run: Path) -> None:
 
 
 def test_a_mesh_and_a_resume_do_not_change_it(commands: Commands, run: Path, documents: Path, tmp_path: Path) -> None:
-    """Three steps on one device and three on four, with ZeRO-3 and a split sequence, are the six; eval.py has the same
-    figures on another mesh."""
+    """Three steps on one device and three on four are the six; eval.py has the same figures on another mesh."""
     other = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(other / "checkpoints" / str(STEPS))
     common = ("--data.path", documents, "--data.validation-fraction", 0.2, "--resume", "must")

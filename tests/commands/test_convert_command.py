@@ -17,8 +17,7 @@ def convert(commands: Commands, *arguments: object) -> str:
 
 
 def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path: Path) -> None:
-    """Training goes on from the imported weights with the imported tokenizer, here on (2, 1, 2) with a learning rate
-    that changes nothing, and the export holds them."""
+    """Training goes on from the imported weights, with a learning rate that changes nothing; the export holds them."""
     model, run = tmp_path / "hf", tmp_path / "run"
     tokenizer = train_tokenizer([corpus.read_text()], 280)
     tokenizer.save(model)

@@ -19,8 +19,7 @@ TWO_STEPS = ("--train.steps", 2)
 
 @pytest.mark.parametrize("named", [False, full(True)])
 def test_folders_and_jsonl(commands: Commands, corpus: Path, named: bool, tmp_path: Path) -> None:
-    """A folder of text and JSONL files; one that is not UTF-8 is skipped and counted. A JSONL file with the same
-    documents in the same order gives the same losses."""
+    """Latin-1 is skipped and counted; the same documents in the same order as JSONL give the same losses."""
     documents = corpus.read_text().split("\n\n")
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)
@@ -42,8 +41,7 @@ def test_folders_and_jsonl(commands: Commands, corpus: Path, named: bool, tmp_pa
 
 
 def test_a_prepared_dataset(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """The tokens of a run, given as PREFIX of .bin and .idx, train like the text they came from; without a tokenizer
-    there is no sample."""
+    """The tokens of a run train like the text they came from; without a tokenizer there is no sample."""
     for file in (straight.folder / "data").glob("tokens.*"):
         shutil.copy(file, tmp_path)
     done = commands.train(tmp_path / "run", "--data.path", tmp_path / "tokens", *TWO_STEPS, "--sample.tokens", 2)
@@ -53,7 +51,6 @@ def test_a_prepared_dataset(commands: Commands, straight: Run, tmp_path: Path) -
 
 @pytest.mark.full
 def test_the_tokenizer_of_gpt2(commands: Commands, test_data: Path, tmp_path: Path) -> None:
-    """`--tokenizer.path` with OpenAI's two files, and the vocabulary that goes with them."""
     vocabulary = ("--model.vocab-size", 50257, "--model.vocab-multiple", 64, "--model.num-layers", 1)
     done = commands.train(tmp_path, "--tokenizer.path", test_data / "gpt2-bpe", *vocabulary, *TWO_STEPS)
     losses = [loss for _, loss, _ in curve(tmp_path)]

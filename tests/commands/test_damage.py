@@ -41,9 +41,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Of three checkpoints, one truncated, one lacking a file and one with other bytes, none is trained from, or
-    measured: exit code 1, a plain last line with the checkpoint. Once one of them is whole, the run goes on from there
-    to the right numbers."""
+    """None of them is trained from, or measured; once one is whole, the run goes on from there."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     checkpoints = run / "checkpoints"
     for step, how in ((20, lambda data: data[: len(data) // 2]), (15, None), (10, flipped)):
@@ -79,8 +77,7 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_training(
     commands: Commands, half: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is one line; the next one is written. Only if the last state of the run is lost, the exit code says
-    so."""
+    """It is one line. Only if the last state of the run is lost, the exit code says so."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     plain, faults = Write._write_part, {11}
 
@@ -105,9 +102,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_training(
 
 
 def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, half: Run, tmp_path: Path) -> None:
-    """Steps whose loss is not finite are skipped, counted and reported, two of them; the third in a row ends the run:
-    exit code 1, the step and the last good checkpoint in the last line. Checkpoints stay as they are, and with a sane
-    learning rate the run goes on as if nothing had been."""
+    """The third in a row ends it; with a sane learning rate it goes on as if nothing had been."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     before = contents(run / "checkpoints")
     line = ("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
@@ -129,8 +124,7 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
 def test_no_checkpoint_of_weights_that_give_no_finite_loss(
     commands: Commands, half: Run, steps: int, tmp_path: Path
 ) -> None:
-    """The update of step 11 ruins the weights, and its own loss does not show it yet: neither step 11 nor the end of
-    the run may replace the good checkpoint, the only one that is kept."""
+    """The update of step 11 ruins the weights, and its own loss does not show it yet."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     good = contents(run / "checkpoints" / "10")
     flags = ("--checkpoint.every", 1, "--checkpoint.keep", 1, "--train.steps", steps)
@@ -144,7 +138,6 @@ def test_no_checkpoint_of_weights_that_give_no_finite_loss(
 
 @pytest.mark.full
 def test_without_any_checkpoint_yet(commands: Commands, tmp_path: Path) -> None:
-    """The last line names the step and says that there is no checkpoint."""
     run = tmp_path / "run"
     done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST)
     assert done.code == 1, (done.out, done.err)
@@ -155,8 +148,7 @@ def test_without_any_checkpoint_yet(commands: Commands, tmp_path: Path) -> None:
 
 
 def test_what_no_memory_holds(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
-    """Each number may be valid and their product too large: the state of a training, the weights of an evaluation and
-    its microbatch."""
+    """Each number may be valid and their product too large."""
     large = ("--model.hidden-size", 1_000_000, "--model.num-layers", 10_000)
     sizes = r"--model\.num-layers 10000, --model\.hidden-size 1000000"
     assert_says(train_mistake(commands, tmp_path / "run", *large), sizes, r"need [\d,.]+ GiB on each of 1", "have")
@@ -196,8 +188,7 @@ CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
 def test_changed_files_of_a_run(
     commands: Commands, half: Run, name: str, change: Callable[[Path], object], problem: str, tmp_path: Path
 ) -> None:
-    """Training does not go on with them, and the run stays as it is; a configuration larger than the checkpoint is no
-    damage, for evaluation either: the key that was changed is named, with the number that would be right."""
+    """A configuration larger than the checkpoint is no damage: the key that was changed is named."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     change(run / name)
     before = contents(run / "checkpoints")

@@ -49,8 +49,7 @@ def assert_silent(process: Finished) -> None:
 
 
 def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Same losses, and a checkpoint of the weights that were validated; process 0 alone writes and prints. The
-    long test of a resume has a pipe as well."""
+    """Process 0 alone writes and prints. The long test of a resume has a pipe as well."""
     run = tmp_path / "run"
     first, second = train_as_two(commands, run, "--train.steps", 6, mesh=UNPIPED)
     assert_close_losses(curve(run), curve(straight.folder)[:6])
@@ -95,8 +94,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_path: Path) -> None:
-    """And hangs none: that of step 2 in process 1, that of step 4 in process 0, which joins the parts; step 6 is
-    written. Where one failure is the end, both end with one line."""
+    """And hangs none: that of step 2 in process 1, that of step 4 in process 0, which joins the parts."""
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
     flags = (*MESH, "--train.steps", 6, "--checkpoint.every", 2, "--sample.tokens", 0, "--simulate-devices", 4)
@@ -135,8 +133,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_path: Path) -> None:
-    """While the step of the next size is compiled: both stop behind the same step, with a checkpoint of it; two
-    processes go on, trace some steps, and have the numbers of one that saw no signal."""
+    """While the step of the next size is compiled: both stop behind the same step, and go on to the same numbers."""
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)
     sizes = ("--train.ramp-start", 4, "--train.ramp-increment", 4, "--train.ramp-samples", 8, "--train.steps", 6)
@@ -155,8 +152,7 @@ def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_p
 
 @pytest.mark.full
 def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path: Path) -> None:
-    """Process 1 is stopped while steps run: the other ends within patience, and its last line names process 1, its host
-    and pid, and the step."""
+    """Within patience; the last line names process 1, its host and pid, and the step."""
     run = tmp_path / "run"
     flags = ("--simulate-devices", 4, *MESH, "--train.steps", 10**6, "--train.eval-every", 10**6)
     line = ("train.py", commands.preset, "--run-dir", run, *flags, "--distributed.patience", 5)
@@ -179,7 +175,6 @@ def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path
 
 @pytest.mark.full
 def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
-    """Its figures are those of one process; process 0's last line is the JSON object."""
     flags = ("perplexity", "--checkpoint", straight.folder, "--simulate-devices", 4, *MESH)
     first, second = two_processes(commands, "eval.py", *flags)
     loss = json.loads(first.out.splitlines()[-1])["loss"]
@@ -189,8 +184,7 @@ def test_eval_as_two_processes(commands: Commands, straight: Run) -> None:
 
 @pytest.mark.full
 def test_generate_as_two_processes(commands: Commands, straight: Run) -> None:
-    """Both run to the end, rows and heads split over them; process 0 alone prints, what one device prints. Text alone
-    is standard output, as it was sampled at the end of training; the run is only read."""
+    """Rows and heads are split over them; process 0 alone prints, text alone, what one device prints."""
     before = contents(straight.folder)
     line = ("-m", "megajax", "generate", "--checkpoint", straight.folder, "--prompt", "the end", "--max-tokens")
     one = commands.run_process(*line, 8)
@@ -208,7 +202,6 @@ def test_generate_as_two_processes(commands: Commands, straight: Run) -> None:
 
 @pytest.mark.full
 def test_the_number_of_processes_may_change_on_resume(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Steps 1-5 as one process, 6-12 as two, the rest as one on one device."""
     run = tmp_path / "run"
     commands.train(run, "--train.steps", 5)
     train_as_two(commands, run, "--train.steps", 12)
@@ -218,7 +211,6 @@ def test_the_number_of_processes_may_change_on_resume(commands: Commands, straig
 
 @pytest.mark.full
 def test_a_task_with_two_seeds(tuning: Finetuning, tmp_path: Path) -> None:
-    """The losses of one process; the second one says nothing."""
     run = tmp_path / "seeds"
     line = ("train.py", PRESET, "--run-dir", run, *SIZE, *tuning.data("mnli"), "--seeds", 2)
     _, second = two_processes(tuning.commands, *line, "--mesh.data", 2, "--simulate-devices", 1)

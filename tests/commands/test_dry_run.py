@@ -14,7 +14,6 @@ TWO = ("--mesh.data", 2, "--simulate-devices", 2)
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
@@ -28,7 +27,6 @@ def tried(commands: Commands, *arguments: object) -> str:
 
 
 def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
-    """On two devices: what the data is, the bytes, the compiled step; no file is left."""
     out = tried(commands, commands.preset, "--run-dir", tmp_path / "run", *TWO)
     assert_says(out.replace("\n", " "), r"data 2 x pipe 1 x tensor 1", r"data: [\d,]+ tokens in", r"memory: [\d.]+ MiB")
     last = out.splitlines()[-2:]
@@ -58,7 +56,6 @@ def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, t
 
 
 def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
-    """In the configuration, the mesh, the data and the run directory."""
     for words, *flags in (
         ("--mesh.data 3", "--mesh.data", 3),
         ("no-such", "--data.path", tmp_path / "no-such"),

@@ -18,8 +18,7 @@ def close(loss: float) -> object:
 
 
 def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:
-    """The last line is one JSON object: loss and perplexity of the latest checkpoint as training measured them, or with
-    `--step 10` on (2, 1, 1) of an earlier one. The run is only read."""
+    """As training measured it, also of an earlier step on (2, 1, 1). The run is only read."""
     before = contents(straight.folder)
     result = commands.perplexity(straight.folder)
     assert (result["step"], result["loss"]) == (20, close(validation(straight.folder)[20]))
@@ -31,8 +30,7 @@ def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:
 
 
 def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """`--step best` on (1, 2, 2) takes the lowest validation loss, whatever else metrics.jsonl holds: a loss that was
-    not finite, a step without a checkpoint, a line that was not finished."""
+    """The one of the lowest validation loss, whatever else metrics.jsonl holds."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -47,8 +45,7 @@ def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Ru
 
 
 def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """`--data FILE`: every token but the first is predicted once, the end of the text included. With `--overlap` from
-    more tokens before it."""
+    """Every token but the first is predicted once, the end of the text included."""
     text = "Some text.\n\nWith naïve words — and 𝒻ancy ones; " * 40
     (tmp_path / "some.txt").write_text(text, encoding="utf-8")
     result = commands.perplexity(straight.folder, "--data", tmp_path / "some.txt", "--step", "latest")
@@ -61,8 +58,7 @@ def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
 
 
 def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Perplexity per word of the file, windows that advance by `--overlap`; on (1, 2, 1) with a split vocabulary the
-    same as on one device."""
+    """Perplexity per word of the file; with a split vocabulary the same as on one device."""
     text = " \n = The End = \n \n " + "It 's a well @-@ known end , said the others ' king . \n " * 20
     file = tmp_path / "wiki.test.tokens"
     file.write_text(text, encoding="utf-8")

@@ -32,8 +32,7 @@ from megajax.training.begin import in_steps
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_trained_and_scored(tuning: Finetuning, task: str, tmp_path: Path) -> None:
-    """The figures of dev that training logs are those of eval.py, for another batch too, and what an independent scorer
-    makes of the predictions; they are in percent, under the names that the issue gives."""
+    """The figures that training logs are those of eval.py, for another batch too, and of an independent scorer."""
     run, dev, predictions = tuning.run(task), tuning.file(task, "dev"), tmp_path / "predictions"
     logged = dev_of(run)
     assert KEYS[task] <= logged.keys() and logged["records"] == DEV
@@ -47,7 +46,6 @@ def test_every_task_is_trained_and_scored(tuning: Finetuning, task: str, tmp_pat
 
 
 def test_groups_are_counted_apart(tuning: Finetuning, tmp_path: Path) -> None:
-    """The accuracy of a group is that of a file which has only that group."""
     run, (header, *rows) = tuning.run("mnli"), tuning.file("mnli", "dev").read_text().splitlines()
     figures = tuning.figures("mnli", run)
     for genre, group in (("fiction", "matched"), ("verbatim", "mismatched")):
@@ -80,7 +78,6 @@ def test_a_mesh_changes_nothing(tuning: Finetuning, task: str, tmp_path: Path) -
     ],
 )
 def test_a_pipeline_changes_nothing(tuning: Finetuning, task: str, flags: tuple, order: str, tmp_path: Path) -> None:
-    """The same on (2, 2, 2), of two layers."""
     layers = ("--model.num-layers", 2, "--train.steps", 4, "--model.layer-order", order)
     tuning.train(task, tmp_path / "one", *layers)
     tuning.train(task, tmp_path / "eight", *layers, *MESH_222, *flags, "--train.microbatch", 1)
@@ -108,8 +105,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
 
 def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path) -> None:
-    """Started again, also for fewer steps or with its records elsewhere, it trains nothing, and its figures of dev are
-    there once."""
+    """Also started for fewer steps or with its records elsewhere; its figures of dev are there once."""
     run = shutil.copytree(tuning.run("mnli"), tmp_path / "run")
     moved = shutil.copy(tuning.file("mnli", "train"), tmp_path / "moved.tsv")
     before = records(run)
@@ -129,9 +125,7 @@ def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path) -> 
     ],
 )
 def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) -> None:
-    """As many steps as epochs have, the last one begun counting; `train.steps` ends earlier, not later. The learning
-    rate rises over the first tenth of all epochs' steps, and its line ends at 0 at their end. A line has the figures of
-    dev that are logged; that nothing is there to begin with is said."""
+    """Of the steps of epochs the last one begun counts; `train.steps` ends earlier, not later."""
     run = tmp_path / "run"
     out = tuning.train("mnli", run, *flags).out
     (line,) = [line for line in out.splitlines() if line.startswith("dev of mnli: ")]
@@ -214,7 +208,6 @@ REAL = {  # to train and to score on; few of the records of MNLI and QQP, of whi
 @pytest.mark.full
 @pytest.mark.parametrize("task", REAL)
 def test_real_files(tuning: Finetuning, test_data: Path, tmp_path: Path, task: str) -> None:
-    """Two steps, and every record of dev is scored, as an independent scorer scores the predictions."""
     train, dev = ([test_data / name for name in names] for names in REAL[task])
     flags = ("--task.name", task, "--data.train", *train, "--data.dev", *dev, "--model.sequence-length", 128)
     size = (*SIZE, *flags, "--task.doc-stride", 32, "--train.epochs", 1, "--train.steps", 2)

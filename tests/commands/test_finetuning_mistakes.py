@@ -54,7 +54,6 @@ def names(tmp_path_factory: pytest.TempPathFactory, tuning: Finetuning, straight
 
 
 def tune(task: str) -> str:
-    """The command that fine-tunes on a task."""
     data = (f"--data.{kind} FILES/{task}-{kind}{SUFFIXES[task]}" for kind in ("train", "dev"))
     return " ".join([f"train.py {PRESET} --run-dir FILES/new --task.name {task}", *map(str, SIZE), *data])
 
@@ -207,7 +206,6 @@ EVALUATING: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize(("line", "words"), by_line(TRAINING + EVALUATING))
 def test_one_line_and_nothing_written(tuning: Finetuning, names: dict[str, Path], line: str, words: list[str]) -> None:
-    """`names` are explained by its fixture."""
     assert_refused(tuning.commands, line, words, names)
 
 

@@ -45,7 +45,6 @@ def test_parts_of_a_run_that_it_did_not_write(
 def test_targets_of_convert(
     commands: Commands, half: Run, elsewhere: Path, action: str, kind: str, tmp_path: Path
 ) -> None:
-    """Only an empty folder or a path without anything is taken; a link is neither."""
     target = tmp_path / "target"
     if kind == "file":
         target.write_text("mine")
@@ -61,7 +60,6 @@ def test_targets_of_convert(
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_replaces_only_another_timeline(commands: Commands, elsewhere: Path, suffix: str) -> None:
-    """Not a picture of another program, a link to a timeline, or a folder."""
     draw = ("-m", "megajax", "schedule", "--mesh.pipe", 2, "--microbatches", 2, "--plot")
     picture, link, folder = (elsewhere / f"{name}.{suffix}" for name in ("drawn", "link", "folder"))
     commands.run(*draw, picture).ok()

@@ -65,8 +65,7 @@ run(main)
 def test_the_harness_sees_what_eval_sees(
     commands: Commands, straight: Run, corpus: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """A task of last words, by name and flags, on a pipe of two; whole texts; and generation, which stops at a text
-    and refuses what it cannot do."""
+    """By name and flags, on a pipe of two; generation stops at a text and refuses what it cannot do."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     words = corpus.read_text(encoding="utf-8").split()
     file = tmp_path / "passages.jsonl"

@@ -56,8 +56,7 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_only_the_weights_are_taken(
     tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, precision: str
 ) -> None:
-    """Every weight that both have is the other run's, the first positions are, the head is fresh; the optimizer begins
-    anew. What is fresh and what is cut is said."""
+    """The first positions are the other run's, the head is fresh; the optimizer begins anew."""
     found = first_states(monkeypatch)
     done = tuning.train(task, tmp_path / "run", "--init", pretrained, "--precision", precision, "--train.steps", 3)
     (state,) = found
@@ -105,7 +104,6 @@ def test_the_run_of_init_may_be_gone_when_it_goes_on(
 
 @pytest.mark.full
 def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path, pretrained: Path) -> None:
-    """The weights of a run on another mesh, on another one again."""
     source, layers = tmp_path / "source", ("--model.num-layers", 2, "--train.steps", 2)
     tuning.train("mnli", source, *layers, *MESH_222, "--train.microbatch", 1, "--optimizer.zero", 3)
     for name, mesh in (("one", ()), ("eight", (*MESH_222, "--train.microbatch", 1, "--pipeline.vocabulary", "split"))):
@@ -119,7 +117,6 @@ OTHERS += [full(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "
 
 @pytest.mark.parametrize(("source", "task"), OTHERS)
 def test_the_head_of_another_task_is_not_taken(tuning: Finetuning, tmp_path: Path, source: str, task: str) -> None:
-    """A run of another task gives all but its head."""
     out = tuning.train(task, tmp_path / "run", "--init", tuning.run(source), "--train.steps", 1).out
     (line,) = [line for line in out.splitlines() if line.startswith("weights:")]
     assert "head.output.weight" in line.split("fresh")[1]

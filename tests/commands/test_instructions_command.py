@@ -57,7 +57,6 @@ def instructions(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_training_and_scoring(instructions: Instructions) -> None:
-    """Dev's figures are those of `eval.py`; the loss is that of validation, and falls."""
     run, said = instructions.run, instructions.said
     assert "instructions train: 60 records, packed in " in said and "instructions dev: 12 records, packed" in said
     logged, losses = dev_of(run), [loss for _, loss, _ in curve(run)]
@@ -70,7 +69,6 @@ def test_training_and_scoring(instructions: Instructions) -> None:
 
 
 def test_a_mesh_changes_nothing(instructions: Instructions) -> None:
-    """The figures on two devices, for another batch, are those of one."""
     instructions.assert_as_logged(
         instructions.run, "--mesh.tensor", 2, "--simulate-devices", 2, "--train.microbatch", 3
     )
@@ -78,7 +76,6 @@ def test_a_mesh_changes_nothing(instructions: Instructions) -> None:
 
 @pytest.mark.full
 def test_a_pipeline_changes_nothing(instructions: Instructions, tmp_path: Path) -> None:
-    """All losses on (2, 2, 2), of two layers, and the figures of dev there."""
     one, eight, layers = tmp_path / "one", tmp_path / "eight", ("--model.num-layers", 2)
     instructions.train(one, *layers)
     instructions.train(eight, *layers, *MESH_222, "--sequence-parallel")

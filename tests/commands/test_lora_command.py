@@ -18,8 +18,7 @@ FLAGS = (*RANK, "--checkpoint.every", 2, "--checkpoint.keep", 1, "--optimizer.wa
 
 @pytest.mark.full
 def test_a_run_of_adapters(commands: Commands, half: Run, corpus: Path, tmp_path: Path) -> None:
-    """It begins with the other run's loss; two steps and two more are four, bit for bit; without the other run it is
-    evaluated, and its frozen weights are as they were."""
+    """Two steps and two more are four, bit for bit, without the other run; frozen weights are as they were."""
     base, run, whole = shutil.copytree(half.folder, tmp_path / "base"), tmp_path / "run", tmp_path / "whole"
     told = commands.train(whole, "--init", base, *FLAGS, "--train.steps", STEPS).out
     assert f"weights: of step 10 of {base}, fresh none; frozen, with fresh adapters of rank 4" in told
@@ -41,8 +40,7 @@ def test_a_run_of_adapters(commands: Commands, half: Run, corpus: Path, tmp_path
 
 @pytest.mark.full
 def test_on_a_mesh_of_eight_in_fp16(commands: Commands, half: Run, tmp_path: Path) -> None:
-    """The same losses, from one device to eight and back; with a scale of fp16 that overflows at first, steps are
-    skipped."""
+    """From one device to eight and back; with a scale of fp16 that overflows at first, steps are skipped."""
     one, run = tmp_path / "one", tmp_path / "run"
     commands.train(one, "--init", half.folder, *FLAGS, "--train.steps", 6)
     commands.train(run, "--init", half.folder, *FLAGS, "--train.steps", 2)
@@ -87,7 +85,6 @@ def test_further_uses(commands: Commands, half: Run, tmp_path: Path) -> None:
 
 
 def test_mistakes(commands: Commands, half: Run, straight: Run, tmp_path: Path) -> None:
-    """One line each, and nothing is written."""
     run = tmp_path / "run"
     assert_says(train_mistake(commands, run, *RANK), "--lora.rank 4 without --init", "valid: --init with")
     line = train_mistake(commands, straight.folder, *RANK, "--init", half.folder, "--train.steps", 30)

@@ -36,8 +36,7 @@ FP16 += ("--optimizer.gradient-dtype", "fp16", "--optimizer.zero", 3, "--sequenc
 
 @pytest.mark.full
 def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> None:
-    """The first steps overflow and are counted, the learning rate waits for them, the scale comes down and later grows;
-    a run that stopped among them goes on bit for bit. What it leaves is evaluated in fp32 on another mesh."""
+    """The learning rate waits for them; the scale comes down and later grows."""
     straight, stopped, steps = tmp_path / "straight", tmp_path / "stopped", 14
     flags = ("--checkpoint.every", 2, "--train.eval-every", 20, *FP16)
     commands.train(straight, *flags, "--train.steps", steps)
@@ -59,10 +58,7 @@ def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Interleaved, then 1F1B with a split vocabulary, selective recomputation: the numbers of one device.
-
-    What the interleaved run left is evaluated on one device, and by two that split the vocabulary.
-    """
+    """Interleaved, then 1F1B with a split vocabulary and selective recomputation: the numbers of one device."""
     layers = ("--model.num-layers", 4)
     interleaved = ("--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, *layers)
     split = ("--pipeline.vocabulary", "split")
@@ -80,8 +76,7 @@ def test_a_run_changes_its_pipeline_on_the_way(commands: Commands, straight: Run
 
 @pytest.mark.full
 def test_attention_that_is_reset(commands: Commands, tmp_path: Path) -> None:
-    """`eval.py` measures what validation did, and a copy of the run that does not know of it something else; also of
-    `--data FOLDER`, whose files are documents."""
+    """A copy of the run that does not know of it measures something else; also of a folder of documents."""
     run, copy, text = tmp_path / "run", tmp_path / "copy", tmp_path / "text"
     commands.train(run, "--data.reset-attention", "--train.steps", 1, "--data.validation-fraction", 0.3)
     config = (shutil.copytree(run, copy) / "config.toml").read_text()

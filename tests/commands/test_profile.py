@@ -44,8 +44,7 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     ],
 )
 def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for every chunk of every stage with its layers and times, the bubble beside the predicted one; what
-    deferred weight gradients would change; no run."""
+    """A line for every chunk of every stage and the bubble beside the predicted one; what deferral would change."""
     monkeypatch.setattr(pipeline_timing, "ROUNDS", 3)
     monkeypatch.setattr(pipeline_timing, "SECONDS_PER_MEASUREMENT", 0.03)
     arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, "--model.dropout", 0, *flags.split())

@@ -29,8 +29,7 @@ def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
 def test_a_batch_that_grows(
     commands: Commands, tmp_path: Path, flags: tuple, mesh: tuple, sizes: list[int], first: int
 ) -> None:
-    """Every step counts its own tokens; a run that stops within the ramp goes on on another mesh as if it had not, and
-    compiles the sizes that are left."""
+    """A run that stops within the ramp goes on on another mesh as if it had not, and compiles the sizes left."""
     flags = (*flags, *SHORT, "--train.microbatch", 2 if mesh == MESH_222 else 1)
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     told = commands.train(straight, *flags, "--train.steps", len(sizes)).out
@@ -49,8 +48,7 @@ def test_a_batch_that_grows(
 
 @pytest.mark.full
 def test_a_decay_branches_off_a_checkpoint(commands: Commands, half: Run, tmp_path: Path) -> None:
-    """A copy of the run with an older checkpoint alone: it goes on from there, decays, and has the samples that the
-    stable run goes on with. The run itself stays."""
+    """A copy of the run with an older checkpoint alone goes on from there with the stable run's samples."""
     before = curve(half.folder)
     branch = tmp_path / "branch"
     (branch / "checkpoints").mkdir(parents=True)

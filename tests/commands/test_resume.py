@@ -17,8 +17,7 @@ UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
     commands: Commands, straight: Run, half: Run, tmp_path: Path
 ) -> None:
-    """Losses, gradient norms, validation losses and the final state are identical; the run's own config.toml is the
-    preset."""
+    """The run's own config.toml is the preset."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     assert curve(run) == curve(straight.folder)[:10]
     done = commands.train(run, "--train.steps", 20, preset=run / "config.toml")
@@ -32,8 +31,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
 def test_resume_on_other_meshes_with_the_state_split_otherwise(
     commands: Commands, straight: Run, half: Run, tmp_path: Path
 ) -> None:
-    """Three layers go from one device to a (2, 2, 2) mesh with ZeRO-3 and a split sequence, two rows per microbatch
-    instead of one, and from there to data parallelism without ZeRO and with unrolled layers."""
+    """On (2, 2, 2) with ZeRO-3 and a split sequence, then on data parallelism with unrolled layers."""
     run = shutil.copytree(half.folder, tmp_path / "run")
     split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
     commands.train(run, *MESH_222, *split, "--resume", "must")

@@ -29,7 +29,6 @@ def test_every_step_is_recorded_once_with_its_figures(straight: Run) -> None:
 
 
 def test_the_files_of_a_run(straight: Run) -> None:
-    """A picture, TensorBoard events, the last three checkpoints, the configuration; nothing temporary."""
     folder = straight.folder
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [file.stat().st_size > 100 for file in folder.rglob("events.out.tfevents*")] == [True]
@@ -40,8 +39,6 @@ def test_the_files_of_a_run(straight: Run) -> None:
 
 
 def test_the_summary(straight: Run) -> None:
-    """Standard output ends with the validation perplexity, a sample that begins with the prompt, and the paths;
-    standard error is empty."""
     out = straight.finished.out
     perplexity = math.exp(validation(straight.folder)[20])
     summary = out[out.rindex("step 20/20") :]
@@ -53,7 +50,6 @@ def test_the_summary(straight: Run) -> None:
 
 
 def test_plain_lines_where_nobody_watches(straight: Run) -> None:
-    """Every fourth step has a line with loss and tokens/s, and there are no control characters."""
     out = straight.finished.out
     lines = [line for line in out.splitlines() if "tokens/s" in line]
     assert len(lines) == 5
@@ -64,7 +60,6 @@ def test_plain_lines_where_nobody_watches(straight: Run) -> None:
 
 
 def test_a_finished_run_is_left_as_it_is(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """The same command once more says that there is nothing to do; state and figures stay."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     before = contents(run / "checkpoints")
     assert "20 steps" in commands.train(run).out

@@ -20,7 +20,6 @@ INTERLEAVED = ("--mesh.pipe", 4, "--pipeline.schedule", "interleaved", "--pipeli
 
 
 def test_one_row_a_stage(capsys) -> None:
-    """The table as text, with ticks, bubble and chunks in flight beside what is published."""
     lines = schedule(capsys, *INTERLEAVED).splitlines()
     stages = [line for line in lines if line.startswith("stage")]
     assert len(stages) == 4 and all(line.count("|") == 26 for line in stages)
@@ -109,7 +108,6 @@ PASSES = ["forward", "backward", "input gradient", "weight gradient"]
     [("png", (), []), ("SVG", (), PASSES[:2]), ("svg", DEFERRED, [PASSES[0], *PASSES[2:]])],
 )
 def test_plot(capsys, tmp_path: Path, suffix: str, flags: tuple, words: list[str]) -> None:
-    """The timeline as a picture, with two passes in the legend, or three; nothing else is left behind."""
     file = tmp_path / f"timeline.{suffix}"
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         assert str(file) in schedule(capsys, "--mesh.pipe", 3, "--microbatches", 4, "--plot", file, *flags)

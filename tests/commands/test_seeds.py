@@ -49,8 +49,7 @@ def test_finished_seeds_are_not_trained_again(
 
 @pytest.mark.full
 def test_seeds_stopped_in_the_middle(tuning: Finetuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three seeds, of which SIGTERM stops the second: the same command goes on with it, and leaves the first alone;
-    each ends as a run with that seed by itself."""
+    """SIGTERM stops the second: the same command goes on with it, and leaves the first alone."""
     folder, flags = tmp_path / "seeds", ("--seeds", 3)
     tuning.finish_seeds(folder, {0: 33.0})
     stop_after(monkeypatch, 4)

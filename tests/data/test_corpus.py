@@ -50,7 +50,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_text_is_tokenized_with_a_trained_tokenizer(source, tmp_path):
-    """The same in every run."""
     corpus = make_corpus(source, "", 400, tmp_path / "run")
     assert texts_of(corpus) == TEXTS
     assert corpus.tokenizer is not None and corpus.tokenizer.size <= 400

@@ -83,7 +83,6 @@ def test_round_trip_of_sentences(tmp_path_factory, documents, vocab_size):
 
 @pytest.mark.parametrize("code", FORMATS)
 def test_files_of_megatron_load(tmp_path, code):
-    """Documents of several sequences, of none at the start, in the middle and at the end, and empty sequences."""
     sequences = [[1, 2, 3], [4], [], [5, 6], [7]]
     write_by_description(tmp_path / "m", sequences, [0, 0, 2, 4, 4, 5, 5], code=code)
     dataset = IndexedDataset(tmp_path / "m")

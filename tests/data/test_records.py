@@ -120,7 +120,6 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_document_that_is_too_long(tmp_path, monkeypatch, folder):
-    """A file of a folder, and one document of a file."""
     monkeypatch.setattr("megajax.host.reading.LINE_BYTES", 1 << 20)
     (tmp_path / "a.txt").write_text("short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short")
     with pytest.raises(UserError, match=r"a\.txt: more than .* MiB as one text"):

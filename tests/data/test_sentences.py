@@ -80,7 +80,6 @@ def test_documents_of_sentences():
 
 
 def test_wikitext(test_data):
-    """Sentences of a real text end as sentences do."""
     text = (test_data / "wikitext-103" / "wiki.test.tokens").read_text()
     sentences = [sentence for sentence in split_sentences(text) if not sentence.startswith("=")]
     ended = sum(bool(re.search(r"[.!?:;…][\"'”’)\] ]*$", sentence)) for sentence in sentences)

@@ -12,7 +12,6 @@ from megajax.evaluation.scoring import Continuation
 
 
 def test_the_real_passages(test_data):
-    """5,153 passages; 1,140 last words of several subwords; the ids are those of the passage as a whole."""
     tokenizer = load_tokenizer(test_data / "gpt2-bpe")
     file = test_data / "lambada" / "lambada_test.jsonl"
     passages = read_lambada(str(file), tokenizer)

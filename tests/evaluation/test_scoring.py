@@ -49,7 +49,6 @@ def one_window_per_token(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_overlap_of_one_is_one_window_per_token():
-    """600 tokens: the mean loss to 1e-6, every token's loss and hit."""
     ids = np.random.default_rng(1).integers(0, VOCABULARY, 600, np.int32)
     program, params = model()
     samples = windows(ids, overlap=1)

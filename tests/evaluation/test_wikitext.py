@@ -45,7 +45,6 @@ def test_every_rule(spaced, plain):
 
 
 def test_the_paper_s_counts(test_data):
-    """245,566 words, and 270,329 subwords that are predicted from those before them; windows by hand."""
     tokenizer = load_tokenizer(test_data / "gpt2-bpe")
     words, text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
     samples = EvaluationSamples(text, sequence_length=1024, overlap=32)

@@ -115,7 +115,6 @@ def _alone(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Fuzz readers and print a table."""
     from readers import READERS
 
     parser = argparse.ArgumentParser(description="Let every reader read mutated files.")

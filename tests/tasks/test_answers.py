@@ -144,7 +144,6 @@ def test_no_span_is_valid():
 
 @pytest.mark.parametrize("models", [1, 2, 3, 5])
 def test_an_ensemble_of_one_model_with_itself(test_data, models):
-    """Answers, their differences too, are what the model alone says, to the last bit."""
     windows = real_windows(test_data, SQUAD2, slice(0, 250))
     start, end = peaked(windows, 1), peaked(windows, 2)
     start[0] *= 300  # probabilities of 0
