@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config, DistributedConfig, to_toml
+from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host.ending import Exit
@@ -49,8 +49,9 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
     def begin() -> list[int]:
         with claimed(run_dir, config, lock):
+            began_with = checked_decay(config, run_dir)
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            return [stored_decay(run_dir)]
+            return [began_with]
 
     try:
         with watched(display.phase):
@@ -105,6 +106,17 @@ def check_given(config: Config) -> None:
         check_installed(config.track)
     if not config.pretrains and not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+
+
+def checked_decay(config: Config, run_dir: Path) -> int:
+    """The `optimizer.decay_steps` that a run began with, 0 of a new one. Cooldown and `--profile` must be within the
+    run's steps, as far as these are known without its data (`train.epochs`)."""
+    began_with, steps = stored_decay(run_dir), config.train.steps
+    if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
+        raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to that")
+    if not config.train.epochs:
+        in_steps(config, None, began_with)
+    return began_with
 
 
 def make_data(config: Config, folder: Path, *, is_new: bool) -> None:

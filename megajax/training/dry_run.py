@@ -20,11 +20,11 @@ from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.plan.compiled import traced_step
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
-from megajax.runs.directory import check_claim, has_checkpoints, stored_decay
+from megajax.runs.directory import check_claim, has_checkpoints
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.launch import start
-from megajax.training.begin import check_given, checked_program, in_steps, make_data, open_data
+from megajax.training.begin import check_given, checked_decay, checked_program, in_steps, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.seeds import seed_runs
@@ -70,6 +70,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     """The configuration in steps, for the data that a run would have; adds the lines that it would print."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
+    began_with = checked_decay(config, run_dir)
     _check_apart(config, run_dir)
     there, is_new = run_dir / "data", not has_checkpoints(run_dir)
     made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
@@ -80,7 +81,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     make_data(config, there, is_new=is_new)
     data = open_data(config, there)
     data.train[0]
-    config = in_steps(config, data.train, stored_decay(run_dir))
+    config = in_steps(config, data.train, began_with)
     lines.append(describe(Program(config, program.mesh), data))
     return config
 

@@ -14,9 +14,8 @@ import jax
 
 from megajax.config import Config, profiled_steps
 from megajax.data.files import free_name, scratch
-from megajax.errors import UserError
 from megajax.host.paths import identity
-from megajax.host.processes import is_first_process
+from megajax.host.processes import is_first_process, say
 
 PARTS = {  # scopes of the program and what they are called; of several in a name the last one counts
     "embedding": "embedding",
@@ -45,11 +44,14 @@ class StepTrace:
         self._stack = contextlib.ExitStack()
         self._place: Path | None = None  # while it is traced
         steps = config.train.steps
-        self.first, self.last = profiled_steps(config.profile, finished, steps) if config.profile else (0, 0)
-        if config.profile and finished < steps and not finished < self.first <= self.last <= steps:
-            raise UserError(
-                f"--profile {config.profile}: this start takes the steps {finished + 1} to {steps}; valid: some of them"
-            )
+        self.first = self.last = 0
+        if not config.profile or finished >= steps:
+            return
+        first, last = profiled_steps(config.profile, finished, steps)
+        if finished < first and last <= steps:
+            self.first, self.last = first, last
+        else:
+            say(f"--profile {config.profile}: nothing is traced, this start takes the steps {finished + 1} to {steps}")
 
     @property
     def _is_there(self) -> bool:

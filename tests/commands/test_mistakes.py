@@ -62,6 +62,14 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{TRAIN} {LOADED} --model.vocab-size 270", r"--model\.vocab-size 270", "300"),
     (f"{TRAIN} --model.vocab-size 256", r"--model\.vocab-size 256", "257"),
     *((f"{TRAIN} --profile {steps}", f"^error: --profile {steps}; valid: FIRST:LAST") for steps in ("3:2", "101", "x")),
+    # Said before the data is read.
+    *(
+        (f"{TRAIN} --data.path ODD/empty.txt --optimizer.decay-steps 0 {flags}", words)
+        for flags, words in (
+            ("--profile 19:21", "^error: --profile 19:21: training ends after step 20; valid: "),
+            ("--optimizer.schedule wsd --optimizer.cooldown-steps 16", "cooldown-steps 16 .* 20 after 5 .*: 1 to 15$"),
+        )
+    ),
     # A corpus that is missing, unreadable, empty, of the wrong encoding or form, or shorter than a sequence.
     (f"{TRAIN} --data.path=", r"--data\.path", "folder|file"),
     *(
@@ -96,10 +104,6 @@ TRAINING: list[tuple[str, ...]] = [
     (
         f"{AGAIN} --train.ramp-start 4 --train.ramp-increment 4 --train.ramp-samples 12",
         "--run-dir TRAINED .*ramp_start 0, not 4; valid",
-    ),
-    (
-        f"{AGAIN} --train.steps 30 --profile 9:12",
-        "^error: --profile 9:12: this start takes the steps 21 to 30; valid: some of them$",
     ),
     (f"{AGAIN} --resume never", "--resume never", "not empty", "valid"),
     (f"{AGAIN} --mesh.data 2", r"--mesh\.data 2", "devices"),

@@ -15,7 +15,8 @@ from megajax.training import pipeline_timing
 
 
 def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """In the run directory, with the program's scopes; the losses are those of a run without it."""
+    """In the run directory, with the program's scopes; the losses are those of a run without it. A start after these
+    steps goes on without a trace."""
     done = commands.train(tmp_path, "--train.steps", 5, "--profile", "3:4")
     (session,) = (tmp_path / "profile" / "plugins" / "profile").iterdir()
     lines = done.out.splitlines()
@@ -34,6 +35,9 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     assert curve(tmp_path) == curve(straight.folder)[:5]
     assert not list(tmp_path.glob("profile.partial*"))
     assert 'profile = ""' in (tmp_path / "config.toml").read_text(), "a start's, not the run's"
+    passed = commands.train(tmp_path, "--train.steps", 6, "--profile", "3:4").out
+    assert "--profile 3:4: nothing is traced, this start takes the steps 6 to 6\n" in passed
+    assert [*(tmp_path / "profile" / "plugins" / "profile").iterdir()] == [session]
 
 
 @pytest.mark.parametrize(
