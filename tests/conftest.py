@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,14 @@ def _resident() -> int:
     """Bytes of this process; 0 where nobody says it."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Who opens a named pipe to read would wait for ever."""
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS = [f"The {n}th text of {n * n} words — naïve, größer; def f_{n % 7}(x):\n    return x + {n}\n" for n in range(60)]
+TURNS = [
+    {"role": "user", "content": "Which day?"},
+    {"role": "assistant", "content": "Monday.", "name": None},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Tuesday — größer."},
+]
 
 CHATML = (
     "{% for message in messages %}"

@@ -1,6 +1,7 @@
 """Runs that several tests look at, each made once per session."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def half(commands: Commands, shared_folder: Path) -> Run:
     """The first 10 of the 20 steps."""
     folder = shared_folder / "half"
     return Run(folder, made_once(folder, lambda: commands.train(folder, "--train.steps", 10)))
+
+
+@pytest.fixture
+def begun(half: Run, tmp_path: Path) -> Path:
+    """A copy of `half` to go on with."""
+    return shutil.copytree(half.folder, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Small files of every task, made up: words that follow no sense, in the formats of GLUE, SQuAD and RACE."""
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -80,15 +81,11 @@ def write_race(file: Path, count: int, seed: int, first: int = 0) -> Path:
     return _written(file, "\n".join(lines) + "\n")
 
 
-def _squad2(file: Path, count: int, seed: int, first: int = 0) -> Path:
-    return write_squad(file, count, seed, first, impossible=True)
-
-
 WRITERS: dict[str, Callable[..., Path]] = {
     "mnli": write_mnli,
     "qqp": write_qqp,
     "squad1": write_squad,
-    "squad2": _squad2,
+    "squad2": functools.partial(write_squad, impossible=True),
     "race": write_race,
 }
 """(file, how many records, seed, number of the first) -> the file."""

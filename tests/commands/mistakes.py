@@ -24,6 +24,12 @@ def one_line(done: Finished) -> str:
     return lines[0]
 
 
+def failure(done: Finished) -> str:
+    """The last line of a command that failed, with exit code 1."""
+    assert done.code == 1, (done.code, done.out, done.err)
+    return done.err.splitlines()[-1]
+
+
 def assert_says(line: str, *words: str) -> None:
     """Every word, `A|B` being either of two, is in the line."""
     for word in words:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mistakes import assert_says, mistake, train_mistake
+from mistakes import assert_says, failure, mistake, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, contents, curve, training, validation
 from saved_tokenizers import write_pair
@@ -47,18 +47,14 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     for step, how in ((20, lambda data: data[: len(data) // 2]), (15, None), (10, flipped)):
         damage(checkpoints / str(step), how)
     before = contents(checkpoints)
-    done = commands.run("train.py", commands.preset, "--run-dir", run)
-    assert done.code == 1, (done.out, done.err)
-    last = done.err.splitlines()[-1]
+    last = failure(commands.run("train.py", commands.preset, "--run-dir", run))
     assert "no checkpoint" in last and str(checkpoints) in last
     forget_abandoned()  # reads of Orbax, which this process would else hear of at any time
     assert contents(checkpoints) == before
     for file in (checkpoints / "20" / "state").rglob("*"):  # where the weights lie in there is Orbax's choice
         if file.is_file() and file.stat().st_size > 2**12:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    done = commands.run_process("eval.py", "perplexity", "--checkpoint", run)
-    assert done.code == 1, (done.out, done.err)
-    last = done.err.splitlines()[-1]
+    last = failure(commands.run_process("eval.py", "perplexity", "--checkpoint", run))
     assert str(checkpoints / "20") in last and "--step" in last
 
     shutil.rmtree(checkpoints / "10")
@@ -74,11 +70,8 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     assert_same_checkpoint(run, straight.folder, 20)
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_end_training(
-    commands: Commands, half: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_end_it(commands: Commands, begun: Path, monkeypatch) -> None:
     """It is one line. Only if the last state of the run is lost, the exit code says so."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
     plain, faults = Write._write_part, {11}
 
     def failing(write: Write) -> None:
@@ -87,61 +80,55 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_training(
         plain(write)
 
     monkeypatch.setattr(Write, "_write_part", failing)
-    done = commands.train(run, "--train.steps", 12, "--checkpoint.every", 1)
+    done = commands.train(begun, "--train.steps", 12, "--checkpoint.every", 1)
     lines = [line for line in done.out.splitlines() if "could not be written" in line]
     assert lines == [
         "the checkpoint of step 11 could not be written: no space left on device; training goes on (1 of 3 in a row)"
     ]
-    assert done.err == "" and checkpoint_steps(run) == [5, 10, 12]
+    assert done.err == "" and checkpoint_steps(begun) == [5, 10, 12]
     faults.add(13)
-    line = ("train.py", commands.preset, "--run-dir", run, "--train.steps", 13, "--checkpoint.every", 1)
+    line = ("train.py", commands.preset, "--run-dir", begun, "--train.steps", 13, "--checkpoint.every", 1)
     done = commands.run(*line)
     assert done.code == 1 and len(done.err.splitlines()) == 1
-    assert done.err.endswith(f"no space left on device; last good checkpoint: {run / 'checkpoints' / '12'} (step 12)\n")
-    assert checkpoint_steps(run) == [5, 10, 12]
+    assert done.err.endswith(
+        f"no space left on device; last good checkpoint: {begun / 'checkpoints' / '12'} (step 12)\n"
+    )
+    assert checkpoint_steps(begun) == [5, 10, 12]
 
 
-def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, half: Run, tmp_path: Path) -> None:
+def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, begun: Path) -> None:
     """The third in a row ends it; with a sane learning rate it goes on as if nothing had been."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
-    before = contents(run / "checkpoints")
-    line = ("train.py", commands.preset, "--run-dir", run, *TOO_FAST, "--optimizer.max-skipped", 2)
+    before = contents(begun / "checkpoints")
+    line = ("train.py", commands.preset, "--run-dir", begun, *TOO_FAST, "--optimizer.max-skipped", 2)
     done = commands.run(*line)
-    assert done.code == 1, (done.out, done.err)
-    last = done.err.splitlines()[-1]
-    assert "step 14" in last and str(run / "checkpoints" / "10") in last
+    last = failure(done)
+    assert "step 14" in last and str(begun / "checkpoints" / "10") in last
     assert "Traceback" not in done.err
-    assert [line["skipped_steps"] for line in training(run)] == [0] * 11 + [1, 2, 3]
+    assert [line["skipped_steps"] for line in training(begun)] == [0] * 11 + [1, 2, 3]
     reported = [line for line in done.out.splitlines() if line.endswith(": skipped")]
     assert [line.partition(":")[0] for line in reported] == ["step 12", "step 13"]
-    assert contents(run / "checkpoints") == before
-    commands.train(run)
-    assert curve(run) == curve(straight.folder)
-    assert_same_checkpoint(run, straight.folder, 20)
+    assert contents(begun / "checkpoints") == before
+    commands.train(begun)
+    assert curve(begun) == curve(straight.folder)
+    assert_same_checkpoint(begun, straight.folder, 20)
 
 
 @pytest.mark.parametrize("steps", [20, full(11)])
-def test_no_checkpoint_of_weights_that_give_no_finite_loss(
-    commands: Commands, half: Run, steps: int, tmp_path: Path
-) -> None:
+def test_no_checkpoint_of_weights_that_give_no_finite_loss(commands: Commands, begun: Path, steps: int) -> None:
     """The update of step 11 ruins the weights, and its own loss does not show it yet."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
-    good = contents(run / "checkpoints" / "10")
+    good = contents(begun / "checkpoints" / "10")
     flags = ("--checkpoint.every", 1, "--checkpoint.keep", 1, "--train.steps", steps)
-    done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST, *flags)
-    assert contents(run / "checkpoints" / "10") == good
-    assert done.code == 1, (done.out, done.err)
-    last = done.err.splitlines()[-1]
-    assert re.search(r"step 1[12]\b", last) and str(run / "checkpoints" / "10") in last
-    assert all(math.isfinite(loss) for _, loss, _ in curve(run)[:11])
+    done = commands.run("train.py", commands.preset, "--run-dir", begun, *TOO_FAST, *flags)
+    assert contents(begun / "checkpoints" / "10") == good
+    last = failure(done)
+    assert re.search(r"step 1[12]\b", last) and str(begun / "checkpoints" / "10") in last
+    assert all(math.isfinite(loss) for _, loss, _ in curve(begun)[:11])
 
 
 @pytest.mark.full
 def test_without_any_checkpoint_yet(commands: Commands, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST)
-    assert done.code == 1, (done.out, done.err)
-    last = done.err.splitlines()[-1]
+    last = failure(commands.run("train.py", commands.preset, "--run-dir", run, *TOO_FAST))
     step, loss, _ = curve(run)[-1]
     assert loss is None and f"step {step}" in last and "none" in last
     assert checkpoint_steps(run) == []
@@ -186,20 +173,19 @@ CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("name", "change", "problem"), CHANGED, ids=[f"{name} {said}" for name, _, said in CHANGED])
 def test_changed_files_of_a_run(
-    commands: Commands, half: Run, name: str, change: Callable[[Path], object], problem: str, tmp_path: Path
+    commands: Commands, begun: Path, name: str, change: Callable[[Path], object], problem: str
 ) -> None:
     """A configuration larger than the checkpoint is no damage: the key that was changed is named."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
-    change(run / name)
-    before = contents(run / "checkpoints")
-    preset = run / name if "is 5" in problem else commands.preset
-    lines = [mistake(commands, "train.py", preset, "--run-dir", run)]
+    change(begun / name)
+    before = contents(begun / "checkpoints")
+    preset = begun / name if "is 5" in problem else commands.preset
+    lines = [mistake(commands, "train.py", preset, "--run-dir", begun)]
     if "is 5" in problem:
-        lines.append(mistake(commands, "eval.py", "perplexity", "--checkpoint", run))
+        lines.append(mistake(commands, "eval.py", "perplexity", "--checkpoint", begun))
     for line in lines:
-        assert_says(line, problem.replace("FILE", str(run / name)))
+        assert_says(line, problem.replace("FILE", str(begun / name)))
         assert "damaged" not in line
-    assert contents(run / "checkpoints") == before
+    assert contents(begun / "checkpoints") == before
 
 
 def test_a_run_without_a_checkpoint(commands: Commands, straight: Run, tmp_path: Path) -> None:

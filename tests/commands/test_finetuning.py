@@ -7,19 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from finetuning import (
-    BATCH,
-    DEV,
-    KEYS,
-    PRESET,
-    SIZE,
-    TASKS,
-    TRAIN,
-    Finetuning,
-    assert_same_figures,
-    dev_of,
-    stop_after,
-)
+from finetuning import BATCH, DEV, KEYS, PRESET, SIZE, TASKS, TRAIN, Finetuning, assert_same_figures, dev_of, stop_after
 from mistakes import one_line
 from processes import MESH_222
 from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, records, training, validation
@@ -87,9 +75,7 @@ def test_a_pipeline_changes_nothing(tuning: Finetuning, task: str, flags: tuple,
 
 
 @pytest.mark.parametrize(("task", "step"), [("mnli", 3), full("squad2", 7), full("race", 1)])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    tuning: Finetuning, task: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_goes_on_exactly(tuning: Finetuning, task: str, step: int, tmp_path: Path, monkeypatch) -> None:
     """SIGTERM, with dropout on, in the first epoch or the second: the same command ends as the undisturbed run."""
     run, whole = tmp_path / "run", tuning.run(task)
     stop_after(monkeypatch, step)

@@ -83,10 +83,8 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{MNLI} --task.doc-stride 0", r"--task\.doc-stride 0", "valid: 1 to"),
     (f"{MNLI} --mesh.data 2 --simulate-devices 2 --train.microbatch 8", r"--train\.global-batch 8"),
     (f"{MNLI} --data.train", r"--data\.train needs a value"),
-    *(
-        (f"{MNLI} --data.{kind} no.tsv", f"--data.{kind}: no.tsv does not exist; valid: a file of mnli")
-        for kind in ("train", "dev")
-    ),
+    (f"{MNLI} --data.train no.tsv", "--data.train: no.tsv does not exist; valid: a file of mnli"),
+    (f"{MNLI} --data.dev no.tsv", "--data.dev: no.tsv does not exist; valid: a file of mnli"),
     (f"train.py {PRESET} --run-dir FILES/new", r"--data\.train missing", r"valid: files of --task\.name qqp"),
     *(
         (f"{PRETRAIN} {flags}", f"{flags.split()[0]}( classes)? without a task", ANY_TASK)

@@ -20,11 +20,6 @@ from megajax.settings.presets import load_preset
 from megajax.training import loop
 
 
-@pytest.fixture
-def pretrained(tuning: Finetuning) -> Path:
-    return tuning.pretrained()
-
-
 @pytest.mark.full
 def test_from_pretraining_to_a_task(tuning: Finetuning, tmp_path: Path) -> None:
     """By the commands alone; the pretrained run on a mesh of its own has no figures of a task."""
@@ -53,11 +48,9 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("task", "precision"), [("mnli", "fp32"), full("squad2", "bf16"), full("race", "fp32")])
-def test_only_the_weights_are_taken(
-    tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, precision: str
-) -> None:
+def test_only_the_weights_are_taken(tuning: Finetuning, tmp_path: Path, monkeypatch, task: str, precision: str) -> None:
     """The first positions are the other run's, the head is fresh; the optimizer begins anew."""
-    found = first_states(monkeypatch)
+    pretrained, found = tuning.pretrained(), first_states(monkeypatch)
     done = tuning.train(task, tmp_path / "run", "--init", pretrained, "--precision", precision, "--train.steps", 3)
     (state,) = found
     theirs = checkpoint_arrays(pretrained, STEPS)
@@ -86,11 +79,9 @@ def test_only_the_weights_are_taken(
     ).read_bytes()
 
 
-def test_the_run_of_init_may_be_gone_when_it_goes_on(
-    tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_of_init_may_be_gone_when_it_goes_on(tuning: Finetuning, tmp_path: Path, monkeypatch) -> None:
     """To the same end, by a command that does not name it; the run's config.toml still does."""
-    source = shutil.copytree(pretrained, tmp_path / "source")
+    source = shutil.copytree(tuning.pretrained(), tmp_path / "source")
     run, whole, flags = tmp_path / "run", tmp_path / "whole", ("--init", source)
     tuning.train("mnli", whole, *flags, "--train.steps", 4)
     stop_after(monkeypatch, 1)
@@ -103,7 +94,7 @@ def test_the_run_of_init_may_be_gone_when_it_goes_on(
 
 
 @pytest.mark.full
-def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path, pretrained: Path) -> None:
+def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path) -> None:
     source, layers = tmp_path / "source", ("--model.num-layers", 2, "--train.steps", 2)
     tuning.train("mnli", source, *layers, *MESH_222, "--train.microbatch", 1, "--optimizer.zero", 3)
     for name, mesh in (("one", ()), ("eight", (*MESH_222, "--train.microbatch", 1, "--pipeline.vocabulary", "split"))):
@@ -123,11 +114,11 @@ def test_the_head_of_another_task_is_not_taken(tuning: Finetuning, tmp_path: Pat
 
 
 @pytest.mark.parametrize("first", ["fresh", full("another run")])
-def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
-    tuning: Finetuning, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+def test_a_start_without_a_step_leaves_no_tokenizer(
+    tuning: Finetuning, tmp_path: Path, monkeypatch, first: str
 ) -> None:
     """Stopped before its first checkpoint, a run can begin with other weights, and then with their tokenizer."""
-    run = tmp_path / "run"
+    run, pretrained = tmp_path / "run", tuning.pretrained()
     flags = ("--init", tuning.run("mnli")) if first == "another run" else ()
 
     def stop(*_: object) -> None:
@@ -137,12 +128,12 @@ def test_a_start_that_trained_nothing_leaves_no_tokenizer_behind(
         patched.setattr(loop, "train_step", stop)
         assert tuning.start("mnli", run, *flags).code == 130
     assert not complete(run / "checkpoints")
-    length = ("--model.sequence-length", 48)
-    done = tuning.start("mnli", run, "--init", pretrained, *length, "--train.steps", 1)
+    done = tuning.start("mnli", run, "--init", pretrained, "--model.sequence-length", 48, "--train.steps", 1)
     vocabularies = [(folder / "data/tokenizer/tokenizer.json").read_bytes() for folder in (run, pretrained)]
     assert done.code == 2 or vocabularies[0] == vocabularies[1]
 
 
-def test_the_tokenizer_of_the_weights_beside_init(tuning: Finetuning, pretrained: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_weights_beside_init(tuning: Finetuning, tmp_path: Path) -> None:
+    pretrained = tuning.pretrained()
     tokenizer = ("--tokenizer.path", pretrained / "data" / "tokenizer")
     tuning.train("mnli", tmp_path / "run", "--init", pretrained, *tokenizer, "--train.steps", 1)

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,37 +13,29 @@ from results import assert_close_losses, assert_same_checkpoint, checkpoint_step
 UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 
 
-def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(
-    commands: Commands, straight: Run, half: Run, tmp_path: Path
-) -> None:
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, straight: Run, begun: Path) -> None:
     """The run's own config.toml is the preset."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
-    assert curve(run) == curve(straight.folder)[:10]
-    done = commands.train(run, "--train.steps", 20, preset=run / "config.toml")
+    assert curve(begun) == curve(straight.folder)[:10]
+    done = commands.train(begun, "--train.steps", 20, preset=begun / "config.toml")
     assert "step 10" in done.out, "it says where it goes on"
-    assert curve(run) == curve(straight.folder)
-    assert validation(run) == validation(straight.folder)
-    assert checkpoint_steps(run) == checkpoint_steps(straight.folder) == [10, 15, 20]
-    assert_same_checkpoint(run, straight.folder, 20)
+    assert curve(begun) == curve(straight.folder)
+    assert validation(begun) == validation(straight.folder)
+    assert checkpoint_steps(begun) == checkpoint_steps(straight.folder) == [10, 15, 20]
+    assert_same_checkpoint(begun, straight.folder, 20)
 
 
-def test_resume_on_other_meshes_with_the_state_split_otherwise(
-    commands: Commands, straight: Run, half: Run, tmp_path: Path
-) -> None:
+def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Commands, straight: Run, begun: Path) -> None:
     """On (2, 2, 2) with ZeRO-3 and a split sequence, then on data parallelism with unrolled layers."""
-    run = shutil.copytree(half.folder, tmp_path / "run")
     split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
-    commands.train(run, *MESH_222, *split, "--resume", "must")
-    commands.train(run, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
-    assert curve(run)[:10] == curve(straight.folder)[:10]
-    assert_close_losses(curve(run), curve(straight.folder))
+    commands.train(begun, *MESH_222, *split, "--resume", "must")
+    commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
+    assert curve(begun)[:10] == curve(straight.folder)[:10]
+    assert_close_losses(curve(begun), curve(straight.folder))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("microbatch", [1, 4])
-def test_resume_from_a_mesh_of_eight_on_one_device(
-    commands: Commands, straight: Run, microbatch: int, tmp_path: Path
-) -> None:
+def test_resume_from_eight_devices_on_one(commands: Commands, straight: Run, microbatch: int, tmp_path: Path) -> None:
     """The other direction, and a change of the microbatch size by itself."""
     run = tmp_path / "run"
     commands.train(run, *MESH_222, "--train.steps", 10)

@@ -1,15 +1,13 @@
 """SIGTERM and SIGINT while a run trains: a checkpoint at once, exit code 128 + signal, and the same command goes on."""
 
 import json
-import os
 import re
-import signal
-import threading
 import time
 from pathlib import Path
 
 import jax
 import pytest
+from finetuning import stop_after
 from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
@@ -18,29 +16,12 @@ from megajax.runs.lock import RunLock
 from megajax.training import watchdog
 
 
-def after_lines(run: Path, count: int, number: int) -> threading.Thread:
-    """A thread that sends this process a signal once metrics.jsonl has so many lines."""
-    done = threading.Event()
-
-    def send() -> None:
-        metrics = run / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
-            if done.wait(0.002):
-                return
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    return thread
-
-
-def test_a_stopped_run_goes_on_by_the_same_command(commands: Commands, straight: Run, tmp_path: Path) -> None:
+def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
     """Between two checkpoints; bit for bit what it would have been, each step recorded once."""
     run = tmp_path / "run"
     line = ("train.py", commands.preset, "--run-dir", run, "--train.log-every", 1, "--checkpoint.every", 20)
-    sender = after_lines(run, 3, signal.SIGTERM)
+    stop_after(monkeypatch, 3)
     done = commands.run(*line)
-    sender.join()
     assert done.code == 143, (done.out, done.err)
     step = curve(run)[-1][0]
     last = done.err.splitlines()[-1]

@@ -3,18 +3,12 @@
 from datetime import datetime
 
 import pytest
-from saved_tokenizers import CHATML, LLAMA3, MARKED, MISTRAL
+from saved_tokenizers import CHATML, LLAMA3, MARKED, MISTRAL, TURNS
 
 from megajax.data.chat import ChatTemplate
 from megajax.errors import UserError
 
 ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
-MESSAGES = [
-    {"role": "user", "content": "Which day?"},
-    {"role": "assistant", "content": "Monday.", "name": None},
-    {"role": "user", "content": "And then?"},
-    {"role": "assistant", "content": "Tuesday — größer."},
-]
 
 
 def template(source: str, **more) -> ChatTemplate:
@@ -22,13 +16,11 @@ def template(source: str, **more) -> ChatTemplate:
 
 
 def test_texts():
-    assert (
-        template(MISTRAL).render(MESSAGES[:3], "x") == "<s>[INST] Which day? [/INST]Monday.</s>[INST] And then? [/INST]"
-    )
+    assert template(MISTRAL).render(TURNS[:3], "x") == "<s>[INST] Which day? [/INST]Monday.</s>[INST] And then? [/INST]"
     assert template(CHATML).render(
-        [{"role": "system", "content": "S"}, *MESSAGES[:1]], "x", add_generation_prompt=True
+        [{"role": "system", "content": "S"}, *TURNS[:1]], "x", add_generation_prompt=True
     ) == ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nWhich day?<|im_end|>\n<|im_start|>assistant\n")
-    assert template(LLAMA3).render(MESSAGES[:1], "x", add_generation_prompt=True) == (
+    assert template(LLAMA3).render(TURNS[:1], "x", add_generation_prompt=True) == (
         "<s><|start_header_id|>user<|end_header_id|>\n\nWhich day?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
@@ -36,13 +28,13 @@ def test_texts():
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
 def test_what_the_assistant_writes(source):
-    found = template(source).conversation(MESSAGES, "x", ENDS)
+    found = template(source).conversation(TURNS, "x", ENDS)
     parts = [found.text[start:stop] for start, stop in found.spans]
     assert [next(part.removesuffix(end) for end in ENDS if part.endswith(end)) for part in parts] == [
         "Monday.",
         "Tuesday — größer.",
     ]
-    assert template(CHATML).conversation(MESSAGES[:1], "x").spans == []
+    assert template(CHATML).conversation(TURNS[:1], "x").spans == []
 
 
 def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
@@ -54,7 +46,7 @@ def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
         (rewriting, r"^f:7: a.jinja writes what is before message 2 in another way .*; valid: a te"),
     ):
         with pytest.raises(UserError, match=problem):
-            template(source).conversation(MESSAGES, "f:7")
+            template(source).conversation(TURNS, "f:7")
 
 
 def test_what_transformers_gives_to_templates():
@@ -85,6 +77,6 @@ def test_what_transformers_gives_to_templates():
 )
 def test_refused_templates(source, message):
     with pytest.raises(UserError) as refusal:
-        template(source).render(MESSAGES, "f.jsonl:7")
+        template(source).render(TURNS, "f.jsonl:7")
     text = str(refusal.value)
     assert message in text and "; valid: " in text and len(text.splitlines()) == 1 and "a.jinja" in text

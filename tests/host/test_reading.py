@@ -3,10 +3,8 @@
 import gzip
 import io
 import os
-import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,7 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import check_path, check_place
 
-
-@pytest.fixture(autouse=True)
-def no_waiting() -> Iterator[None]:
-    """Who opens a named pipe to read would wait for ever."""
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 DEEP = 64

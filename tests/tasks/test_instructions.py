@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from real_records import read
-from saved_tokenizers import LLAMA3, TEXTS, write_saved
+from saved_tokenizers import LLAMA3, TEXTS, TURNS, write_saved
 
 from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
@@ -18,12 +18,6 @@ from megajax.tasks.instructions import InstructionRows, encoded, packed
 from megajax.tasks.records import Instruction
 
 GPT2 = train_tokenizer(TEXTS, 300)
-TURNS = [
-    {"role": "user", "content": "Which day?"},
-    {"role": "assistant", "content": "Monday."},
-    {"role": "user", "content": "And then?"},
-    {"role": "assistant", "content": "Tuesday — größer."},
-]
 
 
 @pytest.fixture(scope="module")

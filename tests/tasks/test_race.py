@@ -33,15 +33,17 @@ def test_a_passage_with_its_questions(tmp_path: Path) -> None:
 
 
 def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in (
-        "middle/10.txt",
-        "middle/9.json",
-        "middle/9a.txt",
-        "middle/09.json",
+    names = [
+        "high/1.txt.gz",
         "high/deep/2.jsonl",
         "high/middle/3.txt",
+        "middle/09.json",
+        "middle/9.json",
+        "middle/9a.txt",
+        "middle/10.txt",
         "x.txt",
-    ):
+    ]
+    for name in reversed(names[1:]):
         write(tmp_path / "r" / name)
     for name in ("r/.hidden/1.txt", "r/._1.txt", "r/readme.md"):
         write(tmp_path / name, article="")
@@ -51,16 +53,7 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
         (tmp_path / "r" / link).symlink_to(tmp_path / "deep")
     (tmp_path / "deep" / "back").symlink_to(tmp_path / "r")
     exams = read("race", tmp_path / "r").entries[::3]
-    names = [
-        "high/1.txt.gz",
-        "high/deep/2.jsonl",
-        "high/middle/3.txt",
-        "middle/09.json",
-        "middle/9.json",
-        "middle/9a.txt",
-        "middle/10.txt",
-    ]
-    assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in [*names, "x.txt"]]
+    assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in names]
     assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 5 + [""]
     (tmp_path / "deep" / "lost").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"^--data\.dev: cannot read .*/high/deep/lost: it is a link to nowhere: "):
