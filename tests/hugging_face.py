@@ -25,21 +25,14 @@ CLASSES = {
 DECODERS = ("llama", "qwen2", "qwen3", "mistral")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
 TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
-_DECODER = {  # six heads of queries, two of keys and values
-    "vocab_size": 101,
-    "max_position_embeddings": 24,
-    "hidden_size": 24,
+_SIZES = {"vocab_size": 101, "max_position_embeddings": 24, "hidden_size": 24, "num_hidden_layers": 2}
+_DECODER = _SIZES | {
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
+    "num_attention_heads": 6,  # of queries
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-_BERT = {
-    "vocab_size": 101,
-    "max_position_embeddings": 24,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
+_BERT = _SIZES | {
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "hidden_dropout_prob": 0.0,
@@ -52,6 +45,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }
+# Settings that several tests change.
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# A small model of ours, and the words of Llama's.
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
+ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config, tiny_program
 
@@ -152,20 +151,3 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
 )
 def test_the_dim_that_zero_shards(data, spec, shape, expected):
     assert zero_spec(spec, shape, make_mesh(data=data, pipe=4 // data, tensor=2).shape) == expected
-
-
-def test_a_device_holds_its_share_only():
-    """On (2, 2, 2) the specs cut the weights to half their heads, width, vocabulary and layers."""
-    layout = tiny_program(tiny_config((2, 2, 2))).layout
-    shapes = by_path(jax.eval_shape(layout.init).params)
-    local = {
-        name: NamedSharding(layout.mesh, spec).shard_shape(shapes[name].shape)
-        for name, spec in by_path(layout.specs.params).items()
-    }
-    assert local["shared/table"] == (128 // 2, 24)
-    assert local["shared/positions"] == (16, 24)
-    assert local["blocks/attention/query/weight"] == (1, 1, 2, 24, 8 // 2, 3)
-    assert local["blocks/attention/output/weight"] == (1, 1, 2, 8 // 2, 3, 24)
-    assert local["blocks/mlp/up/weight"] == (1, 1, 2, 24, 96 // 2)
-    assert local["blocks/mlp/down/weight"] == (1, 1, 2, 96 // 2, 24)
-    assert local["blocks/mlp/down/bias"] == (1, 1, 2, 24)

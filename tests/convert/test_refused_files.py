@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face import random_tensors, refusal, write_model
+from hugging_face import ROTARY, SMALL, random_tensors, refusal, write_model
 from tiny import full, tiny_config
 
 from megajax.cli import main
@@ -130,20 +130,16 @@ def test_numbers_that_the_dtype_has_not(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "run"]
 
 
-_SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
-_ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (
-            _ROTARY | {"activation": "gelu"},
+            ROTARY | {"activation": "gelu"},
             "--model.activation gelu; valid: --model.activation swiglu .LlamaForCausalLM.",
         ),
         ({"sliding_window": 4}, "--model.sliding-window 4; valid: --model.sliding-window 0 .GPT2LMHeadModel."),
         (
-            _ROTARY | {"query_key_norm": True, "bias": "query-key-value"},
+            ROTARY | {"query_key_norm": True, "bias": "query-key-value"},
             "--model.query-key-norm and --model.bias query-key-value; valid: "
             "--no-model.query-key-norm .Qwen2ForCausalLM. or --model.bias none .Qwen3ForCausalLM.",
         ),
@@ -153,7 +149,7 @@ _ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bi
 def test_a_model_of_no_class(options: dict[str, Any], words: str, monkeypatch, tmp_path: Path) -> None:
     """Refused before anything is read, with what the nearest classes would take."""
     monkeypatch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
-    (tmp_path / "config.toml").write_text(to_toml(tiny_config(**_SMALL | options)))
+    (tmp_path / "config.toml").write_text(to_toml(tiny_config(**SMALL | options)))
     with pytest.raises(UserError, match=words):
         export_config(tmp_path)
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hugging_face import refusal, write_model
+from hugging_face import LLAMA3, refusal, write_model
 
-LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 

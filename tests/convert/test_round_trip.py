@@ -10,7 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from canonical_weights import exported, from_tensors, weights_of
-from hugging_face import DECODERS, ORDERS, SETTINGS, assert_same, class_of, random_tensors, tensors_in, write_model
+from hugging_face import (
+    BIASES,
+    DECODERS,
+    ORDERS,
+    SETTINGS,
+    TIED,
+    assert_same,
+    class_of,
+    random_tensors,
+    tensors_in,
+    write_model,
+)
 from safetensors.numpy import load_file, save_file
 from tiny import full, tiny_config, tiny_program
 
@@ -22,8 +33,6 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.settings.presets import load_preset, resolve
 from megajax.tasks.registry import TASKS, TaskConfig
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
-TIED = {"tie_word_embeddings": True}
 IDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
 NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

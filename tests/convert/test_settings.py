@@ -10,7 +10,21 @@ import jax
 import numpy as np
 import pytest
 from canonical_weights import back_to_tensors, from_tensors, weights_of
-from hugging_face import CLASSES, DECODERS, ORDERS, assert_same, class_of, random_tensors, refusal, write_model
+from hugging_face import (
+    BIASES,
+    CLASSES,
+    DECODERS,
+    LLAMA3,
+    ORDERS,
+    ROTARY,
+    SMALL,
+    TIED,
+    assert_same,
+    class_of,
+    random_tensors,
+    refusal,
+    write_model,
+)
 from tiny import full, tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
@@ -21,9 +35,6 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.verify import named_leaves
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
-TIED = {"tie_word_embeddings": True}
-LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
 
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -91,10 +102,6 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
     assert open_source(tmp_path, {"model.dropout": 0.3}).config.model.dropout == 0.3
 
 
-_SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
-_ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -110,8 +117,8 @@ _ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bi
 )
 def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
     """By its options, unless it came from another that can hold it."""
-    rotary = {} if expected.startswith("GPT") else _ROTARY
-    model = ModelConfig(**_SMALL | rotary | options)
+    rotary = {} if expected.startswith("GPT") else ROTARY
+    model = ModelConfig(**SMALL | rotary | options)
     assert exchange_for(model, "", "RUN x").architecture(model) == expected
     if expected == "LlamaForCausalLM":
         came_from = "LlamaForCausalLM" if model.bias == "all" else "MistralForCausalLM"

@@ -26,13 +26,8 @@ echo $$ >pid
 for _ in {1..200}; do sleep 0.05; done
 exit 9
 """,
-    "scancel": """
-echo "$@" >cancelled
-kill -TERM "$(<pid)"
-""",
-    "scontrol": """
-echo "$@" >requeued
-""",
+    "scancel": 'echo "$@" >cancelled; kill -TERM "$(<pid)"',
+    "scontrol": 'echo "$@" >requeued',
 }
 
 
