@@ -91,7 +91,6 @@ def equations(jaxpr, times: int = 1, loop: int | None = None) -> Iterator[tuple]
 
 
 def product_flops(product) -> int:
-    """Of a matrix product."""
     (contracted, _), _ = product.params["dimension_numbers"]
     shape = product.invars[0].aval.shape
     return 2 * product.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)

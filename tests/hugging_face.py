@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tiny import user_error
 
 from megajax.convert.importing import open_source
-from megajax.errors import UserError
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
@@ -169,10 +168,7 @@ def write_model(
 
 def refusal(folder: Path, **overrides: Any) -> str:
     """The one line that an import of the folder ends with."""
-    with pytest.raises(UserError) as error:
-        open_source(folder, overrides)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return user_error(open_source, folder, overrides)
 
 
 def tensors_in(folder: Path) -> dict[str, np.ndarray]:

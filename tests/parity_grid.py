@@ -215,7 +215,6 @@ def config_of(row: tuple, **others: Any) -> Config:
 
 
 def of(model: str) -> dict[str, Any]:
-    """The words of its configuration."""
     if model in DECODERS | LORAS:
         return (DECODERS | LORAS)[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])

@@ -138,7 +138,6 @@ def axes_in_conditionals(jaxpr) -> list[tuple]:
 
 
 def inner(jaxpr) -> list:
-    """Every equation, also inside others."""
     return [eqn for eqn, _, _ in equations(jaxpr)]
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import pytest
+from tiny import user_error
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -17,14 +18,6 @@ from megajax.settings.validation import validate, validate_imagined, validate_me
 def demo(**overrides: Any) -> Config:
     """The demo; `mesh__data=2` overrides `mesh.data`."""
     return resolve(load_preset("demo"), {key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def message(call: Any, *arguments: Any) -> str:
-    """The one line of the `UserError` that the call raises."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("mesh", [(d, p, t) for d in (1, 2, 4, 8) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8)])
@@ -155,15 +148,15 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
 def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
     overrides: dict[str, Any], words: str
 ) -> None:
-    assert words in message(resolve, load_preset("demo"), overrides)
+    assert words in user_error(resolve, load_preset("demo"), overrides)
 
 
 def test_the_mesh_must_have_the_size_of_the_devices() -> None:
-    found = message(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
+    found = user_error(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
     assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, there are 1" in found
     assert "--simulate-devices 8" in found
     config = resolve(load_preset("demo"), CLUSTER | {"mesh.data": 8})
-    assert "--simulate-devices 4" in message(validate, config, 2)
+    assert "--simulate-devices 4" in user_error(validate, config, 2)
     validate(config, 8)
 
 
@@ -203,7 +196,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
 )
 def test_what_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words: str) -> None:
     config = resolve(load_preset("demo"), overrides)
-    assert words in message(validate, config, config.mesh.num_devices)
+    assert words in user_error(validate, config, config.mesh.num_devices)
 
 
 @pytest.mark.parametrize(

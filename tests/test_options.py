@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from tiny import user_error
 
 from megajax.config import Config, to_toml
 from megajax.convert.exchange import Exchange
@@ -46,16 +47,12 @@ FAMILIES = {"gpt": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section."""
-
     dropout: Annotated[float, "100% of it", SHARE] = 0.0
     family: Annotated[str, "a name", OneOf(FAMILIES)] = "gpt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """A configuration."""
-
     size: Annotated[int, "a number that declares no range"] = 1
     rate: Annotated[float, "another"] = 1.0
     switch: Annotated[bool, "on or off"] = False
@@ -79,9 +76,7 @@ class Sections:
     ],
 )
 def test_a_value_that_is_not_valid_is_named_with_what_is(given: object, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check(given)
-    assert str(caught.value) == message
+    assert user_error(check, given) == message
 
 
 def test_valid_values_are_passed() -> None:

@@ -1,5 +1,6 @@
 """A model small enough to compile in seconds, with every dim different from the others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
+from megajax.errors import UserError
 from megajax.mesh import shardings
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import OptimizerConfig
@@ -25,6 +27,14 @@ QWEN3 = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
     **{"head_size": 6, "num_kv_heads": 2, "mlp_size": 40, "sliding_window": 5, "norm_epsilon": 1e-6},
 }
+
+
+def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The one line of the `UserError` that a call raises."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def full(*values: object) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hugging_face import ROTARY, SMALL, random_tensors, refusal, write_model
-from tiny import full, tiny_config
+from tiny import full, tiny_config, user_error
 
 from megajax.cli import main
 from megajax.config import to_toml
@@ -164,10 +164,7 @@ def test_what_was_kept_of_the_import_is_damaged(tmp_path: Path) -> None:
 
 def command(*arguments: object) -> str:
     """The line of `megajax convert`, which must end as a user's mistake."""
-    with pytest.raises(UserError) as error:
-        main(["convert", *map(str, arguments)])
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return user_error(main, ["convert", *map(str, arguments)])
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -196,7 +193,6 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
-    """One line, and nothing written."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     line = command("import-hf", "some-body/some-model", tmp_path / "run")

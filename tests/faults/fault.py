@@ -31,8 +31,6 @@ class Caught:
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake."""
-
     name: str  # what is wrong, in words
     where: str  # module and function in `megajax`: "parallel.collectives.g"
     right: str  # an expression that the function has exactly once, whatever its formatting

@@ -31,7 +31,6 @@ def test_every_fault_can_be_planted() -> None:
 
 
 def test_every_class_is_documented() -> None:
-    """The table of docs/verify.md."""
     documented = (ROOT / "docs" / "verify.md").read_text()
     for title, faults in CLASSES.items():
         counts = Counter(fault.caught.by for fault in faults)

@@ -57,7 +57,6 @@ def seen_in_trace(config: Config) -> str:
 
 
 def first_difference(config: Config) -> str:
-    """What `verify` says differs first."""
     return verify(config, steps=2).first
 
 

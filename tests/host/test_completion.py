@@ -37,7 +37,6 @@ print(json.dumps(found))
 
 
 def printed(folder: Path, *command: str) -> str:
-    """What a command prints in a working directory."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

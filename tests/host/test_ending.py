@@ -1,14 +1,19 @@
-"""The end of a process: codes, the one last line, signals."""
+"""The end of a process: codes, the one last line, signals; and what a process hears of process 0's end."""
 
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megajax.host.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 BEGIN = "import sys, time; from megajax.host import ending; from megajax.errors import UserError\n"
@@ -88,3 +93,48 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
     assert process.wait(60) == 128 + signal.SIGPIPE
     assert process.stderr and process.stderr.read() == ""
     process.stderr.close()
+
+
+@pytest.fixture
+def lost() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def ends(lost: threading.Event) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection through a relay."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        host, _, port = Relay(*service.getsockname(), lost.set).address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as ours, service.accept()[0] as theirs:
+            theirs.settimeout(10)
+            yield ours, theirs
+
+
+def test_what_is_sent_arrives(ends: tuple[socket.socket, socket.socket], lost: threading.Event) -> None:
+    for source, target in (ends, ends[::-1]):
+        sent = bytes(range(256)) * 1024
+        threading.Thread(target=source.sendall, args=(sent,)).start()
+        received = b""
+        while len(received) < len(sent):
+            received += target.recv(2**16)
+        assert received == sent
+    ours, theirs = ends
+    ours.close()
+    assert theirs.recv(1) == b"" and not lost.is_set()
+
+
+def test_its_end_is_told_and_not_passed_on(ends: tuple[socket.socket, socket.socket], lost: threading.Event) -> None:
+    ours, theirs = ends
+    theirs.close()
+    assert lost.wait(10)
+    ours.settimeout(0.2)
+    with pytest.raises(TimeoutError):  # silent, not closed
+        ours.recv(1)
+
+
+def test_where_nobody_listens_yet_the_connection_is_closed(lost: threading.Event) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()
+    host, _, port = Relay(*address, lost.set).address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as ours:
+        assert ours.recv(1) == b"" and not lost.is_set()

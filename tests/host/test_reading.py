@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import user_error
 
 from megajax.errors import UserError
 from megajax.host import reading
@@ -148,10 +149,8 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
 
 
 def problem(check, path: object) -> str:
-    with pytest.raises(UserError) as caught:
-        check(path, "--flag")
-    said = str(caught.value)
-    assert "\n" not in said and said.startswith("--flag ") and "; valid: " in said
+    said = user_error(check, path, "--flag")
+    assert said.startswith("--flag ") and "; valid: " in said
     return said
 
 

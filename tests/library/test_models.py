@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, user_error
 
 import megajax
 from megajax.config import Config
@@ -108,10 +108,9 @@ def test_every_array_has_a_smallest_and_a_largest_number(words: dict[str, str]) 
     batch = form.padding(2, tokens=16)
     assert batch_of(config, form, batch).keys() == batch.keys()
     for name in batch:
-        for number, side in ((-2, "below"), (max(16, config.model.vocab_size) + 1, "above")):
-            with pytest.raises(megajax.UserError, match=f"{name} with the number {number}; valid: from") as refused:
-                batch_of(config, form, batch | {name: np.full_like(batch[name], number)})
-            assert "\n" not in str(refused.value), side
+        for number in (-2, max(16, config.model.vocab_size) + 1):
+            said = user_error(batch_of, config, form, batch | {name: np.full_like(batch[name], number)})
+            assert f"{name} with the number {number}; valid: from" in said
 
 
 def test_ids_that_are_traced_are_not_compared() -> None:
@@ -165,8 +164,6 @@ def test_a_continuation_ends_where_the_tokenizer_of_its_time_says(monkeypatch: p
 
 
 class Silent:
-    """A decoder that continues nothing."""
-
     def stream(self, ids: object, **options: object) -> list[object]:
         return []
 

@@ -47,7 +47,6 @@ def make_config(mesh: tuple[int, int, int], rate: float, **options) -> Config:
 
 
 def losses(program: Program, *steps: int) -> list[float]:
-    """Losses of the same weights and batch in several steps."""
     params = drawn_params(program)
     batch = program.put_batch(random_batch(program.config, STEP), program.local_rows)
     run = loss_and_gradients(program)

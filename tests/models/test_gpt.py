@@ -91,7 +91,6 @@ def test_a_mesh_has_the_same_initial_weights(initial):
 
 
 def test_another_seed_has_other_weights(initial):
-    """Every drawn weight changes."""
     for name, leaf in named_leaves(init_wide(SEED + 1)).items():
         assert leaf.std() == 0 or (leaf == initial[name]).mean() < 0.01, name
 

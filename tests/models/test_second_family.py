@@ -24,7 +24,6 @@ MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 16, "global_batch
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """The one line of the registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
         patch.setitem(FAMILIES, "tiny", Entry("tiny_family"))

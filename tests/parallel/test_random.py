@@ -75,7 +75,6 @@ def test_coordinates_do_not_add_up(pair):
 
 @pytest.mark.parametrize("first", range(7))
 def test_coordinates_are_not_exchangeable(first):
-    """(…, i, j, …) and (…, j, i, …) have different bits."""
     order = list(range(8))
     order[first], order[first + 1] = first + 1, first
     size = min(list(SIZES.values())[first : first + 2])

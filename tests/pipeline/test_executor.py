@@ -165,7 +165,6 @@ def test_nothing_weight_sized_is_kept(
 
 
 def matrix_products(program) -> int:
-    """How often a matrix product runs in a step."""
     found = equations(gradients_jaxpr(program))
     return sum(times for eqn, times, _ in found if eqn.primitive.name == "dot_general")
 

@@ -255,7 +255,6 @@ def test_ends_of_the_last_stage_or_of_all(name, p, m, v):
 
 
 def test_evaluation_takes_the_forwards_time():
-    """m + (p-1)/v of a stage's forward."""
     for p, m, v in [(1, 3, 1), (4, 6, 1), (4, 8, 2), (4, 6, 2), (2, 5, 3)]:
         schedule = forward_only(p, m, v)
         assert wall_time(schedule, StageTimes.equal(schedule)) == pytest.approx(m + (p - 1) / v)

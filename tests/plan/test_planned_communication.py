@@ -74,7 +74,6 @@ def test_other_rows_equal_the_jaxpr(model, sequence_parallel):
 
 
 def test_a_new_schedule_has_its_own_ticks(monkeypatch):
-    """A schedule that was entered is asked for its ticks."""
 
     def slow(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
         ticks = SCHEDULES["gpipe"].ticks(num_stages, num_microbatches, num_chunks)

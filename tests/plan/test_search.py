@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, user_error
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -118,10 +118,7 @@ def test_tables_too_large_to_make_are_left_out(monkeypatch):
 
 
 def impossible(config: Config, devices: int, gpu: str = "h100") -> str:
-    with pytest.raises(UserError) as error:
-        search(config, devices, MACHINES[gpu])
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return user_error(search, config, devices, MACHINES[gpu])
 
 
 def test_nothing_fits():

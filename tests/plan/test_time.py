@@ -26,7 +26,6 @@ H100 = MACHINES["h100"]
 
 
 def large(**changes) -> Config:
-    """8.3B on 512 GPUs."""
     mesh = {"mesh.data": 8, "mesh.pipe": 8, "mesh.tensor": 8, "train.microbatch": 2}
     return resolve(load_preset("gpt2-8.3b"), mesh | {key.replace("__", "."): value for key, value in changes.items()})
 

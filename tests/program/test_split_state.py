@@ -87,7 +87,6 @@ def test_what_a_layer_keeps_of_a_split_sequence(remat, scan):
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage"])
 def test_gathered_weights_are_not_kept_for_the_backward(remat):
-    """A layer of ZeRO-3 keeps what one with whole weights keeps."""
     shapes = [
         kept(tiny_config((2, 2, 2), zero=zero, remat=remat, sequence_parallel=True, microbatch=2)) for zero in (0, 3)
     ]

@@ -52,7 +52,6 @@ def canonical_arrays(where: StateLayout, state: TrainState) -> dict[str, np.ndar
 
 
 def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Bit for bit."""
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert array.dtype == expected[name].dtype, name
@@ -61,7 +60,6 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 @pytest.fixture(scope="module")
 def small() -> StateLayout:
-    """The model on one device."""
     return layout((1, 1, 1))
 
 
@@ -118,7 +116,6 @@ def test_a_loss_scale_is_for_fp16_only() -> None:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """Every file of a checkpoint."""
     return sorted(file for file in checkpoint.rglob("*") if file.is_file())
 
 

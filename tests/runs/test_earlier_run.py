@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tiny import LLAMA, QWEN3, tiny_config
+from tiny import LLAMA, QWEN3, tiny_config, user_error
 
 from megajax.config import Config, to_toml
 from megajax.data.config import DataConfig, TokenizerConfig
@@ -92,9 +92,8 @@ def test_all_that_differs_is_named_as_a_flag(words: dict, tmp_path: Path) -> Non
     names make this the other's model."""
     words = {"vocab_multiple": 1024, "scan_layers": "auto"} | words  # as in the preset
     started = ["demo", "--init", str(make_run(tmp_path / "run", **words))]
-    with pytest.raises(UserError) as refused:
-        check_init(parse(started, "", ""))
-    flags = str(refused.value).split("; valid: ")[1].removesuffix(", or another run").split()
+    refused = user_error(check_init, parse(started, "", ""))
+    flags = refused.split("; valid: ")[1].removesuffix(", or another run").split()
     theirs = tiny_config(**words).model
     length = ["--model.sequence-length", str(theirs.sequence_length)]
     assert parse([*started, *flags, *length], "", "").model == theirs

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 
 @pytest.fixture(scope="module")
 def layout() -> StateLayout:
-    """A model of one layer on one device."""
     return tiny_program(tiny_config(num_layers=1)).layout
 
 
@@ -66,7 +65,6 @@ def fail(monkeypatch: pytest.MonkeyPatch, times: int, method: str = "finalize") 
 
 
 def entries(checkpoints: Checkpoints) -> list[str]:
-    """Names in the folder."""
     return sorted(entry.name for entry in checkpoints.folder.iterdir())
 
 
@@ -128,7 +126,6 @@ def test_who_waits_for_a_checkpoint_is_told_that_there_is_none(
 
 
 def test_no_space(checkpoints: Checkpoints, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is noticed before anything is written, or copied."""
     monkeypatch.setattr(checkpoint, "Write", None)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     checkpoints.save(2, state)

@@ -38,7 +38,6 @@ FOREIGN = {  # files of a folder that is no run, by name
 
 
 def entries(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 

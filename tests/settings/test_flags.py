@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny import user_error
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -15,10 +16,7 @@ from megajax.settings.presets import load_preset, resolve
 
 
 def fails(*argv: str) -> str:
-    with pytest.raises(UserError) as caught:
-        parse(argv, "Train.")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return user_error(parse, argv, "Train.")
 
 
 # Half or twice the default is not valid.
