@@ -13,6 +13,7 @@ from megajax.errors import UserError
 from megajax.mesh import shardings
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import OptimizerConfig
+from megajax.parallel.random import RandomBits
 from megajax.pipeline.config import PipelineConfig
 from megajax.program.program import Program, batch_form
 from megajax.verify.run import drawn_weights
@@ -80,6 +81,15 @@ def tiny_config(
         data=DataConfig(reset_attention=reset_attention),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, zero=zero),
     )
+
+
+@jax.jit
+def hash_of(*coordinates) -> jax.Array:
+    """The bits that dropout has for these coordinates."""
+    state = RandomBits.from_seed(coordinates[0])
+    for index in coordinates[1:-1]:
+        state = state.fold(index)
+    return state.last(coordinates[-1])
 
 
 def tiny_program(config: Config) -> Program:

@@ -352,7 +352,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "masks do not depend on the step": (
             "parallel.random.Dropout.at",
             ("RandomBits.from_seed(seed).fold(step)", "RandomBits.from_seed(seed)"),
-            tests("tests/models/test_decoder_forward.py"),
+            tests("tests/models/test_forward.py"),
         ),
     },
     "Shards of ZeRO": {

@@ -6,20 +6,12 @@ Letters: B batch, T and S tokens, D model, H heads, K head size, P pairs of it, 
 import jax
 import numpy as np
 from scipy.special import erf
+from tiny import hash_of
 
 from megajax.batch import IGNORED
 from megajax.config import Config
-from megajax.parallel.random import RandomBits
 
 EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # what the masks are drawn for
-
-
-@jax.jit
-def hash_of(*coordinates) -> jax.Array:
-    state = RandomBits.from_seed(coordinates[0])
-    for index in coordinates[1:-1]:
-        state = state.fold(index)
-    return state.last(coordinates[-1])
 
 
 class Plain:

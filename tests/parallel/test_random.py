@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny import hash_of
 
 from megajax.mesh import make_mesh
 from megajax.parallel.collectives import axis_index
@@ -16,14 +17,6 @@ from megajax.parallel.random import Dropout, NamedKey, RandomBits
 # A grid of small coordinates, in the order in which they are folded in; the last one is a feature, or a key position.
 SIZES = {"seed": 2, "step": 3, "sample": 4, "layer": 4, "site": 3, "head": 4, "token": 12, "last": 32}
 AXES = list(SIZES)
-
-
-@jax.jit
-def hash_of(*coordinates):
-    state = RandomBits.from_seed(coordinates[0])
-    for index in coordinates[1:-1]:
-        state = state.fold(index)
-    return state.last(coordinates[-1])
 
 
 @cache
