@@ -48,6 +48,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Sizes and angles of models that transformers makes.
+PEER_SIZES = {"hidden_size": 48, "intermediate_size": 84, "num_attention_heads": 6}
+PEER_LLAMA3 = LLAMA3 | {
+    "factor": 8.0,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "original_max_position_embeddings": 16,
+}
 # A small model of ours, and the words of Llama's.
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face import CLASSES, peer_model
+from hugging_face import CLASSES, PEER_SIZES, peer_model
 from tiny import full, tiny_program
 
 from megajax.config import Config, MeshConfig, to_toml
@@ -33,15 +33,8 @@ peft = pytest.importorskip("peft", reason="the extra `peer` is not installed")
 
 LENGTH, VOCABULARY, RATE = 21, 211, 1e-2
 EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothing but rounding (`verify/check.steady`)
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": LENGTH,
-    "hidden_size": 48,
-    "intermediate_size": 84,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-}
+SIZES = PEER_SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 48, "n_layer": 2, "n_head": 6}
 ALL, ONE_MODULE_EACH = ("attention", "mlp"), ("output", "mlp")
 CASES = [  # what transformers calls it, the mesh, the targets

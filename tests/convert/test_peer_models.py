@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from canonical_weights import exported, from_tensors
-from hugging_face import peer_model, tensors_in
+from hugging_face import BIASES, PEER_LLAMA3, PEER_SIZES, TIED, peer_model, tensors_in
 from tiny import full, tiny_config, tiny_program
 
 from megajax.batch import IGNORED
@@ -32,36 +32,19 @@ pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
-SIZES = {
-    "vocab_size": 1013,
-    "max_position_embeddings": 29,
-    "hidden_size": 48,
-    "intermediate_size": 84,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-}
+SIZES = PEER_SIZES | {"vocab_size": 1013, "max_position_embeddings": 29, "num_hidden_layers": 3}
 BERT = SIZES | {"num_attention_heads": 4, "intermediate_size": 192, "vocab_size": 101}
 GPT2 = {"vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_head": 4}
 OTHER = {"n_inner": 50, "activation_function": "gelu", "layer_norm_epsilon": 0.1, "tie_word_embeddings": False}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
-BIASES = {"attention_bias": True, "mlp_bias": True}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
-TIED = {"tie_word_embeddings": True}
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, other settings": ("GPT2LMHeadModel", GPT2 | OTHER),
     "gpt2, its vocabulary": ("GPT2LMHeadModel", GPT2 | {"vocab_size": 50257, "n_embd": 32, "n_layer": 2, "n_head": 2}),
     "gpt2, five layers": ("GPT2LMHeadModel", GPT2 | {"n_embd": 40, "n_layer": 5, "n_head": 8, "n_positions": 37}),
-    "llama": (LLAMA, SIZES | {"num_key_value_heads": 3, "rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
+    "llama": (LLAMA, SIZES | {"num_key_value_heads": 3, "rope_parameters": PEER_LLAMA3, "rms_norm_eps": 1e-3}),
     "llama, all biases": (LLAMA, SIZES | {"rope_parameters": LINEAR, **TIED, **BIASES}),
     "qwen2": (QWEN2, SIZES | {"num_key_value_heads": 2, **WINDOW}),
     "qwen2, tied": (QWEN2, SIZES | {"num_key_value_heads": 3, **TIED}),
@@ -70,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", SIZES | {"num_key_value_heads": 2, "sliding_window": 9, "head_dim": 10}),
     "mistral, no window": (
         "MistralForCausalLM",
-        SIZES | {"num_key_value_heads": 3, "sliding_window": None, "rope_parameters": LLAMA3},
+        SIZES | {"num_key_value_heads": 3, "sliding_window": None, "rope_parameters": PEER_LLAMA3},
     ),
     "bert, pre": ("MegatronBertForPreTraining", BERT),
     "bert, post": ("BertForPreTraining", BERT),

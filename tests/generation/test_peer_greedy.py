@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face import CLASSES, peer_model
+from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, peer_model
 from tiny import full, tiny_program
 
 from megajax.convert.importing import import_hf, open_source
@@ -19,24 +19,11 @@ torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 TOKENS, VOCABULARY = 64, 211
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 80,
-    "hidden_size": 48,
-    "intermediate_size": 84,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "original_max_position_embeddings": 16,
-}
+SIZES = PEER_SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 80}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
 CASES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": LLAMA3},
+    "llama": {"rope_parameters": PEER_LLAMA3},
     "qwen2": WINDOW,
     "qwen3": {"head_dim": 40},
     "mistral": {"sliding_window": 11},

@@ -184,12 +184,7 @@ def test_every_combination_is_tried_once(found):
 def test_memory_is_that_of_the_gpu():
     """A V100 has no fused attention, so that scores need room."""
     v100 = MACHINES["v100"]
-    found = search(
-        replace(CONFIG, model=replace(CONFIG.model, dropout=0.0), precision="fp16"),
-        1,
-        v100,
-        count=2,
-    )
+    found = search(replace(CONFIG, model=replace(CONFIG.model, dropout=0.0), precision="fp16"), 1, v100, count=2)
     for each in found.best:
         assert each.memory == memory(each.config, backend_of(v100)) != memory(each.config)
     assert found.fitting[0].bytes == memory(found.fitting[0].config, backend_of(v100)).total
