@@ -1,17 +1,21 @@
-"""TFLOP/s and MFU of a step, against counts by hand; peaks of GPUs; memory; and where the time of traced steps went."""
+"""TFLOP/s and MFU of a step, against counts by hand; peaks of GPUs; memory; where the time of traced steps went; when
+training ends, and the decay of the learning rate that no preset gives."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.config import profiled_steps
+from megajax.config import Config, profiled_steps
 from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
-from megajax.training.describe import _step_memory
+from megajax.settings.presets import load_preset, resolve
+from megajax.training.begin import in_steps
+from megajax.training.describe import _step_memory, past_decay
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
 
@@ -160,3 +164,55 @@ def test_the_table() -> None:
 )
 def test_which_steps(text: str, finished: int, steps: int, expected: tuple[int, int]) -> None:
     assert profiled_steps(text, finished, steps) == expected
+
+
+DEMO = {key: value for key, value in load_preset("demo").items() if key != "optimizer.decay_steps"}
+EPOCH = SimpleNamespace(epoch_size=80)
+
+
+def begun(values: dict[str, Any], began_with: int = 100) -> Config:
+    """A run of the demo that has begun with so many steps, with other values."""
+    return in_steps(resolve(DEMO, values, decay_follows=False), EPOCH, began_with)
+
+
+@pytest.mark.parametrize(
+    ("values", "began_with", "decay_steps"),
+    [
+        ({}, 0, 100),
+        ({"train.steps": 70}, 0, 70),
+        ({"train.steps": 7}, 0, 40),  # the warm-up's
+        ({"train.steps": 300}, 100, 100),
+        ({"train.steps": 300, "optimizer.decay_steps": 200}, 100, 200),
+        ({"optimizer.schedule": "linear", "train.steps": 60}, 0, 60),
+        ({"optimizer.schedule": "constant", "train.steps": 60}, 0, 0),  # another one can follow
+    ],
+)
+def test_the_decay_ends_with_the_training_that_the_run_began_with(
+    values: dict[str, Any], began_with: int, decay_steps: int
+) -> None:
+    config = begun(values, began_with)
+    assert config.optimizer.decay_steps == decay_steps and config.train.steps == values.get("train.steps", 100)
+    if not began_with:
+        assert resolve(DEMO, values).optimizer.decay_steps == decay_steps, "as where nothing goes on"
+
+
+def test_epochs_in_steps() -> None:
+    """The decay of a run that goes on for more epochs stays, too."""
+    preset = load_preset("finetune/mnli-demo") | {"data.train": ("x",), "train.global_batch": 8}
+    config = resolve(preset, {"train.epochs": 2.5})
+    assert config.optimizer.decay_steps == 0
+    found = in_steps(config, EPOCH)
+    assert (found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps) == (25, 25, 2)
+    more = in_steps(resolve(preset, {"train.epochs": 5}), EPOCH, 25)
+    assert (more.train.steps, more.optimizer.decay_steps, more.optimizer.warmup_steps) == (50, 25, 2)
+
+
+def test_training_past_the_decay_is_told() -> None:
+    assert past_decay(begun({}, 0)) == ""
+    assert past_decay(begun({"optimizer.schedule": "constant", "train.steps": 900})) == ""
+    assert past_decay(begun({"train.steps": 300})) == (
+        "warning: --train.steps 300 is past --optimizer.decay-steps 100: from there on the learning rate stays at its "
+        "floor, --optimizer.min-learning-rate 0.0001"
+    )
+    floor = begun({"train.steps": 300, "optimizer.min_learning_rate": 0})
+    assert past_decay(floor).endswith("rate 0, and nothing is learned")
