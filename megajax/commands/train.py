@@ -6,6 +6,7 @@ from megajax.config import Config
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.host.paths import check_path, check_place
+from megajax.host.streams import output
 from megajax.settings.flags import print_left_out, read_command
 
 
@@ -20,6 +21,8 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     config = given.config(decay_follows=False)
     if given.dry_run and config.profile_pipeline:
         raise UserError("--dry-run with --profile-pipeline, which trains nothing anyway; valid: one of them")
+    if not (given.dry_run or config.profile_pipeline):
+        output.is_optional()
     print_left_out(given, config)
     _check_paths(config)
     if given.dry_run:

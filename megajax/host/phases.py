@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 Show = Callable[[str], AbstractContextManager[object]]
 
 _shows: list[Show] = []  # the last one watches
+_names: list[str] = []  # of the phases under way
 
 
 @contextlib.contextmanager
@@ -19,6 +20,17 @@ def watched(show: Show) -> Iterator[None]:
         _shows.pop()
 
 
-def phase(name: str) -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[object]:
     """A block that may take long; `name` says what is done in it, as in "tokenizing corpus.txt"."""
-    return _shows[-1](name) if _shows else contextlib.nullcontext()
+    with _shows[-1](name) if _shows else contextlib.nullcontext() as shown:
+        _names.append(name)
+        try:
+            yield shown
+        finally:
+            _names.pop()
+
+
+def current() -> str:
+    """The innermost phase; empty without one."""
+    return _names[-1] if _names else ""

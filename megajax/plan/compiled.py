@@ -12,6 +12,7 @@ import jax
 from jax.stages import Compiled, Traced
 
 from megajax.config import Config
+from megajax.host.phases import phase
 from megajax.mesh import shardings
 from megajax.plan import h200
 from megajax.program.communication import Collective, collectives_of
@@ -58,7 +59,7 @@ def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
     """Compile the train step of `config`, for H200s or for the first simulated devices of this process, of which
     there must be enough (`launch.imagine_devices`)."""
     began, count = time.perf_counter(), config.mesh.num_devices
-    with h200.attention() if gpus else contextlib.nullcontext():
+    with phase("compiling the step"), h200.attention() if gpus else contextlib.nullcontext():
         traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
         memory = traced.lower().compile(None if gpus else _QUICK).memory_analysis()
     kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"

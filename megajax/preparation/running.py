@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megajax.errors import RunError
+from megajax.host.signals import SIGNALS, Stopped
 
 _EVERY = 10.0  # seconds between two plain lines
 Map = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
@@ -47,14 +48,19 @@ def worker_map(count: int) -> Iterator[Map]:
         except BrokenProcessPool:
             raise RunError("a worker process ended by itself (out of memory?); the same command goes on") from None
 
+    stopped = False
     try:
         yield run
+    except Stopped:
+        stopped = True  # workers end with this process
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=not stopped, cancel_futures=True)
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends its workers
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a terminal, or SLURM, sends it to all; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

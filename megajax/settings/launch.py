@@ -17,8 +17,9 @@ from pathlib import Path
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.host.ending import Exit, fail, stop_signals
+from megajax.host.ending import Exit, fail
 from megajax.host.relay import Relay
+from megajax.host.signals import stop_signals
 from megajax.private import backends_are_initialized
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.

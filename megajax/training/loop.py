@@ -15,8 +15,8 @@ from jax.stages import Compiled
 from megajax.data.loader import growing_batches
 from megajax.errors import RunError, UserError
 from megajax.evaluation.scoring import total_loss
-from megajax.host.ending import Stopped, stop_signals
 from megajax.host.processes import Poll, is_first_process, say
+from megajax.host.signals import Stopped, stop_signals
 from megajax.program.program import Batch, Program
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -32,6 +32,8 @@ from megajax.training.profiler import StepTrace
 from megajax.training.run_log import RunLog
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
+
+_PROMISE = "the step under way is finished and a checkpoint written"  # after a signal
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Trainer:
 
     def go(self) -> None:
         try:
-            with stop_signals.deferred("the step under way is finished and a checkpoint written"):
+            with stop_signals.deferred(_PROMISE):
                 self._steps()
         except (Stopped, RunError, UserError):
             self.trace.close()
@@ -139,22 +141,24 @@ class Trainer:
                 self._catch_up()
                 self._validate_and_save(step)
             self.log.show_checkpoints(self.checkpoints)
-        self.checkpoints.wait()
-        self.log.show_checkpoints(self.checkpoints)
-        if isinstance(self.data, TaskData):
-            self._score_dev(self.data)
+        with stop_signals.deferred("all steps are done; the run ends when they are saved"):
+            self.checkpoints.wait()
+            self.log.show_checkpoints(self.checkpoints)
+            self._score_dev()
 
     def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
-        """Compile the step of a program. A signal before the first step of this start ends the run."""
+        """Compile the step of a program. A signal before the first step of this start ends a run of one process."""
         self.watchdog.at(step, COMPILING)
         began = time.perf_counter()
         ramps = len(self.config.train.batch_sizes.stages) > 1
         what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
-        with self.log.display.phase(f"compiling {what}"):
+        ends = step == self.first + 1 and jax.process_count() == 1
+        promise = "there is nothing new to save; the run ends when the step is compiled" if ends else _PROMISE
+        with stop_signals.deferred(promise), self.log.display.phase(f"compiling {what}"):
             compiled = train_step(program).lower(self.state, batch).compile()
         self.log.display.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
         give_back_freed_memory()
-        if step == self.first + 1 and stop_signals.number and jax.process_count() == 1:
+        if ends and stop_signals.number:
             raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
         self.ready = time.perf_counter()
         return compiled
@@ -252,13 +256,16 @@ class Trainer:
         self.log.record_text(step, "validation", validation_text(parts))
         return loss
 
-    def _score_dev(self, data: TaskData) -> None:
+    def _score_dev(self) -> None:
         """Compute and record a task's figures on its dev records; if a signal comes meanwhile, the next start does."""
         try:
-            self.dev_figures = self.validator.score_dev(self.step, self.state.params, data, self._look_for_a_signal)
+            if isinstance(self.data, TaskData):
+                score = self.validator.score_dev
+                self.dev_figures = score(self.step, self.state.params, self.data, self._look_for_a_signal)
+                self.log.record_dev(self.step, self.dev_figures)
+            self._look_for_a_signal()
         except _SignalSeen:
             self._stop_by_signal(self.step)
-        self.log.record_dev(self.step, self.dev_figures)
 
     def _summary(self) -> None:
         steps, batches = self.config.train.steps, self.config.train.eval_batches

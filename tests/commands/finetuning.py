@@ -19,7 +19,7 @@ from tiny import full
 
 from megajax.config import to_toml
 from megajax.data.tokenizers import train_tokenizer
-from megajax.host.ending import stop_signals
+from megajax.host.signals import stop_signals
 from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark

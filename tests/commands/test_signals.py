@@ -1,9 +1,10 @@
-"""SIGTERM and SIGINT while a run trains: a checkpoint at once, exit code 128 + signal, and the same command goes on."""
+"""Signals while a run trains: a checkpoint at once, exit code 128 + signal, and the same command goes on."""
 
 import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -12,8 +13,11 @@ from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
 
+from megajax.host.signals import stop_signals
+from megajax.program.program import Program
+from megajax.program.train_step import train_step
 from megajax.runs.lock import RunLock
-from megajax.training import watchdog
+from megajax.training import loop, watchdog
 
 
 def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
@@ -38,6 +42,24 @@ def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: P
     assert curve(run) == curve(straight.folder)
     assert validation(run)[20] == validation(straight.folder)[20]
     assert_same_checkpoint(run, straight.folder, 20)
+
+
+def test_a_signal_while_the_first_step_is_compiled(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It promises no checkpoint, and writes none."""
+
+    def lost_terminal(program: Program) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        while not stop_signals.number:
+            time.sleep(0.01)
+        return train_step(program)
+
+    monkeypatch.setattr(loop, "train_step", lost_terminal)
+    done = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "run")
+    said = "SIGHUP: there is nothing new to save; the run ends when the step is compiled; a second signal ends at once"
+    assert done.err.splitlines() == [said, "stopped by SIGHUP before step 1: there is nothing new to be saved"]
+    assert done.code == 129 and not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_minutes_between_checkpoints(commands: Commands, tmp_path: Path) -> None:

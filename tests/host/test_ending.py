@@ -1,5 +1,7 @@
 """The end of a process: codes, the one last line, signals; and what a process hears of process 0's end."""
 
+import os
+import pty
 import re
 import signal
 import socket
@@ -9,23 +11,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
 
 import pytest
 
 from megajax.host.relay import Relay
 
 ROOT = Path(__file__).parents[2]
-BEGIN = "import sys, time; from megajax.host import ending; from megajax.errors import UserError\n"
+BEGIN = """\
+import sys, time
+from megajax.errors import UserError
+from megajax.host import ending, phases, signals, streams
+"""
 SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(0.01)\n"
 
 
-def start(main: str, **options: Any) -> subprocess.Popen[str]:
+def start(main: str, *by: str, out: int = PIPE, err: int = PIPE, stdin: int | None = None) -> subprocess.Popen[str]:
     """A process that runs the body of a function as a command's."""
     body = "".join(f"    {line}\n" for line in main.splitlines())
     code = f"{BEGIN}def main():\n{body}ending.run(main)\n"
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
+    line = [*by, sys.executable, "-c", code]
+    return subprocess.Popen(line, cwd=ROOT, stdin=stdin, stdout=out, stderr=err, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -33,12 +39,55 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_with_128_and_its_number(number: signal.Signals) -> None:
     process = start(SLEEP)
     assert process.stdout and process.stdout.readline() == "up\n"
     process.send_signal(number)
     assert finish(process) == (128 + number, f"stopped by {number.name}; what was written is kept\n")
+
+
+def test_a_signal_that_python_loses_comes_again() -> None:
+    """What is raised in a callback of the garbage collector, as JAX has one, reaches nobody."""
+    body = "".join(f"    {part}\n" for part in SLEEP.replace("60", "1").splitlines())
+    lose = f"import weakref\ndef lost(_):\n{body}class X: pass\nx = X(); r = weakref.ref(x, lost); del x\n"
+    process = start(lose + SLEEP.partition("; ")[2])
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (130, "stopped by SIGINT; what was written is kept\n")
+
+
+def test_a_signal_that_has_to_wait_says_for_what() -> None:
+    """C does not hear of it, as XLA while it compiles; nobody says so of what ends within half a second."""
+    kill = "import hashlib, os, threading; threading.Timer(0.1, lambda: os.kill(os.getpid(), 15)).start()\n"
+    process = start(f"{kill}with phases.phase('compiling'): hashlib.pbkdf2_hmac('sha256', b'', b'', 1_500_000)")
+    said = "SIGTERM: ends when this is done: compiling; a second signal ends at once\n"
+    assert finish(process) == (143, f"{said}stopped by SIGTERM; what was written is kept\n")
+
+
+def test_a_lost_terminal() -> None:
+    """SIGHUP comes from the shell and from the kernel, and what is printed goes nowhere."""
+    prints = SLEEP.replace("60", "1").replace("time.sleep", "print('.', flush=True); time.sleep")
+    body = "".join(f"    {part}\n" for part in prints.splitlines())
+    body = f"streams.output.is_optional()\nwith signals.stop_signals.deferred('soon'):\n{body}"
+    master, slave = pty.openpty()
+    process = start(f"{body}raise signals.Stopped(signals.stop_signals.number)", out=slave, err=slave)
+    os.close(slave)
+    assert os.read(master, 2) == b"up"
+    os.close(master)
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    assert process.wait(60) == 129
+
+
+def test_nohup() -> None:
+    process = start(SLEEP, "nohup", stdin=subprocess.DEVNULL)
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "stopped by SIGTERM; what was written is kept\n")
 
 
 def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path) -> None:
@@ -51,7 +100,8 @@ def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path
 
 def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
     body = "".join(f"    {part}\n" for part in SLEEP.splitlines())
-    process = start(f"with ending.stop_signals.deferred('first this'):\n{body}")
+    inner = "    with signals.stop_signals.deferred('inner'): pass"
+    process = start(f"with signals.stop_signals.deferred('first this'):\n{inner}\n{body}")
     assert process.stdout and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.stderr and process.stderr.readline() == "SIGTERM: first this; a second signal ends at once\n"
@@ -85,7 +135,7 @@ def test_one_line(main: str, code: int, line: str) -> None:
 
 def test_a_reader_that_is_gone_is_no_error() -> None:
     """As `head` is when it has its lines."""
-    process = start("print('one', flush=True); sys.stdin.read(); print('two', flush=True)", stdin=subprocess.PIPE)
+    process = start("print('one', flush=True); sys.stdin.read(); print('two', flush=True)", stdin=PIPE)
     assert process.stdout and process.stdin
     assert process.stdout.readline() == "one\n"
     process.stdout.close()

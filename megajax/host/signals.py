@@ -1,0 +1,160 @@
+"""Signals that stop a process: SIGTERM, SIGINT, and SIGHUP unless it was started to ignore that (nohup)."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+
+from megajax.host import phases
+from megajax.host.streams import print_final_error
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAID_AFTER = 0.5  # seconds in which a process should have reacted
+_SWALLOWED = 0  # in the pipe, where signals write their numbers
+
+
+class Stopped(BaseException):
+    """A signal stops the process; the last line ends with `details`."""
+
+    def __init__(self, number: int, details: str = "; what was written is kept") -> None:
+        super().__init__(number)
+        self.number, self._details = number, details
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}{self._details}"
+
+
+class StopSignals:
+    """Inside `handled()`, the first signal raises `Stopped` in the main thread, or ends the process at once if a module
+    is being imported; a second one always ends it at once, unless it is SIGHUP, which comes several times when a
+    terminal is lost. Inside `deferred()` the first one only sets `number`.
+
+    `Stopped` is raised again where something swallowed it, as Python does with what is raised in a callback of its
+    garbage collector.
+    """
+
+    number = 0
+    _promise = ""
+    _taken: tuple[signal.Signals, ...] = ()
+    _raised: weakref.ref[Stopped] | None = None
+    _writing = -1  # the pipe
+    _again = 0  # signals under way from this process to itself
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals of the main thread."""
+        self.number = 0
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        # The interpreter's handler waits until the main thread leaves XLA; this thread sees the signal at once.
+        wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._taken = tuple(number for number in SIGNALS if (number, before[number]) != (signal.SIGHUP, signal.SIG_IGN))
+        try:
+            self.take()
+            yield
+        finally:
+            with self._lock:
+                self._taken, self._raised = (), None
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(self._writing)  # ends the thread
+
+    def take(self) -> None:
+        """Handle the signals, even if a library has taken them since."""
+        for number in self._taken:
+            signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def deferred(self, promise: str) -> Iterator[None]:
+        """Go on after the first signal; its line on standard error says `promise`."""
+        before, self._promise = self._promise, promise
+        try:
+            yield
+        finally:
+            self._promise = before
+
+    @property
+    def raised(self) -> bool:
+        """Whether `Stopped` is on its way through the main thread."""
+        return self._raised is not None and self._raised() is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._promise or self.raised:
+            return
+        stop = Stopped(number)
+        if _imports(frame):  # C++ that is being loaded may crash where an exception comes through it
+            print_final_error(str(stop))
+            os._exit(128 + number)
+        self._raised = weakref.ref(stop, self._lose)
+        try:
+            raise stop
+        finally:
+            del stop  # else its own trace keeps it alive
+
+    def _lose(self, _: object) -> None:
+        """The exception is gone, and nobody ended the process."""
+        os.write(self._writing, bytes([_SWALLOWED]))
+
+    def _watch(self, reading: int) -> None:
+        polling, patience = select.poll(), None
+        polling.register(reading, select.POLLIN)
+        while True:
+            if not polling.poll(patience):
+                patience = None
+                self._say(f"ends when this is done: {phases.current() or 'the call under way'}")
+            elif not (received := os.read(reading, 1)):
+                break
+            elif received[0] == _SWALLOWED:
+                time.sleep(0.02)  # else it may come to the same callback
+                self._repeat()
+            elif self._again:
+                self._again -= 1
+            elif received[0] in SIGNALS and self._first(received[0]) and not self._promise:
+                patience = 1000 * _SAID_AFTER
+        os.close(reading)
+
+    def _first(self, number: int) -> bool:
+        """Whether this signal is the first one; a second one ends the process."""
+        if not self.number:
+            self.number = number
+            if self._promise:
+                self._say(self._promise)
+            return True
+        if number != signal.SIGHUP:
+            print_final_error(f"ended at once by a second signal, {signal.Signals(number).name}")
+            os._exit(128 + number)
+        return False
+
+    def _say(self, text: str) -> None:
+        print(f"{signal.Signals(self.number).name}: {text}; a second signal ends at once", file=sys.stderr, flush=True)
+
+    def _repeat(self) -> None:
+        with self._lock:
+            if self._taken:
+                self._again += 1
+                signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether the code of a frame runs in an import."""
+    while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
+
+
+stop_signals = StopSignals()  # a process has its signals once
