@@ -1,7 +1,9 @@
 """Signals while a run trains: a checkpoint at once, exit code 128 + signal, and the same command goes on."""
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
