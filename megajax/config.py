@@ -17,7 +17,7 @@ from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
-from megajax.options import AT_LEAST_ZERO, SEED, Range, between, options
+from megajax.options import AT_LEAST_ZERO, SEED, Range, above, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.registry import PRETRAINING, TaskConfig
 from megajax.traits import IS_PATH, SAMPLES, Small
@@ -183,6 +183,13 @@ class Config:
         Literal["auto", "never", "must"],
         "continue from the last checkpoint: if there is one, never, or fail without one",
     ] = "auto"
+    compilation_cache: Annotated[
+        str,
+        "folder that keeps what was compiled, for the next start; off: none; empty: megajax/compiled in the user's "
+        "cache folder",
+        IS_PATH,
+    ] = ""
+    compilation_cache_size: Annotated[float, "GiB that it may take; the longest unused is removed", above(0, 1e6)] = 4
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
     sequence_parallel: Annotated[
         bool, "split activations between the blocks along the sequence, over tensor (all-gather, reduce-scatter)"

@@ -54,12 +54,16 @@ def workers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(workers_folder: Path) -> Path:
-    """Folder of what this session has compiled, so that no program is compiled twice, whatever process runs it."""
-    folder = workers_folder / "compiled"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    return folder
+def compiled(workers_folder: Path) -> None:
+    """Keep what this session compiles, so that no program is compiled twice, whatever process runs it; not among the
+    user's caches."""
+    settings = {
+        "jax_compilation_cache_dir": str(workers_folder / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)  # of the commands that tests start
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

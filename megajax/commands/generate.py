@@ -17,7 +17,7 @@ from megajax.options import Option
 from megajax.settings.flags import Parser, add_flag
 from megajax.traits import IS_PATH
 
-CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision")
+CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "compilation_cache", "compilation_cache_size")
 
 
 def main(argv: Sequence[str]) -> None:

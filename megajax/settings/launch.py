@@ -21,6 +21,7 @@ from megajax.host.ending import Exit, fail
 from megajax.host.relay import Relay
 from megajax.host.signals import stop_signals
 from megajax.private import backends_are_initialized
+from megajax.settings.compilation_cache import keep_compiled
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -53,8 +54,8 @@ _silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 
 def start(config: Config) -> None:
-    """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, other processes.
-    Flags set by the user stay."""
+    """Set up JAX for `config`, before any other use of JAX: XLA's flags, precision, simulated devices, other processes,
+    and where compiled programs are kept. Flags set by the user stay."""
     runs = backends_are_initialized()  # its flags were read then
     if not runs:
         avoid_known_faults()
@@ -76,9 +77,15 @@ def start(config: Config) -> None:
     _set_precision(config)
     if config.simulate_devices:
         _simulate(config.simulate_devices)
+    if _of_several(config):
+        _find_others(config)
+    keep_compiled(config)
+
+
+def _find_others(config: Config) -> None:
+    import jax
+
     cluster = config.distributed
-    if not _of_several(config):
-        return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
     for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):

@@ -78,6 +78,7 @@ def _keep_config(config: Config, run: Trainer) -> None:
     origin of a run that goes on stays."""
     file = Path(config.run_dir) / "config.toml"
     lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
+    lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
     lasting = lasting.with_decay(run.config.optimizer.decay_steps)
     if run.checkpoints.saved is not None:
         lasting = dataclasses.replace(lasting, init=load_preset(file).get("init", ""))

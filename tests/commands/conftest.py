@@ -39,11 +39,11 @@ def corpus(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(shared_folder: Path, corpus: Path, compiled: Path) -> Commands:
+def commands(shared_folder: Path, corpus: Path) -> Commands:
     """Runs commands, train.py with a tiny model by default."""
     preset = shared_folder / "tiny.toml"
     made_once(preset, lambda: preset.write_text(PRESET.format(corpus=corpus)) and None)
-    return Commands(preset, compiled)
+    return Commands(preset)
 
 
 @pytest.fixture(scope="session")

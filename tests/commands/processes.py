@@ -77,28 +77,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Commands:
-    """Runs commands in this process, or in one of their own where that is the point.
-
-    `cache` is a folder for compiled programs, so that not every process compiles the same step.
-    """
+    """Runs commands in this process, or in one of their own where that is the point."""
 
     preset: Path
-    cache: Path
-
-    def environment(self) -> dict[str, str]:
-        """What the commands are started with."""
-        return os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-        }
 
     def start(self, script: object, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
         """`python SCRIPT ARGUMENTS...` in the repository's root."""
         line = [sys.executable, str(script), *map(str, arguments)]
-        return subprocess.Popen(
-            line, cwd=ROOT, env=self.environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
-        )
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
     def run_process(self, script: object, *arguments: object) -> Finished:
         """Start a command as a process and wait for its end."""

@@ -1,0 +1,91 @@
+"""Programs that earlier starts compiled, kept by JAX in the user's cache folder.
+
+JAX's keys hold the program, jaxlib's version, XLA's flags and the features of the processor, so that versions and
+machines share a folder; its lock is for several processes. What cannot be kept is compiled again, without a word.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from megajax.config import Config
+from megajax.host.paths import check_path
+
+OFF = "off"
+_SHORTEST = 0.1  # seconds of compiling that are worth a file
+_WAITS = 1.0  # seconds for the other processes of a folder
+
+
+def keep_compiled(config: Config) -> None:
+    """Keep compiled programs as `--compilation-cache` says; where that says nothing, JAX's own setting stays."""
+    import jax
+
+    named = config.compilation_cache
+    if not named and getattr(jax.config, "jax_compilation_cache_dir", None):
+        return
+    if named and named != OFF:
+        check_path(named, "--compilation-cache")
+    folder = None if named == OFF else Path(named) if named else default_folder()
+    problem = "" if folder is None else _problem(folder)
+    if folder is None or problem or not _loads_compiled():
+        if named and problem:
+            print(f"warning: --compilation-cache {named}: {problem}; what is compiled is not kept", file=sys.stderr)
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    for text in "Error reading persistent compilation", "Error writing persistent compilation", "Cache value for key":
+        warnings.filterwarnings("ignore", text)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", int(config.compilation_cache_size * 2**30))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # GPUs' measurements: a folder without a limit
+
+
+def default_folder() -> Path | None:
+    """The folder for compiled programs among the user's caches; None for a user without a home."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # as the XDG specification has it
+        caches = Path(os.path.expanduser("~/.cache"))
+    return caches / "megajax" / "compiled" if caches.is_absolute() else None
+
+
+def _problem(folder: Path) -> str:
+    """Make the folder and drop what killed processes left there half-written; returns why it cannot be used."""
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # who can write there runs code in our processes
+        with FileLock(folder / ".lockfile", timeout=_WAITS):  # JAX's
+            for entry in folder.glob("*-cache"):
+                if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():  # written after it
+                    entry.unlink()
+    except Timeout:
+        pass  # it is in use
+    except (OSError, NotImplementedError) as error:
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ""
+
+
+def _loads_compiled() -> bool:
+    """Whether a compiled program can be loaded: jaxlib refuses its own on some CPUs, each with a line of C++ on
+    standard error (jax#38445)."""
+    import jax
+    from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+    try:
+        if jax.default_backend() != "cpu":
+            return True
+        compiled = serialize(jax.jit(lambda x: x + 1).lower(0).compile())
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        with tempfile.TemporaryFile() as said:
+            os.dup2(said.fileno(), 2)
+            try:
+                deserialize_and_load(*compiled)
+            finally:
+                os.dup2(stderr, 2)
+                os.close(stderr)
+            return os.fstat(said.fileno()).st_size == 0
+    except Exception:  # of many kinds; where there is no device, whoever needs it says so
+        return False
