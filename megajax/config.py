@@ -91,7 +91,7 @@ class TrainConfig:
         Literal["none", "selective", "layer", "stage"],
         "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
     ] = "none"
-    eval_every: Annotated[int, "steps between two validations"] = 100
+    eval_every: Annotated[int, "steps between two validations; 0: none", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
 

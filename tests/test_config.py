@@ -118,7 +118,14 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ({"mesh.data": -1}, "--mesh.data -1; valid: 1 to 100000"),
         ({"optimizer.learning_rate": 0}, "--optimizer.learning-rate 0.0; valid: more than 0"),
         ({"model.dropout": 1}, "--model.dropout 1.0; valid: 0 or more and less than 1"),
-        ({"data.validation_fraction": 0}, "--data.validation-fraction 0.0; valid: more than 0 and less than 1"),
+        (
+            {"data.validation_fraction": 0},
+            "--data.validation-fraction 0 with --train.eval-every 25; valid: more than 0, or --train.eval-every 0",
+        ),
+        (
+            {"train.eval_every": 0, "checkpoint.keep_best": 1},
+            "--checkpoint.keep-best with --train.eval-every 0; valid: 1 or more steps",
+        ),
         ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 to 1000000000"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import POSITIVE_SHARE
+from megajax.options import SHARE
 from megajax.traits import IS_PATH, SAMPLES
 
 
@@ -38,8 +38,9 @@ class DataConfig:
     dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train", IS_PATH] = ()
     validation_fraction: Annotated[
         float,
-        "share of the tokens held out for validation, document by document; of a task's records, context by context",
-        POSITIVE_SHARE,
+        "share of the tokens held out for validation, document by document; of a task's records, context by context; "
+        "0, with train.eval_every 0: none",
+        SHARE,
         SAMPLES,
     ] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()

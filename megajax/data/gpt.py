@@ -28,12 +28,12 @@ def train_and_validation(
     seed: int,
     overlap: int = 0,
     with_positions: bool = False,
-) -> tuple["TrainSamples", "EvaluationSamples"]:
-    """Samples of the training and the validation split, which share no document."""
+) -> tuple["TrainSamples", "EvaluationSamples | None"]:
+    """Samples of the training and the validation split, which share no document; None where nothing is held out."""
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
-    if num_train < sequence_length + 1 or num_validation < 2:
+    if num_train < sequence_length + 1 or (validation_fraction and num_validation < 2):
         raise UserError(
             f"{documents.name} is too short: it has {num_train} tokens for training, at least "
             f"{sequence_length + 1} are needed (one sequence and its last target), and {num_validation} for "
@@ -43,7 +43,9 @@ def train_and_validation(
         TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),
         EvaluationSamples(
             documents, validation, sequence_length=sequence_length, overlap=overlap, with_positions=with_positions
-        ),
+        )
+        if validation_fraction
+        else None,
     )
 
 
@@ -57,12 +59,15 @@ def split_documents(
     Depends on the documents' lengths, the fraction and the seed only.
     """
     lengths = np.diff(documents.document_offsets)
+    if not validation_fraction:
+        return np.arange(len(lengths)), np.arange(0)
     order = _permutation(len(lengths), _SPLIT, seed)
     order = order[lengths[order] > 0]
     if len(order) < 2:
         raise UserError(
             f"{documents.name} has {len(order)} documents; training and validation need at "
-            "least 2 (a single text file is cut in pieces when it is named itself, not its folder)"
+            "least 2 (a single text file is cut in pieces when it is named itself, not its folder); valid: more, or "
+            "--data.validation-fraction 0 --train.eval-every 0"
         )
     is_validation = np.zeros(len(lengths), bool)
     is_validation[held_out(lengths, order, validation_fraction)] = True

@@ -32,13 +32,15 @@ def train_and_validation(
     validation_fraction: float,
     seed: int,
     vocabulary: WordPieces,
-) -> tuple["TrainPairs", "EvaluationPairs"]:
-    """Samples of the training and the validation split, which share no document."""
+) -> tuple["TrainPairs", "EvaluationPairs | None"]:
+    """Samples of the training and the validation split, which share no document; None where nothing is held out."""
     check_sentences(documents)
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     return (
         TrainPairs(documents, train, sequence_length=sequence_length, seed=seed, vocabulary=vocabulary),
-        EvaluationPairs(documents, validation, sequence_length=sequence_length, vocabulary=vocabulary),
+        EvaluationPairs(documents, validation, sequence_length=sequence_length, vocabulary=vocabulary)
+        if validation_fraction
+        else None,
     )
 
 

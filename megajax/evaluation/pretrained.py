@@ -194,6 +194,11 @@ def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[Co
             "tokenized dataset"
         )
     data = open_run_data(config, run_dir / "data", overlap)
+    if data.validation is None:
+        raise UserError(
+            f"--data missing: {run_dir} holds nothing out, --data.validation-fraction 0; valid: a text file, a folder, "
+            "or a tokenized dataset"
+        )
     given_tokenized = any(corpus.report.dataset for corpus in data.corpora)
     return data.validation, None if given_tokenized else data.tokenizer
 

@@ -32,7 +32,7 @@ class RunData:
     corpora: list[Corpus]  # one, or one for each source
     tokenizer: Tokenizer | None  # None if all was given tokenized and without one
     train: EpochSamples | BlendedSamples  # an endless sequence
-    validation: CorpusSamples  # held-out samples of all corpora
+    validation: CorpusSamples | None  # held-out samples of all corpora; None where nothing is held out
     validation_sets: dict[str, CorpusSamples]  # of each named one
 
     def lines(self, config: Config) -> Iterator[str]:
@@ -82,10 +82,11 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     corpora = [open_corpus(folder / name, vocab_size) for name in _corpora(config)]
     splits = [_split(config, corpus, overlap) for corpus in corpora]
     train: EpochSamples | BlendedSamples = splits[0][0]
-    validation: CorpusSamples = splits[0][1]
+    held_out = [samples for _, samples in splits if samples]
+    validation: CorpusSamples | None = held_out[0] if held_out else None
     if data.sources:
         train = BlendedSamples([samples for samples, _ in splits], [source.weight for source in data.sources])
-        validation = JoinedSamples([samples for _, samples in splits])
+        validation = JoinedSamples(held_out) if held_out else None
     validation_sets = {}
     for entry in data.validation:
         corpus = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size)
@@ -129,9 +130,9 @@ def _reads_pairs(config: Config) -> bool:
     return FAMILIES[config.model.family].samples == "pairs"
 
 
-def _split(config: Config, corpus: Corpus, overlap: int = 0) -> tuple[EpochSamples, CorpusSamples]:
+def _split(config: Config, corpus: Corpus, overlap: int = 0) -> tuple[EpochSamples, CorpusSamples | None]:
     """Samples of the training and the validation split."""
-    make: Callable[..., tuple[EpochSamples, CorpusSamples]]
+    make: Callable[..., tuple[EpochSamples, CorpusSamples | None]]
     make = pairs.train_and_validation if _reads_pairs(config) else gpt.train_and_validation
     options = _options(config, corpus.tokens, corpus.tokenizer, overlap)
     return make(corpus.tokens, validation_fraction=config.data.validation_fraction, seed=config.seed, **options)

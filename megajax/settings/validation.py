@@ -52,6 +52,7 @@ def check_values(config: Config) -> None:
         valid = f"fp32, or --precision {optimizer.gradient_dtype}"
         raise _conflict(config, "optimizer.gradient_dtype", "precision", valid=valid)
     _check_data(config.data)
+    _check_validation(config)
     _check_order(config, "loss_scale.floor", "loss_scale.initial")
     keys = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
     if _all_given(config, keys) and distributed.process_id >= distributed.num_processes:
@@ -140,6 +141,20 @@ def _check_ramp(config: Config) -> None:
             f"--train.ramp-increment {train.ramp_increment} does not lead from --train.ramp-start {start} to "
             f"--train.global-batch {full}; valid: a divisor of {full - start}"
         )
+
+
+def _check_validation(config: Config) -> None:
+    """What there is to validate on, and what needs a validation."""
+    if config.train.eval_every:
+        if not config.data.validation_fraction and not config.data.dev:
+            valid = "more than 0, or --train.eval-every 0"
+            raise _conflict(config, "data.validation_fraction", "train.eval_every", valid=valid)
+        return
+    if not config.pretrains and not config.data.validation_fraction and not config.data.dev:
+        raise UserError("--data.validation-fraction 0 without --data.dev; valid: more than 0, or --data.dev")
+    for key in ("checkpoint.keep_best", "data.validation"):
+        if attrgetter(key)(config):
+            raise UserError(f"{options(Config)[key].flag} with --train.eval-every 0; valid: 1 or more steps")
 
 
 def _check_data(data: DataConfig) -> None:

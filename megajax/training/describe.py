@@ -169,7 +169,9 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
 
 
 def validation_text(parts: Mapping[str, Perplexity]) -> str:
-    """A line about the last validation, from its losses by name."""
+    """A line about the last validation, from its losses by name; there are none without validation."""
+    if not parts:
+        return "not validated (--train.eval-every 0)"
     if "next_token" in parts:
         only = parts["next_token"]
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"

@@ -186,7 +186,7 @@ class Trainer:
         return bool(self.stop_signal) or self.minutes_over or self._due(step, self.config.checkpoint.every)
 
     def _due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.config.train.steps
+        return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def _catch_up(self) -> bool:
         """Wait for the metrics of the step dispatched last and log them; returns whether there were any to wait for."""
@@ -224,7 +224,7 @@ class Trainer:
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
         waits = not self.stop_signal or self.validator.last is not None  # who stops doesn't wait for a compiler
-        if loss is None and waits:  # of the weights after the step, which nobody has seen yet
+        if loss is None and waits and self.config.train.eval_every:  # of the weights after the step, not yet seen
             loss = total_loss(self.validator.evaluate(step, self.state.params, 1))
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
@@ -268,8 +268,10 @@ class Trainer:
             self._stop_by_signal(self.step)
 
     def _summary(self) -> None:
-        steps, batches = self.config.train.steps, self.config.train.eval_batches
-        validation = self.validator.last or self.validator.evaluate(steps, self.state.params, batches)
+        steps, train = self.config.train.steps, self.config.train
+        validation = self.validator.last or {}
+        if train.eval_every and not validation:
+            validation = self.validator.evaluate(steps, self.state.params, train.eval_batches)
         waited = self.data_seconds / self.seconds if self.seconds else None
         for line in end_lines(self.config, self.first, validation, self.dev_figures, waited):
             say(line)

@@ -47,6 +47,7 @@ class Validator:
     ) -> dict[str, Perplexity]:
         """Every loss by name over the first `batches` batches (0: all) of `samples`, by default of the split."""
         samples = samples or self._data.validation
+        assert samples is not None, "nothing is held out"
         whole = -(-len(samples) // self._program.config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()
         with self._display.phase(name, total, announced=False) as advance:
