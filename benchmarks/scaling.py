@@ -92,10 +92,9 @@ def sent_bytes(program) -> dict[str, float]:
         n = 1
         for axis in one.axes:
             n *= sizes[axis]
-        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "reduce-scatter": (n - 1) / n, "permute": n > 1}
         axes = " x ".join(axis for axis in one.axes if sizes[axis] > 1)
         if n > 1:
-            sent[axes] += one.num_bytes * one.count * share[one.kind]
+            sent[axes] += one.count * one.bytes_sent(n)
     return dict(sent)
 
 

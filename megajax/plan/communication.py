@@ -68,15 +68,25 @@ def totals(found: Iterable[Collective]) -> Counter:
 
 def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
     """By axes, as `data,pipe`, and kind, how many collectives the device that sends most takes part in, and the bytes
-    it has of their operands; over axes of one device nothing is sent."""
+    that it sends in them; over axes of one device nothing is sent."""
     sizes = config.mesh.sizes
-    summed: dict[tuple[str, str], tuple[int, int]] = {}
+    summed: dict[tuple[str, str], tuple[int, float]] = {}
     for each in communication(config):
         axes = ",".join(axis for axis in each.axes if sizes[axis] > 1)
         if axes:
-            count, size = summed.get((axes, each.kind), (0, 0))
-            summed[axes, each.kind] = count + each.sent, size + each.sent * each.num_bytes
-    return summed
+            count, sent = summed.get((axes, each.kind), (0, 0.0))
+            again = each.sent * each.bytes_sent(_devices(each.axes, config.mesh))
+            summed[axes, each.kind] = count + each.sent, sent + again
+    return {key: (count, round(sent)) for key, (count, sent) in summed.items()}
+
+
+def total_sent(config: Config, found: Iterable[Collective]) -> int:
+    """The bytes that a device sends in all of these, as often as each is counted."""
+    return round(sum(each.count * each.bytes_sent(_devices(each.axes, config.mesh)) for each in found))
+
+
+def _devices(axes: Axes, mesh: MeshConfig) -> int:
+    return prod(mesh.sizes[axis] for axis in axes)
 
 
 @lru_cache(maxsize=65536)
@@ -110,15 +120,7 @@ def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> fl
         adapters = 1 if kind == "permute" else neighbours
         rate = min(machine.link * rates.others, adapters * machine.network * rates.network)
         latency = rates.network_latency
-    others = size - 1
-    passes = {
-        "permute": 1,  # to a neighbour, which for some of the devices is in another server
-        "all-reduce": 2 * others / size,
-        "reduce-scatter": others / size,
-        "all-gather": others,  # its operand is a part
-        "all-to-all": others / size,
-    }
-    return passes[kind] * collective.num_bytes / rate + latency
+    return collective.bytes_sent(size) / rate + latency
 
 
 def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:

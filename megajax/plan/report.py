@@ -36,8 +36,8 @@ def figures(preset: str, config: Config, machine: Machine, compiled: CompiledSte
         "fits": needed.total <= machine.usable,
         "compiled": compiled and _compiled(config, compiled),
         "communication": [
-            {"axes": axes.split(","), "kind": kind, "count": count, "bytes": size}
-            for (axes, kind), (count, size) in sent_by_axes(config).items()
+            {"axes": axes.split(","), "kind": kind, "count": count, "bytes_sent": sent}
+            for (axes, kind), (count, sent) in sent_by_axes(config).items()
         ],
         "flops": step_flops(config.model, config.train.global_batch),
         "bubble": time.bubble,
@@ -104,10 +104,10 @@ def _memory(plan: dict[str, Any]) -> list[str]:
 
 def _communication(plan: dict[str, Any]) -> list[str]:
     rows = [
-        f"  {','.join(row['axes']):<17} {row['kind']:<16} {row['count']:>9,} {row['bytes'] / 1e9:12.3f}"
+        f"  {','.join(row['axes']):<17} {row['kind']:<16} {row['count']:>9,} {row['bytes_sent'] / 1e9:12.3f}"
         for row in plan["communication"]
     ]
-    title = f"  {'axes':<17} {'kind':<16} {'count':>9} {'GB':>12}"
+    title = f"  {'axes':<17} {'kind':<16} {'count':>9} {'GB sent':>12}"
     traced = _TRACED[plan["compiled"]["communication_as_predicted"]] if plan["compiled"] else ""
     return ["", f"communication of a device and step{traced}", *([title, *rows] if rows else ["  none"])]
 

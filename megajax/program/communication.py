@@ -34,6 +34,18 @@ class Collective:
     # loop of unknown length, as that of deferred weight gradients, as run once.
     count: int
 
+    def bytes_sent(self, devices: int) -> float:
+        """By a device of so many in a ring, each time; of a permute by one that has a neighbour to send to."""
+        others = devices - 1
+        share = {
+            "all-reduce": 2 * others / devices,
+            "reduce-scatter": others / devices,
+            "all-gather": others,  # its operand is a part
+            "permute": min(others, 1),
+            "all-to-all": others / devices,
+        }
+        return share[self.kind] * self.num_bytes
+
 
 def collectives(function: Callable, *args: Any) -> list[Collective]:
     """Communication of `function(*args)`; the arguments may be `ShapeDtypeStruct`."""

@@ -11,7 +11,17 @@ from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.family import family_of
 from megajax.parallel.collectives import PIPE, TENSOR
-from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one, totals
+from megajax.plan.communication import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Axes,
+    Communication,
+    WeightTraffic,
+    one,
+    total_sent,
+    totals,
+)
 from megajax.plan.sizes import Times
 from megajax.program.communication import Collective
 from megajax.verify.verdict import Finding
@@ -30,8 +40,7 @@ def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
     expected = theory_of(config)
     wanted, there = totals(expected), totals(found)
     wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]
-    num_bytes = sum(count * key[-1] for key, count in wanted.items())
-    where = f"{sum(wanted.values())} collectives, {num_bytes:,} bytes"
+    where = f"{sum(wanted.values())} collectives, {total_sent(config, expected):,} bytes sent by a device"
     if wrong:
         words = [_difference(key, wanted, there, expected) for key in sorted(wrong, key=str)]
         where = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
@@ -44,7 +53,7 @@ def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Comm
     of = f" ({', '.join(sorted(purposes))})" if purposes else ""
     return (
         f"{there[key]} instead of {wanted[key]} {kind} over {' x '.join(axes)} of {list(shape)}, "
-        f"{num_bytes} bytes each{of}"
+        f"an operand of {num_bytes} bytes{of}"
     )
 
 

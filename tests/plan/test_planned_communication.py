@@ -11,7 +11,7 @@ from megajax.models.config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.sizes import num_ticks
-from megajax.verify.theory import theory_of
+from megajax.verify.theory import check_collectives, theory_of
 
 
 def check(config: Config) -> None:
@@ -93,3 +93,15 @@ def test_what_is_really_sent():
     assert [(each.kind, each.axes, each.num_bytes) for each in layers] == [("all-reduce", ("tensor",), size)] * 4
     by_axes = sent_by_axes(config)
     assert by_axes["pipe", "permute"] == (12, 12 * size) and all("data" not in axes for axes, _ in by_axes)
+
+
+def test_bytes_are_those_that_a_device_sends():
+    """Of 4 in a ring: to gather 3 parts, to sum twice 3/4 of the operand. `verify` says the same."""
+    config = tiny_config((1, 1, 4), num_heads=4, sequence_parallel=True)
+    by_axes = sent_by_axes(config)
+    count, sent = by_axes["tensor", "all-gather"]
+    assert sent == count * 3 * (config.train.microbatch * 4 * 24 * 4)  # a part: 4 of 16 tokens
+    sums = [each for each in communication(config) if each.kind == "all-reduce" and "tensor" in each.axes]
+    assert by_axes["tensor", "all-reduce"][1] == sum(each.sent * each.num_bytes * 3 // 2 for each in sums)
+    total = sum(size for _, size in by_axes.values())
+    assert f" {total:,} bytes sent by a device" in check_collectives(config, communication(config)).where

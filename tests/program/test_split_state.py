@@ -49,11 +49,8 @@ def test_a_split_sequence_is_gathered_and_scattered(remat):
     assert count_shapes(of_kind("reduce-scatter", in_loop)) == {WHOLE: ticks * (scatters * layers + 2)}
     assert set(count_shapes(of_kind("all-reduce", in_loop))) == {(ROWS, SEQUENCE)}  # the loss's numbers per token
 
-    def moved(found: list) -> int:
-        """Bytes a device sends on a ring of n: (n-1) shards to gather, (n-1)/n of the whole to scatter, both to sum."""
-        parts = {kind: sum(c.count * c.num_bytes for c in of_kind(kind, found)) for kind in {c.kind for c in found}}
-        whole = parts.get("reduce-scatter", 0) + 2 * parts["all-reduce"]
-        return parts.get("all-gather", 0) * (TENSOR - 1) + whole * (TENSOR - 1) // TENSOR
+    def moved(found: list) -> float:
+        return sum(c.count * c.bytes_sent(TENSOR) for c in found)
 
     plain = [c for c in over("tensor", step_collectives((1, 2, TENSOR), 4, **options)) if c.count > 1]
     again = 1 if remat == "layer" else 2  # activations gathered a layer; recomputed, an all-reduce was there as well
