@@ -251,6 +251,12 @@ def moved(leaf: Array, memory: str | None = None) -> Array:
     return _placed(leaf.shape, leaf.sharding.with_memory_kind(memory), parts)
 
 
+def cast(leaf: Array, dtype: Any) -> Array:
+    """`leaf` in another dtype, in the same memory."""
+    parts = {shard.device: np.asarray(shard.data).astype(dtype) for shard in leaf.addressable_shards}
+    return _placed(leaf.shape, leaf.sharding, parts)
+
+
 def canonical_bytes(layout: StateLayout) -> int:
     """Bytes of the canonical state, of all devices together."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.canonical_shapes))

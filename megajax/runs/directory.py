@@ -113,10 +113,11 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     if trained and weights[0] != weights[1]:
         before, now = (f"data.sources of the weights {each}" if each else "one data.path" for each in weights)
         raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
-    if MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
+    if trained and MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
         raise UserError(
             f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
         )
+    _check_not_narrower(config, earlier, f"--run-dir {run_dir}")
     has_tokenizer = trained or config.tokenizer.path or is_tokenizer_folder(run_dir / "data" / "tokenizer")
     paths = [source.path for source in config.data.sources] or [config.data.path]
     if not has_tokenizer and not all(map(prepared_prefix, paths)):
@@ -145,10 +146,15 @@ def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }
     config = resolve(preset, overrides)
-    earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"}).precision
-    if MAIN_DTYPE[config.precision] != MAIN_DTYPE[earlier]:
-        raise UserError(f"--precision {config.precision}: {run_dir} holds a run in {earlier}; valid: {earlier}")
+    earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"})
+    _check_not_narrower(config, earlier, str(run_dir))
     return config
+
+
+def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
+    """fp64 can take weights of any precision, which it widens; but its own would be rounded in another."""
+    if earlier.precision == "fp64" != config.precision:
+        raise UserError(f"--precision {config.precision}: {place} holds a run in fp64; valid: fp64")
 
 
 _NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")

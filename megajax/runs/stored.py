@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 from jax.sharding import PartitionSpec
@@ -23,6 +24,7 @@ from megajax.models.family import CutModel
 from megajax.options import options
 from megajax.parallel.boundary import RegionBoundary
 from megajax.program.state import TrainState
+from megajax.program.transfer import cast
 from megajax.runs.digests import Manifest, local_checksums, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line
 from megajax.runs.ownership import check_format
@@ -45,15 +47,26 @@ def check_files(checkpoint: Path) -> None:
 
 def read(checkpoint: Path, target: TrainState) -> TrainState:
     """The arrays of `target`, canonical, in host memory, compared with their checksums; only weights where `target` has
-    no optimizer. Raises `DamagedCheckpoint`."""
+    no optimizer. fp64 widens what is stored in fp32. Raises `DamagedCheckpoint`."""
     manifest = _manifest(checkpoint)
-    stored = _try(checkpoint, lambda: _read_arrays(checkpoint / "state", target))
+    as_stored = _as_stored(checkpoint, target)
+    stored = _try(checkpoint, lambda: _read_arrays(checkpoint / "state", as_stored))
     local = local_checksums(stored)
     actual = dict(zip(local, sums_over_processes(list(local.values())), strict=True))
     wrong = [name for name in actual if manifest.arrays.get(name) != actual[name]]
     if wrong:
         raise DamagedCheckpoint(f"{checkpoint}: {len(wrong)} arrays differ from what was written")
-    return stored
+    return jax.tree.map(
+        lambda leaf, type_: leaf if leaf.dtype == type_.dtype else cast(leaf, type_.dtype), stored, target
+    )
+
+
+def _as_stored(checkpoint: Path, target: TrainState) -> TrainState:
+    """`target` in fp32 where it is in fp64 and the checkpoint is not."""
+    wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves(target.params))
+    if not wide or any(type_.dtype == np.float64 for type_ in _stored_weights(checkpoint / "state").values()):
+        return target
+    return jax.tree.map(lambda leaf: leaf.update(dtype=np.float32) if leaf.dtype == np.float64 else leaf, target)
 
 
 def _manifest(checkpoint: Path) -> Manifest:
@@ -93,7 +106,7 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
     """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read."""
-    stored = _stored_shapes(checkpoint / "state")
+    stored = {name: tuple(type_.shape) for name, type_ in _stored_weights(checkpoint / "state").items()}
     cut = CutModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     sizes: dict[str, tuple[int, int]] = {}
@@ -114,10 +127,10 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
             raise UserError(f"{file}: {name} is {wanted}; valid: {size}, as in the weights of {checkpoint}")
 
 
-def _stored_shapes(state: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of a checkpoint's weights by path; none if it cannot be read."""
+def _stored_weights(state: Path) -> dict[str, Any]:
+    """Shape and dtype of a checkpoint's weights by path; none if it cannot be read."""
     with contextlib.suppress(Exception), ocp.PyTreeCheckpointer() as reader:  # of many kinds, where it is damaged
         found: Any = reader.metadata(state).item_metadata
         weights = jax.tree_util.tree_leaves_with_path(found.tree["params"])
-        return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in weights}
+        return {jax.tree_util.keystr(path): leaf for path, leaf in weights}
     return {}

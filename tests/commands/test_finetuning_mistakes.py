@@ -161,7 +161,6 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{INIT} BERT --model.num-layers 2", "--init.*num_layers 1, not 2.*valid: --model.num-layers 1"),
     (f"{INIT} BERT --model.num-heads 2", "--init.*num_heads 4, .*not 2.*valid: --model.num-heads 4"),
     (f"{INIT} BERT --model.vocab-multiple 1024", "--init.*padded_vocab_size 512, not 1024.*vocab-multiple 64"),
-    (f"{INIT} BERT --precision fp64", "--precision fp64.*holds a run in bf16"),
     (
         f"{INIT} BERT --tokenizer.path TUNED/data/tokenizer",
         "--tokenizer.path.*not the tokenizer of --init.*; valid: that, or none",

@@ -86,7 +86,6 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
         ("--prompt a --mesh.pipe 2", "--mesh.pipe 2: .*; valid: --mesh.pipe 1"),
         ("--prompt a --mesh.tensor 3", "--mesh.tensor 3 .*; valid"),
         ("--prompt a --step 3", "--step 3; valid: latest, best, or one of 7"),
-        ("--prompt a --precision fp64", "--precision fp64: .*; valid: fp32"),
         ("--prompt a --prompt aaaaaaaaaaaaaaaaa", "prompt 2 has 17 tokens; valid: at most 16"),
         ("", "--prompt and --prompt-file are not given"),
         ("--prompt a --prompt-file FOLDER/empty.txt", "--prompt and --prompt-file are both given"),

@@ -99,6 +99,16 @@ def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> No
     assert_equal(canonical_arrays(first, back), expected)
 
 
+def test_fp64_widens_what_is_stored_in_fp32(small: StateLayout, written: Path) -> None:
+    """Weights and moments, to check an imported model; numbers stay what they are. Damage is noticed as before."""
+    expected = canonical_arrays(small, random_state(small, 20, seed=20))
+    with jax.enable_x64(True):
+        wide = layout((1, 1, 1), precision="fp64")
+        found = canonical_arrays(wide, Checkpoints(written, wide).restore(20))
+        assert {array.dtype for name, array in found.items() if "params" in name} == {np.dtype(np.float64)}
+        assert_equal({name: found[name].astype(array.dtype) for name, array in expected.items()}, expected)
+
+
 def test_a_loss_scale_is_for_fp16_only() -> None:
     """Another precision neither uses nor keeps it, and fp16 starts anew after one."""
     places = {precision: layout((1, 1, 1), precision=precision) for precision in ("fp16", "bf16", "fp32")}

@@ -44,11 +44,14 @@ def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
     """The model is not, and after a step they are not either."""
     train_tokenizer(["text"], 280).save(run / "data" / "tokenizer")
     check_claim(run, with_data("text.txt"))
+    check_claim(run, dataclasses.replace(with_data("text.txt"), precision="fp64"))
     with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
         check_claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
     (run / "checkpoints" / "5").mkdir()
     with pytest.raises(UserError, match="holds a run with seed 0, not 3"):
         check_claim(run, with_data("text.txt"))
+    with pytest.raises(UserError, match=r"--precision fp64: .* holds a run in fp32"):
+        check_claim(run, tiny_config(precision="fp64"))
 
 
 def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:

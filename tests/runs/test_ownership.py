@@ -109,8 +109,10 @@ def test_a_configuration_with_values_missing(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(text)
     assert "precision" not in text and stored_config(tmp_path, {}).precision == "fp32"
     assert stored_config(tmp_path, {"precision": "bf16"}).precision == "bf16"
-    with pytest.raises(UserError, match=r"--precision fp64: .* holds a run in fp32; valid: fp32"):
-        stored_config(tmp_path, {"precision": "fp64"})
+    assert stored_config(tmp_path, {"precision": "fp64"}).precision == "fp64"
+    (tmp_path / "config.toml").write_text(to_toml(tiny_config(precision="fp64")))
+    with pytest.raises(UserError, match=r"--precision bf16: .* holds a run in fp64; valid: fp64"):
+        stored_config(tmp_path, {"precision": "bf16"})
 
 
 @pytest.fixture(autouse=True)
