@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,11 +21,15 @@ from megajax.host import reading
 from megajax.host.paths import scheme
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}  # the extra of megajax that a scheme needs
+SCHEMES = ("http", "https", "gs", "s3", "hf", "file")  # of all that fsspec has, those that docs/data.md names
+_PACKAGES = {"gs": "'megajax[gcs]'", "s3": "'megajax[s3]'", "http": "aiohttp requests", "https": "aiohttp requests"}
+_UNRESOLVED = re.compile(
+    r"name resolution|NameResolutionError|Name or service not known|nodename nor servname|DNS server"
+)
 _VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them
 _LOUD = ("gcsfs", "s3fs")  # log what they raise, with all of the stack
 _BLOCK_BYTES = 1 << 20
-_VALID = "valid: gs://, s3:// or another scheme that fsspec reads, or a path on a file system"
+_VALID = f"valid: {', '.join(f'{name}://' for name in SCHEMES)}, or a path on a file system"
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
     try:
         try:
             there = system.info(path)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _is_unresolved(error):  # which fsspec takes for a file that is not there
+                raise
             return [], False
         if there["type"] == "file":
             return [_described(system, there)], True
@@ -80,6 +87,8 @@ def read_bytes(url: str, flag: str) -> bytes:
 
 def file_system(url: str, flag: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path there; an error where its library is not installed."""
+    if scheme(url) not in SCHEMES:
+        raise UserError(f"{flag} {url}: {url.partition(':/')[0]}:// is not read; {_VALID}")
     import fsspec
 
     for name in _LOUD:
@@ -87,8 +96,8 @@ def file_system(url: str, flag: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        extra = _EXTRAS.get(scheme(url))
-        valid = f"valid: pip install 'megajax[{extra}]', or a path on a file system" if extra else _VALID
+        packages = _PACKAGES.get(scheme(url))
+        valid = f"valid: pip install {packages}, or a path on a file system" if packages else _VALID
         raise UserError(f"{flag} {url}: {reason(error)}; {valid}") from None
     except Exception as error:  # an unknown scheme; no credentials
         raise UserError(f"{flag} {url}: {reason(error)}; {_VALID}") from None
@@ -156,5 +165,16 @@ def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path
 
 def reason(error: Exception) -> str:
     """The message of an exception, in one line of bounded length; its type if it has none."""
+    if _is_unresolved(error):
+        return "the name of the host cannot be resolved"
     text = " ".join(str(error).split())
     return (f"{text[:300]}…" if len(text) > 300 else text.rstrip(".")) or type(error).__name__
+
+
+def _is_unresolved(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, is that a host's name is not known."""
+    while error is not None:
+        if isinstance(error, socket.gaierror) or _UNRESOLVED.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -29,7 +29,8 @@ FILES = {
 
 
 @pytest.fixture
-def bucket() -> Iterator[str]:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(remote, "SCHEMES", (*remote.SCHEMES, "memory"))
     store = fsspec.filesystem("memory")
     for name, content in FILES.items():
         store.pipe(f"/bucket/texts/{name}", content)
@@ -62,7 +63,10 @@ def test_one_line_for_each_mistake(bucket: str) -> None:
         f"{bucket}/web": "mapped into memory where it lies; valid: a copy",
         f"{bucket}/web.bin": "mapped into memory where it lies; valid: a copy",
         f"{bucket}/broken.gz": "truncated or damaged: .*; valid: ",
-        "nowhere://bucket/texts": "Protocol not known: nowhere; valid: gs://, s3://",
+        **{
+            f"{name}://bucket": f"{name}:// is not read; valid: http://, https://, gs://, s3://, hf://, file://, or"
+            for name in ("nowhere", "ssh", "gist", "box", "zip", "SFTP")
+        },
     }.items():
         with pytest.raises(UserError, match=problem):
             list(TextDocuments(url))
@@ -74,6 +78,24 @@ def test_a_missing_package_names_its_extra(url: str, extra: str, package: str, m
     monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
     with pytest.raises(UserError, match=rf"--data.path {url}: .*; valid: pip install 'megajax\[{extra}\]'"):
         check_input(url, "--data.path")
+
+
+@pytest.mark.parametrize("wrapped", [FileNotFoundError, OSError])
+def test_a_host_that_is_not_known_is_one_short_line(bucket: str, wrapped: type[OSError]) -> None:
+    """However its library wraps that; a stack of pools and retries says no more."""
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise OSError(
+                "HTTPSConnectionPool(host='x', port=443): Max retries exceeded (Caused by NameResolutionError(…))"
+            )
+        except OSError as error:
+            raise wrapped("x") from error
+
+    words = r"^INPUT memory://bucket/x: cannot be read: the name of the host cannot be resolved; valid: a readable URL$"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=words):
+        patch.setattr("fsspec.implementations.memory.MemoryFileSystem.info", fail)
+        remote.find(f"{bucket}/x", "INPUT")
 
 
 def test_a_store_that_fails_while_it_is_read(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
