@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from megajax.errors import RunError, UserError
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.streams import output, print_final_error
+from megajax.host.transcript import transcript
 
 
 class Exit:
@@ -53,6 +54,7 @@ def run(main: Callable[[], None]) -> None:
 def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
     """The exit code of `main`, and the last line on standard error."""
     Exit.traces = None
+    transcript.end()
     _of_threads.clear()
     try:
         with stop_signals.handled(), _quiet_threads():

@@ -8,6 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.errors import UserError
+from megajax.host.transcript import tell
 
 
 def is_first_process() -> bool:
@@ -33,9 +34,9 @@ def on_first_process(action: Callable[[], list[int] | None]) -> list[int]:
 
 
 def say(text: str) -> None:
-    """Print on process 0."""
+    """`tell` on process 0."""
     if is_first_process():
-        print(text, flush=True)
+        tell(text)
 
 
 def of_first_process(number: int) -> int:

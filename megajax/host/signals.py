@@ -4,7 +4,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from megajax.host import phases
-from megajax.host.streams import print_final_error
+from megajax.host.streams import print_final_error, warn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAID_AFTER = 0.5  # seconds in which a process should have reacted
@@ -141,7 +140,7 @@ class StopSignals:
         return False
 
     def _say(self, text: str) -> None:
-        print(f"{signal.Signals(self.number).name}: {text}; a second signal ends at once", file=sys.stderr, flush=True)
+        warn(f"{signal.Signals(self.number).name}: {text}; a second signal ends at once")
 
     def _repeat(self) -> None:
         with self._lock:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from megajax.host.transcript import printable, transcript
+
 _SHOW_CURSOR = b"\x1b[?25h"  # which bars hide
 
 
@@ -27,7 +29,7 @@ class _Descriptor(io.FileIO):
                 if self.needed:
                     raise
                 if self.fileno() == 1:
-                    print(f"standard output: {error.strerror}; the run goes on without it", file=sys.stderr)
+                    warn(f"standard output: {error.strerror}; the run goes on without it")
         return len(data)
 
 
@@ -72,14 +74,22 @@ class Output:
 output = Output()  # a process has it once
 
 
+def warn(text: str) -> None:
+    """Print a line on standard error, and keep it."""
+    print(printable(text), file=sys.stderr, flush=True)
+    transcript.add(text)
+
+
 def print_final_error(text: str) -> None:
     """Print the last line on standard error, and discard what other threads still write there."""
+    text = printable(" ".join(text.split()))
+    transcript.add(text)
     with contextlib.suppress(OSError):
         sys.stderr.flush()
         stderr = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         cursor = _SHOW_CURSOR if os.isatty(stderr) else b""
-        os.write(stderr, cursor + f"{' '.join(text.split())}\n".encode(errors="backslashreplace"))
+        os.write(stderr, cursor + f"{text}\n".encode())
 
 
 def _open_closed() -> None:

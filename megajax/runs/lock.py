@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megajax.errors import RunError, UserError
 from megajax.host import reading
+from megajax.host.transcript import tell
 
 NAME = "run.lock"
 _MOST_BYTES = 4096  # of the file
@@ -102,7 +103,7 @@ class RunLock:
                 raise UserError(f"--run-dir {self._run_dir}: {error.strerror}; valid: {valid}") from None
             if not announced and not dead:
                 announced, after = True, f"taken over if it is not touched for {ABANDONED_AFTER:.0f} s"
-                print(f"{self._file} is of {who}: {after}", flush=True)
+                tell(f"{self._file} is of {who}: {after}")
             time.sleep(0.5)
 
     def check(self) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from megajax.data.files import is_marked, write_atomically
 from megajax.errors import UserError
 from megajax.host import reading
+from megajax.host.transcript import NAME, OLDER
 
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
 IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
-_FILES = ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json")
+_FILES = ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json", NAME, OLDER)
 _FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
 _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 

@@ -12,6 +12,7 @@ from megajax.axes import AXES
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host import completion
+from megajax.host.transcript import tell
 from megajax.options import Option, options, sections, shown, suggest
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import names_in_folders, preset_names
@@ -182,4 +183,4 @@ def print_left_out(given: Given, config: Config) -> None:
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
         unused.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
     if unused and config.distributed.process_id <= 0:
-        print(f"{preset.place} is the configuration of another run: {'; '.join(unused)}")
+        tell(f"{preset.place} is the configuration of another run: {'; '.join(unused)}")

@@ -14,6 +14,7 @@ from megajax.errors import UserError
 from megajax.host.ending import Exit
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
+from megajax.host.transcript import transcript
 from megajax.optim.config import check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -57,18 +58,21 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with watched(display.phase):
             (began_with,) = on_first_process(begin)
         Exit.traces = run_dir
+        if is_first_process():
+            transcript.begin(run_dir)
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
         program = Program(in_steps(config, data.train, began_with), program.mesh)
         if skip_finished and _is_finished(run_dir, program.config.train.steps):
             say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
-            return
+            return transcript.end()
         say(describe(program, data))
         with watched(display.phase):
             run = Trainer(program, data, lock)
         if run.first < program.config.train.steps:
             on_first_process(lambda: _keep_config(config, run))
         run.go()
+        transcript.end()
     finally:
         lock.release()
 

@@ -29,6 +29,7 @@ from megajax.settings.launch import gpu_flags
 _WRITTEN = {
     "config.toml": "the run's configuration, itself a preset",
     "metrics.jsonl": "every step's figures",
+    "log.txt": "what was said, of every start",
     "loss.png": "loss curves",
     "tensorboard": "events for TensorBoard",
     "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
@@ -53,6 +54,7 @@ def describe(program: Program, data: RunData | TaskData) -> str:
         f"{config.optimizer.zero}",
         _step_memory(program),
         _optimizer(program),
+        _batch(config),
         *_ramp(config),
         *data.lines(config),
     ]
@@ -100,6 +102,15 @@ def _step_memory(program: Program) -> str:
 
 def _mebibytes(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
+
+
+def _batch(config: Config) -> str:
+    train, ranks = config.train, config.mesh.data
+    count = train.global_batch // (ranks * train.microbatch)
+    parts = f"{count} microbatches of {train.microbatch}, gradient accumulation over them"
+    alone = f"one microbatch of {train.microbatch}, no gradient accumulation"
+    each = f"on each of {ranks} data ranks " if ranks > 1 else ""
+    return f"batch: {train.global_batch} sequences a step; {each}{parts if count > 1 else alone}"
 
 
 def _ramp(config: Config) -> list[str]:

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column
 from rich.text import Text
 
+from megajax.host.transcript import printable, transcript
+
 _EVERY = 60.0  # seconds between two plain lines about the same phase
 _BAR = 15  # columns
 _RECENT = 20  # steps whose median time per token gives the speed; a median leaves out the step that compiled
@@ -41,8 +43,10 @@ class Display:
         """A block that does one thing, such as "compiling the step", in `total` parts if that is known; it gets a
         function to call with the number of finished ones. Without bars, a line says when it begins if it is
         `announced`."""
-        began = time.monotonic()
+        began, name = time.monotonic(), printable(name)
         if self._live:
+            if announced:
+                transcript.add(name)
             with contextlib.ExitStack() as stack:
                 rows = self._rows or stack.enter_context(self._new_rows(transient=True))
                 row = rows.add_task("", total=total or None, head=name, clock=True)
@@ -67,9 +71,11 @@ class Display:
             ended.set()
 
     def print(self, text: str) -> None:
-        """Print a line, above the rows if there are any."""
+        """Print a line, above the rows if there are any, and keep it."""
         if not self._shown:
             return
+        text = printable(text)
+        transcript.add(text)
         if self._rows is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -117,10 +123,13 @@ class StepsDisplay(Display):
         self._seconds.append(figures["seconds"] / figures["tokens"])
         typical = max(figures["tokens"] * statistics.median(self._seconds), 1e-9)
         text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
+        has_line = self._shown and (step % self._log_every == 0 or step == self._total)
         if self._rows is not None:
             self._rows.update(self._steps, completed=step, head=f"step {step}/{self._total}", description=text)
-        elif step % self._log_every == 0 or step == self._total:
-            self.print_step(step, text)
+            if has_line:
+                transcript.add(self._line(step, text))
+        elif has_line:
+            self.print(self._line(step, text))
 
     def show_validation(
         self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
@@ -133,7 +142,10 @@ class StepsDisplay(Display):
 
     def print_step(self, step: int, text: str) -> None:
         """Print a line about a step."""
-        self.print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
+        self.print(self._line(step, text))
+
+    def _line(self, step: int, text: str) -> str:
+        return f"step {step:>{len(str(self._total))}}/{self._total}  {text}"
 
 
 def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[str]:

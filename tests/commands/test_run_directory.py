@@ -35,6 +35,10 @@ def test_the_files_of_a_run(straight: Run) -> None:
     assert checkpoint_steps(folder) == [10, 15, 20]
     assert {entry.name for entry in (folder / "checkpoints").iterdir()} == {"10", "15", "20"}
     assert (folder / "config.toml").is_file()
+    heading, said = (folder / "log.txt").read_text().split("\n", 1)
+    assert re.fullmatch(rf"--- 20\d\d-\S+ \S+ train.py \S+ --run-dir {folder} --sample.tokens 8 .*'the end'", heading)
+    assert said == straight.finished.out
+    assert "batch: 8 sequences a step; 8 microbatches of 1, gradient accumulation over them\n" in said
     assert not [path for path in folder.rglob("*") if "partial" in path.name or "tmp" in path.name]
 
 

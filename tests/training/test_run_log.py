@@ -20,6 +20,7 @@ from tiny import tiny_config
 
 from megajax.config import to_toml
 from megajax.errors import UserError
+from megajax.host.transcript import transcript
 from megajax.runs.metrics import read_metrics
 from megajax.training import display
 from megajax.training.display import Display, StepsDisplay, time_text
@@ -160,6 +161,43 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     with Display(console=console).phase("tokenizing data[v1]/corpus[/v1].txt"):  # which may hold what is markup to Rich
         pass
     assert "tokenizing data[v1]/corpus[/v1].txt" in screen.getvalue()
+
+
+def test_what_is_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In log.txt: plain lines as without a terminal, which nothing in them can command; of every start, as long as the
+    file is not too large, and the disk not full."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, _environ={})
+    transcript.end()
+    transcript.add("before the run directory is known")
+    for _ in range(2):
+        transcript.begin(tmp_path)
+        shower = StepsDisplay(6, 0, 3, console=console)
+        with shower.phase("compiling \x1b[2Jthe step"):
+            pass
+        log = {"learning_rate": 1e-3, "grad_norm": 2.0, "tokens": 1000, "loss": 5.5, "seconds": 0.5}
+        for step in range(1, 7):
+            shower.show_step(step, log)
+        shower.print("a \x9b0m\u202esample\tof\ntwo lines, \udce9")
+        shower.close_steps()
+        transcript.end()
+    assert "\x1b[2J" not in console.file.getvalue()
+    text = "  2,000 tokens/s  0:0{} left  learning rate 0.001  gradient norm 2"
+    steps = [f"step {step}/6  loss 5.5000{text.format((6 - step + 1) // 2)}" for step in (3, 6)]
+    said = ["compiling \\u001b[2Jthe step", *steps, "a \\u009b0m\\u202esample\tof", "two lines, \\udce9"]
+    first, early, *rest = (tmp_path / "log.txt").read_text().splitlines()
+    assert first.startswith("--- 20") and early == "before the run directory is known"
+    assert rest[:5] == rest[6:] == said and rest[5].startswith("--- 20")
+
+    monkeypatch.setattr("megajax.host.transcript.MOST_BYTES", 100)
+    transcript.begin(tmp_path)
+    for number in range(100):
+        transcript.add(f"line {number}")
+    kept = "".join((tmp_path / name).read_text() for name in ("log.txt.1", "log.txt"))
+    assert len(kept) <= 220 and kept.endswith("line 97\nline 98\nline 99\n")
+    monkeypatch.setattr("megajax.host.transcript._opened", lambda file: os.open("/dev/full", os.O_WRONLY))
+    transcript.begin(tmp_path)
+    transcript.add("no room")
+    transcript.end()
 
 
 def test_the_speed_while_the_batch_grows(capsys: pytest.CaptureFixture[str]) -> None:
