@@ -36,16 +36,15 @@ class _Descriptor(io.FileIO):
 class Output:
     """Standard output of the command that this process runs."""
 
-    def __init__(self) -> None:
-        self._descriptor = _Descriptor(1, needed=True)
+    _descriptor: _Descriptor | None = None
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """In the block, no write to standard error raises, and one to standard output only until `is_optional`."""
         _open_closed()
-        self._descriptor = _Descriptor(1, needed=True)
         before = sys.stdout, sys.stderr
         if sys.stdout is sys.__stdout__:
+            self._descriptor = _Descriptor(1, needed=True)
             sys.stdout = _text(sys.stdout, self._descriptor)
         if sys.stderr is sys.__stderr__:
             sys.stderr = _text(sys.stderr, _Descriptor(2, needed=False))
@@ -53,15 +52,17 @@ class Output:
             yield
         finally:
             sys.stdout, sys.stderr = before
+            self._descriptor = None
 
     def is_optional(self) -> None:
         """The command goes on without standard output."""
-        self._descriptor.needed = False
+        if self._descriptor:
+            self._descriptor.needed = False
 
     @property
     def failure(self) -> OSError | None:
         """Why something that was needed could not be written."""
-        return self._descriptor.failure if self._descriptor.needed else None
+        return self._descriptor.failure if self._descriptor and self._descriptor.needed else None
 
     def finish(self) -> OSError | None:
         """Write what is buffered; returns `failure`."""

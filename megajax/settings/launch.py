@@ -9,19 +9,14 @@ import os
 import re
 import resource
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.host.ending import Exit, fail
-from megajax.host.relay import Relay
-from megajax.host.signals import stop_signals
 from megajax.private import backends_are_initialized
 from megajax.settings.compilation_cache import keep_compiled
+from megajax.settings.joining import find_others
 
 # On simulated devices that share few cores a step's collectives meet late; XLA's default patience is 40 seconds.
 _PATIENCE = {
@@ -44,13 +39,6 @@ GPU_FLAGS = {
 DETERMINISTIC_FLAGS = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
 # Of a GPU's memory, 0.75 by default; the rest is for NCCL, cuBLAS and CUDA itself.
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.92"
-
-_LAST = 1.0  # seconds that process 0 stays after the end of its work
-LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, if it has not ended by itself
-START_PATIENCE = 300.0  # seconds that processes wait for each other
-HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
-
-_silenced: list[int] = []  # standard error itself, while nothing reaches it
 
 
 def start(config: Config) -> None:
@@ -78,44 +66,14 @@ def start(config: Config) -> None:
     if config.simulate_devices:
         _simulate(config.simulate_devices)
     if _of_several(config):
-        _find_others(config)
+        find_others(config)
     keep_compiled(config)
-
-
-def _find_others(config: Config) -> None:
-    import jax
-
-    cluster = config.distributed
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
-    for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
-        with contextlib.suppress(AttributeError):
-            jax.config.update(name, value)
-    where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
-    valid = "valid: an address that all of them reach, and as many processes as were announced"
-    late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
-    patience = threading.Timer(START_PATIENCE, _end, [late])  # JAX's own would abort the process
-    patience.daemon = True
-    patience.start()
-    initialize = partial(
-        jax.distributed.initialize,
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-        initialization_timeout=int(START_PATIENCE) + HEARTBEAT_TIMEOUT,
-    )
     try:
-        with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
-            if cluster.coordinator:
-                address = _relayed(cluster.coordinator) if cluster.process_id else cluster.coordinator
-                initialize(address, cluster.num_processes, cluster.process_id)
-            else:
-                initialize()
-        stop_signals.take()
-        Exit.together = _leave
-    except (RuntimeError, ValueError) as error:
-        found = str(error).splitlines()[0]
-        raise UserError(f"{where}: the processes did not find each other: {found}; {valid}") from error
-    finally:
-        patience.cancel()
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of a plugin that is missing, without a text
+        found = next(iter(str(error).splitlines()), "no such plugin")
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise UserError(f"JAX_PLATFORMS={asked}: JAX finds no devices: {found}; valid: cpu, or without it") from error
 
 
 @functools.cache
@@ -161,18 +119,6 @@ def _set_precision(config: Config) -> None:
         jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would take TF32
 
 
-def _relayed(coordinator: str) -> str:
-    """An address that reaches process 0 without JAX aborting this process when that is gone."""
-    host, _, port = coordinator.rpartition(":")
-
-    def lost() -> None:
-        # Whoever waits for a collective hears of it, too, and knows the step.
-        time.sleep(LOST_AFTER)
-        _end("lost process 0, which was killed or ended first; the same command goes on from the newest checkpoint")
-
-    return Relay(host.strip("[]"), int(port), lost).address
-
-
 def _of_several(config: Config) -> bool:
     """Whether this is one of several processes."""
     return bool(config.distributed.coordinator) or in_cluster(os.environ)
@@ -181,44 +127,6 @@ def _of_several(config: Config) -> bool:
 def runs_at_once(config: Config) -> bool:
     """Whether a compiled program has finished when its call returns: on one CPU device of one process."""
     return config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Discard standard error, also from C++."""
-    sys.stderr.flush()
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    _silenced.append(stderr)
-    try:
-        yield
-    finally:
-        _silenced.remove(stderr)
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nothing)
-
-
-def _end(text: str) -> None:
-    """End the process from any thread with a message, even while standard error is discarded."""
-    for stderr in _silenced:
-        os.dup2(stderr, 2)
-    fail(text)
-
-
-def _leave(succeeded: bool) -> None:
-    """Leave before process 0: the others need it, without it JAX would abort them."""
-    from megajax.host.processes import is_first_process, wait_for_all
-
-    if succeeded:
-        wait_for_all("the end")
-    if not is_first_process():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if succeeded:
-            os._exit(0)
-    else:
-        time.sleep(_LAST)
 
 
 def avoid_known_faults() -> None:

@@ -58,14 +58,14 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with watched(display.phase):
             (began_with,) = on_first_process(begin)
         Exit.traces = run_dir
-        if is_first_process():
-            transcript.begin(run_dir)
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
         program = Program(in_steps(config, data.train, began_with), program.mesh)
         if skip_finished and _is_finished(run_dir, program.config.train.steps):
             say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
-            return transcript.end()
+            return
+        if is_first_process():
+            transcript.begin(run_dir)
         say(describe(program, data))
         with watched(display.phase):
             run = Trainer(program, data, lock)

@@ -133,6 +133,27 @@ def test_one_line(main: str, code: int, line: str) -> None:
         trace.unlink()
 
 
+OPTIONAL = "streams.output.is_optional(); print('one', flush=True); print('two', flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("where", "main", "code", "error"),
+    [
+        (">/dev/full", "print('one')", 1, "error: standard output: No space left on device\n"),
+        (">/dev/full", "print('one', flush=True)", 1, "error: standard output: No space left on device\n"),
+        (">&-", "open('/dev/null'); print('one')", 1, "error: standard output: Bad file descriptor\n"),
+        (">&- 2>&- <&-", "print('one')", 1, ""),
+        (">/dev/full", OPTIONAL, 0, "standard output: No space left on device; the run goes on without it\n"),
+        ("2>&-", "print('one', file=sys.stderr); raise UserError('two')", 2, ""),
+        ("2>/dev/full", "print('one', file=sys.stderr); raise UserError('two')", 2, ""),
+        (">/dev/full", "print('one'); raise UserError('two')", 2, "error: two\n"),
+    ],
+)
+def test_streams_that_are_closed_or_full(where: str, main: str, code: int, error: str) -> None:
+    """The text of a command that cannot be written is an error, unless the command goes on without it."""
+    assert finish(start(main, "sh", "-c", f'"$@" {where}', "sh")) == (code, error)
+
+
 def test_a_reader_that_is_gone_is_no_error() -> None:
     """As `head` is when it has its lines."""
     process = start("print('one', flush=True); sys.stdin.read(); print('two', flush=True)", stdin=PIPE)

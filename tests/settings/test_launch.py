@@ -10,10 +10,12 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tiny import full, tiny_config
 
+from megajax.errors import UserError
 from megajax.settings import launch
 
 CUDA = "jax_cuda13_plugin"
@@ -108,18 +110,27 @@ def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     code = f"""
 import dataclasses
-from megajax.settings import launch
+from megajax.settings import joining, launch
 from megajax.config import DistributedConfig
 from tiny import full, tiny_config
-launch.START_PATIENCE = 1.0
+joining.START_PATIENCE, joining.SAID_AFTER = 1.0, 0.5
 cluster = DistributedConfig(coordinator={coordinator!r}, num_processes=2, process_id={number})
 launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
 """
     folder = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100)
     valid = "valid: an address that all of them reach, and as many processes as were announced"
-    found = "the processes did not find each other within 1 s"
-    assert (done.returncode, done.stderr) == (1, f"error: --distributed.coordinator {coordinator}: {found}; {valid}\n")
+    where = f"--distributed.coordinator {coordinator}: "
+    said, found = "waiting for the other processes, at most 1 s", "the processes did not find each other within 1 s"
+    assert (done.returncode, done.stderr) == (1, f"{where}{said}\nerror: {where}{found}; {valid}\n")
+
+
+def test_platforms_that_are_not_here(environment):
+    """JAX has no words for a plugin that is not installed."""
+    environment.setattr("jax.devices", mock.Mock(side_effect=AssertionError))
+    environment.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match=r"^JAX_PLATFORMS=cuda: JAX finds no devices: no such plugin; valid: "):
+        start()
 
 
 CANARIES = """

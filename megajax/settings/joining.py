@@ -1,0 +1,120 @@
+"""The processes of a run find each other when they start, and leave together."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.host.ending import Exit, fail
+from megajax.host.relay import Relay
+from megajax.host.signals import stop_signals
+
+_LAST = 1.0  # seconds that process 0 stays after the end of its work
+LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, if it has not ended by itself
+START_PATIENCE, SAID_AFTER = 300.0, 5.0  # seconds that processes wait for each other, and after which they say so
+HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
+
+_silenced: list[int] = []  # standard error itself, while nothing reaches it
+
+
+def find_others(config: Config) -> None:
+    """Find the other processes."""
+    import jax
+
+    cluster = config.distributed
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
+    for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
+        with contextlib.suppress(AttributeError):
+            jax.config.update(name, value)
+    where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+    valid = "valid: an address that all of them reach, and as many processes as were announced"
+    late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
+    waiting = f"{where}: waiting for the other processes, at most {START_PATIENCE:.0f} s"
+    # JAX's own patience would abort the process.
+    timers = threading.Timer(START_PATIENCE, _end, [late]), threading.Timer(SAID_AFTER, _say, [waiting])
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    initialize = partial(
+        jax.distributed.initialize,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        initialization_timeout=int(START_PATIENCE) + HEARTBEAT_TIMEOUT,
+    )
+    try:
+        with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
+            if cluster.coordinator:
+                address = _relayed(cluster.coordinator) if cluster.process_id else cluster.coordinator
+                initialize(address, cluster.num_processes, cluster.process_id)
+            else:
+                initialize()
+        stop_signals.take()
+        Exit.together = _leave
+    except (RuntimeError, ValueError) as error:
+        found = str(error).splitlines()[0]
+        raise UserError(f"{where}: the processes did not find each other: {found}; {valid}") from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _relayed(coordinator: str) -> str:
+    """An address that reaches process 0 without JAX aborting this process when that is gone."""
+    host, _, port = coordinator.rpartition(":")
+
+    def lost() -> None:
+        # Whoever waits for a collective hears of it, too, and knows the step.
+        time.sleep(LOST_AFTER)
+        _end("lost process 0, which was killed or ended first; the same command goes on from the newest checkpoint")
+
+    return Relay(host.strip("[]"), int(port), lost).address
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Discard standard error, also from C++."""
+    sys.stderr.flush()
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    _silenced.append(stderr)
+    try:
+        yield
+    finally:
+        _silenced.remove(stderr)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
+
+
+def _say(text: str) -> None:
+    """Print a line, even while standard error is discarded."""
+    for stderr in _silenced:
+        with contextlib.suppress(OSError):
+            os.write(stderr, f"{text}\n".encode())
+
+
+def _end(text: str) -> None:
+    """End the process from any thread with a message, even while standard error is discarded."""
+    for stderr in _silenced:
+        os.dup2(stderr, 2)
+    fail(text)
+
+
+def _leave(succeeded: bool) -> None:
+    """Leave before process 0: the others need it, without it JAX would abort them."""
+    from megajax.host.processes import is_first_process, wait_for_all
+
+    if succeeded:
+        wait_for_all("the end")
+    if not is_first_process():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if succeeded:
+            os._exit(0)
+    else:
+        time.sleep(_LAST)
