@@ -213,7 +213,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """The rate of the update that follows `step` finished ones, as `megajax.optim.adam.learning_rate`'s."""
     peak, floor = config.learning_rate, config.min_learning_rate
-    warmup, decay = config.warmup_steps, config.decay_steps
+    warmup, decay = config.warmup, config.decay_steps
     if step < warmup:
         return peak * step / warmup
     if config.schedule == "constant":

@@ -53,7 +53,7 @@ def test_the_paper_s_models_and_recipe(name: str) -> None:
     assert (model.dropout, model.init_std, model.mlp_size) == (0.1, 0.02, 4 * hidden)
     assert (train.steps, train.global_batch, train.remat, config.precision) == (300_000, 512, "layer", "bf16")
     assert (optimizer.learning_rate, optimizer.min_learning_rate) == (1.5e-4, 1e-5)
-    assert (optimizer.warmup_steps, optimizer.decay_steps) == (3000, 300_000)
+    assert (optimizer.warmup, optimizer.decay_steps) == (3000, 300_000)
     assert (optimizer.weight_decay, optimizer.clip_norm) == (0.01, 1.0)
     assert config.run_dir == f"runs/{name}"
 

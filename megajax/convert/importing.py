@@ -37,7 +37,7 @@ _RECIPE = {  # for training further: a low learning rate does not undo what the 
     "train.eval_batches": 20,
     "train.remat": "selective",
     "optimizer.learning_rate": 5e-5,
-    "optimizer.warmup_steps": 100,
+    "optimizer.warmup_fraction": 0.1,
     "checkpoint.every": 100,
 }
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "vocab.txt"]

@@ -117,7 +117,7 @@ def remember(norm: Array, recent: Array, step: Array) -> Array:
 def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
     """The rate of the update that follows `step` finished ones, as a scalar.
 
-    It rises linearly from 0 at step 0 to the peak at `warmup_steps`. Then
+    It rises linearly from 0 at step 0 to the peak after the warm-up. Then
 
     - `cosine` (the paper's) and `linear` fall to the floor at `decay_steps` and stay there;
     - `wsd` stays at the peak, falls to the floor in the last `cooldown_steps` before `decay_steps`, and stays there;
@@ -126,7 +126,7 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
     """
     now = jnp.asarray(step, dtype=float)
     peak, floor = config.learning_rate, config.min_learning_rate
-    warmup, decay = config.warmup_steps, config.decay_steps
+    warmup, decay = config.warmup, config.decay_steps
     rising = peak * now / max(1, warmup)
     if config.schedule == "constant":
         falling = jnp.full_like(now, peak)

@@ -61,6 +61,11 @@ class OptimizerConfig:
     max_skipped: Annotated[int, "most steps in a row that are skipped; one more ends the run", AT_LEAST_ZERO] = 20
 
     @property
+    def warmup(self) -> int:
+        """Steps of warm-up, where `decay_steps` is known."""
+        return self.warmup_steps or round(self.warmup_fraction * self.decay_steps)
+
+    @property
     def ends_decay(self) -> bool:
         """Whether the learning rate reaches its floor at `decay_steps`."""
         return self.schedule not in ("constant", "inverse-square-root")
@@ -90,8 +95,7 @@ def check_cooldown(optimizer: OptimizerConfig) -> None:
                 f"{given} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
             )
         return
-    end = optimizer.decay_steps
-    warmup = optimizer.warmup_steps or round(optimizer.warmup_fraction * end)
+    end, warmup = optimizer.decay_steps, optimizer.warmup
     most = max(1, end - warmup) if end else MOST
     if not 1 <= optimizer.cooldown_steps <= most:
         why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""

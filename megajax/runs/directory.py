@@ -11,6 +11,7 @@ from megajax.data.files import put_back
 from megajax.data.indexed import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
+from megajax.optim.config import OptimizerConfig
 from megajax.options import compared
 from megajax.precision import MAIN_DTYPE
 from megajax.runs.lock import RunLock
@@ -62,11 +63,11 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(named(run_dir / "checkpoints"))
 
 
-def stored_decay(run_dir: Path) -> int:
-    """The `optimizer.decay_steps` that a run began with, 0 where none has trained."""
+def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
+    """The optimizer of a run's last start, in steps; None where no step was trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
-        return 0
-    return load_preset(run_dir / "config.toml").get("optimizer.decay_steps", 0)
+        return None
+    return resolve(load_preset(run_dir / "config.toml")).optimizer
 
 
 @contextlib.contextmanager

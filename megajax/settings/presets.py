@@ -155,12 +155,16 @@ def _convert(key: str, value: object, name: str) -> Any:
         raise UserError(f"{name} = {shown(value)}; valid: {table[key].valid}") from None
 
 
+_EITHER = (("data.path", "data.sources"), ("optimizer.warmup_steps", "optimizer.warmup_fraction"))
+
+
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values replaced by others; one corpus replaces several, and several replace one."""
+    """Values replaced by others; of `_EITHER`, one replaces the other."""
     left = dict(values)
-    for key, other in (("data.path", "data.sources"), ("data.sources", "data.path")):
-        if others.get(key) and other not in others:
-            left.pop(other, None)
+    for pair in _EITHER:
+        for key, other in (pair, pair[::-1]):
+            if others.get(key) not in (None, "", ()) and other not in others:
+                left.pop(other, None)
     return left | dict(others)
 
 

@@ -15,11 +15,11 @@ from megajax.host.ending import Exit
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
-from megajax.optim.config import check_cooldown
+from megajax.optim.config import OptimizerConfig, check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints, stored_decay
+from megajax.runs.directory import claimed, has_checkpoints, stored_optimizer
 from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
@@ -47,12 +47,14 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
     """`train` where JAX has started; `skip_finished` skips a task's run with all its steps and its figures on dev."""
     program, run_dir = checked_program(config), Path(config.run_dir)
     lock, display = RunLock(run_dir), Display(is_first_process())
+    earlier: OptimizerConfig | None = None
 
     def begin() -> list[int]:
+        nonlocal earlier
         with claimed(run_dir, config, lock):
-            began_with = checked_decay(config, run_dir)
+            earlier = earlier_optimizer(config, run_dir)
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            return [began_with]
+            return [earlier.decay_steps if earlier else 0]
 
     try:
         with watched(display.phase):
@@ -66,7 +68,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             return
         if is_first_process():
             transcript.begin(run_dir)
-        say(describe(program, data))
+        say(describe(program, data, earlier))
         with watched(display.phase):
             run = Trainer(program, data, lock)
         if run.first < program.config.train.steps:
@@ -113,15 +115,15 @@ def check_given(config: Config) -> None:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
 
 
-def checked_decay(config: Config, run_dir: Path) -> int:
-    """The `optimizer.decay_steps` that a run began with, 0 of a new one. Cooldown and `--profile` must be within the
-    run's steps, as far as these are known without its data (`train.epochs`)."""
-    began_with, steps = stored_decay(run_dir), config.train.steps
+def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
+    """That of a run's last start, None of a new run. Cooldown and `--profile` must be within the run's steps, as far as
+    these are known without its data (`train.epochs`)."""
+    earlier, steps = stored_optimizer(run_dir), config.train.steps
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to that")
     if not config.train.epochs:
-        in_steps(config, None, began_with)
-    return began_with
+        in_steps(config, None, earlier.decay_steps if earlier else 0)
+    return earlier
 
 
 def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
@@ -154,16 +156,12 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
 
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
-    """The configuration with `train.steps`, decay and warm-up of the learning rate all in steps; epochs are those of
-    the training `samples`. Where none is given, a resumed run keeps the `optimizer.decay_steps` it `began_with`."""
+    """The configuration with the end of training and of the decay in steps; epochs are those of the training
+    `samples`. Where none is given, a resumed run keeps the `optimizer.decay_steps` it `began_with`."""
     train, end = config.train, 0
     if train.epochs:
         end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
     config = config.with_decay(began_with or end)
-    optimizer = config.optimizer
-    if optimizer.warmup_fraction:
-        warmup = round(optimizer.warmup_fraction * optimizer.decay_steps)
-        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
-    check_cooldown(optimizer)
-    return dataclasses.replace(config, optimizer=optimizer)
+    check_cooldown(config.optimizer)
+    return config

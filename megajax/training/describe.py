@@ -18,6 +18,7 @@ from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.models.registry import FAMILIES
 from megajax.optim.adam import parameter_groups
+from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.plan.memory import memory
 from megajax.program.memory import factor_bytes, state_bytes
@@ -38,10 +39,11 @@ _WRITTEN = {
     "checkpoints": "state, mesh-independent",
     "data": "tokens and tokenizer",
 }
+_OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
 
-def describe(program: Program, data: RunData | TaskData) -> str:
-    """A run in a few lines of text."""
+def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
+    """A run in a few lines of text; `earlier` is the optimizer of its last start, None of a new run."""
     config, state = program.config, state_bytes(program)
     platform, sequence = jax.devices()[0].platform, ", sequence split over tensor" if config.sequence_parallel else ""
     lines = [
@@ -54,13 +56,15 @@ def describe(program: Program, data: RunData | TaskData) -> str:
         f"{config.optimizer.zero}",
         _step_memory(program),
         _optimizer(program),
+        f"learning rate: {rate_line(config.optimizer)}",
+        changed_rate(earlier, config.optimizer) if earlier else "",
         _batch(config),
         *_ramp(config),
         *data.lines(config),
     ]
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
-    return "\n".join(filter(None, [*lines, past_decay(config)]))
+    return "\n".join(filter(None, [*lines, rate_warning(config)]))
 
 
 def pipeline_lines(program: Program) -> list[str]:
@@ -126,16 +130,36 @@ def _ramp(config: Config) -> list[str]:
 
 def _optimizer(program: Program) -> str:
     config = program.config.optimizer
-    falling = ""
-    if config.schedule == "wsd":
-        first, last = config.decay_steps - config.cooldown_steps, config.decay_steps
-        falling = f" until step {first:,} and down ({config.cooldown_shape}) to step {last:,}"
     weights = program.layout.canonical_shapes.params
     decayed, others = parameter_groups(weights.get(LORA, weights))
     return (
-        f"optimizer: AdamW, {config.schedule} learning rate up to {config.learning_rate:g}{falling}, weight decay "
-        f"{config.weight_decay:g} on {decayed:,} parameters, none on {others:,} (biases, LayerNorm)"
+        f"optimizer: AdamW, weight decay {config.weight_decay:g} on {decayed:,} parameters, none on {others:,} "
+        "(biases, LayerNorm)"
     )
+
+
+def rate_line(config: OptimizerConfig) -> str:
+    """The schedule of the learning rate in words."""
+    peak, floor, end = f"{config.learning_rate:g}", f"{config.min_learning_rate:g}", f"{config.decay_steps:,}"
+    rising = f"{peak} after {config.warmup:,} steps of warm-up" if config.warmup else peak
+    if config.schedule == "constant":
+        return f"{rising}, constant"
+    if config.schedule == "inverse-square-root":
+        return f"{rising}, then falling as 1 / sqrt(step), never below {floor}"
+    if config.schedule == "wsd":
+        begin = config.decay_steps - config.cooldown_steps
+        return f"{rising}, from step {begin:,} down to {floor} at step {end} ({config.cooldown_shape})"
+    return f"{rising}, down to {floor} at step {end} ({config.schedule})"
+
+
+def changed_rate(earlier: OptimizerConfig, now: OptimizerConfig) -> str:
+    """What a start changes of the learning rate that the run had, empty if nothing."""
+    changes = [
+        f"{name} {before} -> {after}"
+        for name in _OF_RATE.split()
+        if (before := getattr(earlier, name)) != (after := getattr(now, name))
+    ]
+    return f"learning rate changed: {', '.join(changes)}" if changes else ""
 
 
 def _adapters(program: Program) -> list[str]:
@@ -150,11 +174,19 @@ def _adapters(program: Program) -> list[str]:
     ]
 
 
-def past_decay(config: Config) -> str:
-    """A warning if training goes on after the learning rate has reached its floor; else empty."""
+def rate_warning(config: Config) -> str:
+    """A warning if training ends in the warm-up or before the end of the decay, or goes on after it; else empty."""
     optimizer, steps = config.optimizer, config.train.steps
-    if not optimizer.ends_decay or steps <= optimizer.decay_steps:
+    if steps <= optimizer.warmup:
+        reached = f"{(steps - 1) / optimizer.warmup:.0%} of --optimizer.learning-rate {optimizer.learning_rate:g}"
+        return f"warning: --train.steps {steps} ends in the warm-up of {optimizer.warmup} steps, at {reached}"
+    if not optimizer.ends_decay or steps == optimizer.decay_steps:
         return ""
+    if steps < optimizer.decay_steps:
+        return (
+            f"warning: --train.steps {steps} ends before --optimizer.decay-steps {optimizer.decay_steps}, at which the "
+            f"learning rate has its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}"
+        )
     nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
     return (
         f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "

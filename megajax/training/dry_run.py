@@ -24,7 +24,7 @@ from megajax.runs.directory import check_claim, has_checkpoints
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.launch import start
-from megajax.training.begin import check_given, checked_decay, checked_program, in_steps, make_data, open_data
+from megajax.training.begin import check_given, checked_program, earlier_optimizer, in_steps, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.seeds import seed_runs
@@ -42,13 +42,13 @@ def dry_run(config: Config) -> None:
     def read() -> list[int]:
         with tempfile.TemporaryDirectory(prefix="megajax-dry-run-") as folder:
             found = _read_data(config, program, Path(folder), lines)
-        return [found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps]
+        return [found.train.steps, found.optimizer.decay_steps]
 
     display = Display(is_first_process())
     with watched(display.phase):
-        steps, decay_steps, warmup_steps = on_first_process(read)  # so that every process compiles the same step
+        steps, decay_steps = on_first_process(read)  # so that every process compiles the same step
     train = dataclasses.replace(config.train, steps=steps)
-    optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps, warmup_steps=warmup_steps)
+    optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps)
     config = dataclasses.replace(config, train=train, optimizer=optimizer)
     say("\n".join(lines))
     began = time.perf_counter()
@@ -70,7 +70,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     """The configuration in steps, for the data that a run would have; adds the lines that it would print."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
-    began_with = checked_decay(config, run_dir)
+    earlier = earlier_optimizer(config, run_dir)
     _check_apart(config, run_dir)
     there, is_new = run_dir / "data", not has_checkpoints(run_dir)
     made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
@@ -81,8 +81,8 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     make_data(config, there, is_new=is_new)
     data = open_data(config, there)
     data.train[0]
-    config = in_steps(config, data.train, began_with)
-    lines.append(describe(Program(config, program.mesh), data))
+    config = in_steps(config, data.train, earlier.decay_steps if earlier else 0)
+    lines.append(describe(Program(config, program.mesh), data, earlier))
     return config
 
 

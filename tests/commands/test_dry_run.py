@@ -50,8 +50,10 @@ def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, t
     """With the end of the decay that it began with, where no other is given; and one that is finished."""
     before = contents(straight.folder)
     assert "nothing to train" in tried(commands, straight.folder / "config.toml")
-    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, "--train.steps", 30)
+    flags = ("--train.steps", 30, "--optimizer.learning-rate", 1e-3)
+    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, *flags)
     assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "trains steps 21 to 30 in")
+    assert "\nlearning rate changed: learning_rate 0.003 -> 0.001, warmup 5 -> 1\n" in out
     assert contents(straight.folder) == before and not list(temporary.iterdir())
 
 

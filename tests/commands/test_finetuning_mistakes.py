@@ -76,7 +76,10 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{MNLI} --model.family gpt2", r"--task\.name mnli", r"--model\.family decoder", r"valid: .*bert"),
     (f"{MNLI} --train.epochs 0", r"--train\.steps 0", r"--train\.epochs"),
     (f"{MNLI} --train.epochs -1", r"--train\.epochs -1", "valid: 0 to"),
-    (f"{MNLI} --optimizer.warmup-steps 3", r"--optimizer\.warmup-steps and --optimizer\.warmup-fraction are both"),
+    (
+        f"{MNLI} --optimizer.warmup-steps 3 --optimizer.warmup-fraction 0.1",
+        r"--optimizer\.warmup-steps and --optimizer\.warmup-fraction are both",
+    ),
     (f"{MNLI} --optimizer.warmup-fraction 1", r"--optimizer\.warmup-fraction 1", "less than 1"),
     (f"{MNLI} --model.vocab-size 40", r"--model\.vocab-size 40", "valid: 100 or more"),
     (f"{MNLI} --model.sequence-length 4", r"--model\.sequence-length 4", "valid: 5 or more"),

@@ -13,9 +13,10 @@ from megajax.config import Config, profiled_steps
 from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
+from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import in_steps
-from megajax.training.describe import _step_memory, past_decay
+from megajax.training.describe import _step_memory, changed_rate, rate_line, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
 
@@ -196,23 +197,79 @@ def test_the_decay_ends_with_the_training_that_the_run_began_with(
         assert resolve(DEMO, values).optimizer.decay_steps == decay_steps, "as where nothing goes on"
 
 
+PUBLISHED = [name for name in preset_names() if not name.endswith("demo")]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_follows_its_steps(name: str) -> None:
+    """Warm-up and decay are the recipe's in as many steps as it has, and their shares of any other number."""
+    preset = load_preset(name)
+    warmup, steps = {"gpt2": (3000, 300_000), "bert": (10_000, 2_000_000)}.get(name.split("-")[0], (2000, 100_000))
+    for values, share in (({}, 1), ({"train.steps": steps // 50}, 50)):
+        optimizer = resolve(preset, values).optimizer
+        assert (optimizer.warmup, optimizer.decay_steps) == (warmup // share, steps // share)
+    flags = {"optimizer.warmup_steps": 7, "optimizer.decay_steps": 10}
+    optimizer = resolve(preset, flags).optimizer
+    assert (optimizer.warmup, optimizer.decay_steps) == (7, 10), "a user's own"
+
+
 def test_epochs_in_steps() -> None:
     """The decay of a run that goes on for more epochs stays, too."""
     preset = load_preset("finetune/mnli-demo") | {"data.train": ("x",), "train.global_batch": 8}
     config = resolve(preset, {"train.epochs": 2.5})
     assert config.optimizer.decay_steps == 0
     found = in_steps(config, EPOCH)
-    assert (found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup_steps) == (25, 25, 2)
+    assert (found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup) == (25, 25, 2)
     more = in_steps(resolve(preset, {"train.epochs": 5}), EPOCH, 25)
-    assert (more.train.steps, more.optimizer.decay_steps, more.optimizer.warmup_steps) == (50, 25, 2)
+    assert (more.train.steps, more.optimizer.decay_steps, more.optimizer.warmup) == (50, 25, 2)
 
 
-def test_training_past_the_decay_is_told() -> None:
-    assert past_decay(begun({}, 0)) == ""
-    assert past_decay(begun({"optimizer.schedule": "constant", "train.steps": 900})) == ""
-    assert past_decay(begun({"train.steps": 300})) == (
-        "warning: --train.steps 300 is past --optimizer.decay-steps 100: from there on the learning rate stays at its "
-        "floor, --optimizer.min-learning-rate 0.0001"
-    )
-    floor = begun({"train.steps": 300, "optimizer.min_learning_rate": 0})
-    assert past_decay(floor).endswith("rate 0, and nothing is learned")
+FLOOR = "floor, --optimizer.min-learning-rate"
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({}, ""),
+        ({"optimizer.schedule": "constant", "train.steps": 900}, ""),
+        ({"optimizer.schedule": "constant", "train.steps": 41}, ""),
+        ({"train.steps": 12}, "12 ends in the warm-up of 40 steps, at 28% of --optimizer.learning-rate 0.0015"),
+        ({"optimizer.schedule": "constant", "train.steps": 40}, "40 ends in the warm-up of 40 steps, at 98% of"),
+        ({"train.steps": 60}, "60 ends before --optimizer.decay-steps 100, at which the learning rate has its floor"),
+        (
+            {"train.steps": 300},
+            f"300 is past --optimizer.decay-steps 100: from there on the learning rate stays at its {FLOOR} 0.0001",
+        ),
+        ({"train.steps": 300, "optimizer.min_learning_rate": 0}, "rate 0, and nothing is learned"),
+    ],
+)
+def test_an_end_that_the_schedule_was_not_made_for_is_told(values: dict[str, Any], warning: str) -> None:
+    told = rate_warning(begun(values))
+    assert warning in told and told.startswith("warning: --train.steps ") == bool(told) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({}, "0.0015 after 40 steps of warm-up, down to 0.0001 at step 100 (cosine)"),
+        ({"optimizer.warmup_fraction": 0.1}, "0.0015 after 10 steps of warm-up, down to 0.0001 at step 100 (cosine)"),
+        ({"optimizer.warmup_steps": 0, "optimizer.schedule": "constant"}, "0.0015, constant"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 20},
+            "0.0015 after 40 steps of warm-up, from step 80 down to 0.0001 at step 100 (1-sqrt)",
+        ),
+        (
+            {"optimizer.schedule": "inverse-square-root"},
+            "0.0015 after 40 steps of warm-up, then falling as 1 / sqrt(step), never below 0.0001",
+        ),
+    ],
+)
+def test_the_schedule_in_a_line(values: dict[str, Any], line: str) -> None:
+    assert rate_line(begun(values).optimizer) == line
+
+
+def test_what_a_start_changes_is_told() -> None:
+    before, now = begun({}), begun({"optimizer.learning_rate": 0.003, "optimizer.warmup_fraction": 0.1})
+    assert changed_rate(before.optimizer, before.optimizer) == ""
+    changes = "learning_rate 0.0015 -> 0.003, warmup 40 -> 10"
+    assert changed_rate(before.optimizer, now.optimizer) == f"learning rate changed: {changes}"
