@@ -107,7 +107,7 @@ class CheckpointConfig:
 
     every: Annotated[int, "steps between two checkpoints; the last step always has one"] = 100
     minutes: Annotated[float, "minutes after which one is due whatever the step; 0: steps alone", AT_LEAST_ZERO] = 0
-    keep: Annotated[int, "newest checkpoints to keep"] = 3
+    keep: Annotated[int, "newest checkpoints to keep; imported weights, of step 0, stay"] = 3
     keep_best: Annotated[int, "checkpoints with the lowest validation losses to keep besides", AT_LEAST_ZERO] = 0
     keep_every: Annotated[
         int, "keep every checkpoint whose step is a multiple of this for good; 0: none", AT_LEAST_ZERO
@@ -181,7 +181,7 @@ class Config:
     run_dir: Annotated[str, "where everything is written; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[
         Literal["auto", "never", "must"],
-        "continue from the last checkpoint: if there is one, never, or fail without one",
+        "continue from the last checkpoint: if there is one, never (a run is refused), or fail without one",
     ] = "auto"
     compilation_cache: Annotated[
         str,

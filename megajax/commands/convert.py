@@ -13,7 +13,6 @@ from megajax.host.paths import check_path
 from megajax.options import suggest
 from megajax.settings.flags import Parser
 from megajax.settings.launch import start
-from megajax.tasks.registry import TASKS
 
 
 def import_hf(argv: Sequence[str]) -> None:
@@ -27,7 +26,7 @@ def import_hf(argv: Sequence[str]) -> None:
     parser.add_path("run", metavar="RUN", help="run directory to make")
     parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
-    from megajax.convert.importing import check_new, import_hf, local_folder, open_source
+    from megajax.convert.importing import check_new, import_hf, local_folder, open_source, training_flags
     from megajax.runs.ownership import check_outside_runs
 
     run_dir = Path(args.run)
@@ -48,7 +47,9 @@ def import_hf(argv: Sequence[str]) -> None:
     if source.tokenizer is None:
         print("no tokenizer there: to train on text, add --tokenizer.path")
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
-    print(f"imported {args.path} into {run_dir}: {sizes}{_training_further(source.config, run_dir)}")
+    flags = training_flags(model, run_dir)
+    further = f"; train on with: megajax train {run_dir / 'config.toml'} {flags}" if flags else ""
+    print(f"imported {args.path} into {run_dir}: {sizes}{further}")
 
 
 def export_hf(argv: Sequence[str]) -> None:
@@ -125,16 +126,6 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 def _start(config: Config) -> None:
     """Start JAX on one CPU device, even where there are GPUs: nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
-
-
-def _training_further(config: Config, run_dir: Path) -> str:
-    """The command that trains an imported run on: in its folder, or from it if it was fine-tuned on a task."""
-    model, command = config.model, f"; train on with: megajax train {run_dir / 'config.toml'}"
-    if model.head == "pretraining":
-        return f"{command} --data.path TEXT"
-    tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]
-    flags = f"--task.name {'|'.join(tasks)} --init {run_dir} --run-dir NEW --data.train FILE"
-    return f"{command} {flags}" if tasks else ""
 
 
 def _parameters(config: Config) -> int:

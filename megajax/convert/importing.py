@@ -29,6 +29,7 @@ from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.settings.presets import resolve
+from megajax.tasks.registry import TASKS
 
 _RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
     "train.steps": 1000,
@@ -166,6 +167,15 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
     return Source(config, exchange, origin, weights, tokenizer, added)
 
 
+def training_flags(model: ModelConfig, run_dir: str | Path) -> str:
+    """What trains an imported model on beside its config.toml: in its run, or from it if it was fine-tuned on a task;
+    empty if no task is like that."""
+    if model.head == "pretraining":
+        return "--data.path TEXT"
+    tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]
+    return f"--task.name {'|'.join(tasks)} --init {run_dir} --run-dir NEW --data.train FILE" if tasks else ""
+
+
 def check_new(folder: Path, name: str) -> None:
     """Raises `UserError` unless `folder`, the argument `name`, is empty, or does not exist and can be made."""
     check_place(folder, name)
@@ -182,8 +192,10 @@ def write_run(
     tokenizer: Tokenizer | None,
     save: Callable[[Checkpoints], object],
     origin: Origin | None = None,
+    comment: str = "",
 ) -> None:
-    """Write a run directory, which appears whole or not at all: configuration, tokenizer, and what `save` saves.
+    """Write a run directory, which appears whole or not at all: configuration, with a `comment` before it, tokenizer,
+    and what `save` saves.
 
     Raises:
         UserError: `run_dir`, the argument `name`, is not empty, or cannot be written.
@@ -203,7 +215,7 @@ def write_run(
             tokenizer.save(new / "data" / "tokenizer")
         if origin:
             origin.write(new)
-        write_atomically(new / "config.toml", to_toml(dataclasses.replace(config, run_dir=str(run_dir))))
+        write_atomically(new / "config.toml", comment + to_toml(dataclasses.replace(config, run_dir=str(run_dir))))
 
 
 def import_hf(source: Source, run_dir: Path) -> None:
@@ -219,11 +231,12 @@ def import_hf(source: Source, run_dir: Path) -> None:
             refused.append(error)
             raise
 
-    config, tokenizer = source.config, source.tokenizer
+    config, flags = source.config, training_flags(source.config.model, "RUN")
+    comment = "# An imported model. What it is trained with below is a recipe of ours"
+    comment += f"; it is trained on with {flags}.\n\n" if flags else ".\n\n"
+    layout, tokenizer, save = whole_layout(config), source.tokenizer, lambda to: to.save_new(checked)
     try:
-        write_run(
-            run_dir, "RUN", config, whole_layout(config), tokenizer, lambda to: to.save_new(checked), source.origin
-        )
+        write_run(run_dir, "RUN", config, layout, tokenizer, save, source.origin, comment)
     except RunError:
         if refused:
             raise refused[0] from None

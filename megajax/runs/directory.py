@@ -44,7 +44,7 @@ def check_claim(run_dir: Path, config: Config) -> None:
             "an earlier run"
         )
     if there and never:
-        raise UserError(f"{never}{place} is not empty; valid: an empty or new folder, or --resume auto")
+        raise UserError(f"{never}{place} is not empty, it holds a run; valid: a new --run-dir, or --resume auto")
     if number is not None:
         check_format(number, place)
         check_entries(run_dir)

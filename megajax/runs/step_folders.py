@@ -85,7 +85,8 @@ def _entries(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay; one that any of these rules keeps, stays."""
+    """How many checkpoints stay; one that any of these rules keeps, stays. That of step 0, imported weights, always
+    does."""
 
     newest: int  # so many of the latest steps
     best: int = 0  # so many with the lowest validation losses; those without one do not count
@@ -95,5 +96,5 @@ class Retention:
         """The `steps` whose checkpoints go; `losses` are validation losses by step."""
         ascending = sorted(steps)
         measured = sorted((step for step in ascending if step in losses), key=lambda step: (losses[step], -step))
-        kept = {*ascending[-self.newest :], *measured[: self.best]}
+        kept = {0, *ascending[-self.newest :], *measured[: self.best]}
         return [step for step in ascending if step not in kept and not (self.every and step % self.every == 0)]

@@ -101,7 +101,8 @@ def evaluation_config(
     run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
 ) -> Config:
     """The configuration of a run for an evaluation, of any family with `any_model`; its batch fills the pipeline once.
-    Starts JAX, unless it has started for `mesh`, another run's. Without a mesh all devices are `data`."""
+    JAX is started here, unless it has started for another run, whose `mesh` is given. Without a mesh all devices are
+    `data`."""
     check_run(run_dir)
     config = stored_config(run_dir, overrides)
     if not (any_model or FAMILIES[config.model.family].continues_text):

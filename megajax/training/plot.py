@@ -46,8 +46,8 @@ class Curves:
 
 
 class LossPlot(Tracker):
-    """loss.png, drawn anew at every validation and at the end, if the run directory is still there. `curves` are those
-    of earlier starts."""
+    """Draws loss.png anew at every validation and at the end, if the run directory is there; `curves` are those of
+    earlier starts."""
 
     tries_again = True
 

@@ -102,7 +102,7 @@ class RunLog:
         self._tell(lambda tracker: tracker.text(step, name, text))
 
     def show_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Show the news of checkpoints, whose is being written, if any, and the newest complete one."""
+        """Show the news of checkpoints, the step whose checkpoint is being written, and the newest complete one."""
         for problem in checkpoints.news():
             self.display.print(problem)
         if (writing := checkpoints.writing) != self._step_written:

@@ -26,9 +26,10 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     write_model(model, "gpt2", tensors, **sizes)
     told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64)
     assert f"megajax train {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
+    assert "it is trained on with --data.path TEXT.\n" in (run / "config.toml").read_text()
 
-    flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--train.eval-batches", 0)
-    still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0)
+    flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--checkpoint.keep", 1)
+    still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0, "--train.eval-batches", 0)
     mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
     assert "resumed from step 0" in commands.run("train.py", run / "config.toml", *flags, *still, *mesh).ok()
     assert load_tokenizer(run / "data" / "tokenizer") == tokenizer

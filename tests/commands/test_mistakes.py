@@ -95,7 +95,7 @@ TRAINING: list[tuple[str, ...]] = [
         f"{AGAIN} --train.ramp-start 4 --train.ramp-increment 4 --train.ramp-samples 12",
         "--run-dir TRAINED .*ramp_start 0, not 4; valid",
     ),
-    (f"{AGAIN} --resume never", "--resume never", "not empty", "valid"),
+    (f"{AGAIN} --resume never", "--resume never", "not empty, it holds a run", "valid: a new --run-dir, or"),
     (f"{AGAIN} --mesh.data 2", r"--mesh\.data 2", "devices"),
     (f"{AGAIN} --data.path python-stdlib", r"--data\.path", "python-stdlib"),
     (f"{HERE} ODD/run", "--run-dir", "not empty and holds no run", "valid: an empty or new folder"),
