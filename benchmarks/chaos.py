@@ -1,8 +1,8 @@
 """Nothing is lost: a run on (2, 2, 2) in two processes is killed and stopped again and again, and ends as if it had not
-been. `python benchmarks/chaos.py [--steps 200] [--kills 20] [--stops 10] [--seed 0] [--folder FOLDER]`.
+been. `python benchmarks/chaos.py [--steps 200] [--kills 10] [--stops 10] [--hangups 10] [--seed 0] [--folder FOLDER]`.
 
-SIGKILL goes to one process or both, SIGTERM likewise, at random moments: a third of them within the seconds that a
-start takes, the others after a random number of new steps, so while it trains, validates or saves. The last third of
+SIGKILL, SIGTERM or SIGHUP goes to one process or both, at random moments: a third of them within the seconds that a
+start takes, the others after a random number of new steps, so while it trains, validates or saves. The last half of
 the starts are on other meshes and numbers of processes. At the end: every step is recorded once, the losses are those
 of an undisturbed run, bit for bit up to the first start on another mesh.
 """
@@ -122,7 +122,8 @@ class Chaos:
             code, last = process.returncode, (error.splitlines() or [""])[-1]
             last = last.replace(str(self.folder), "RUN") if code != -signal.SIGKILL else ""
             self.said[code, re.sub(r"\(.*\)|\d[\d.:-]*", "N", last)[:150]] += 1
-            if (code != -signal.SIGKILL and len(error.splitlines()) > 2) or "Traceback" in error:
+            lines = [line for line in error.splitlines() if "waiting for the other processes" not in line]
+            if (code != -signal.SIGKILL and len(lines) > 2) or "Traceback" in error:
                 self.noise.append(error)
                 with (self.folder.parent / "noise.txt").open("a") as file:
                     file.write(f"exit code {code}:\n{error}\n")
@@ -187,8 +188,9 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--hangups", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -209,12 +211,12 @@ def main() -> None:
     idle = time.monotonic() - began
     expected = calm.steps()
     chaos = Chaos(folder / "chaos", preset)
-    signals = [signal.SIGKILL] * options.kills + [signal.SIGTERM] * options.stops
+    signals = [signal.SIGKILL] * options.kills + [signal.SIGTERM] * options.stops + [signal.SIGHUP] * options.hangups
     rng.shuffle(signals)
     began, delivered = time.monotonic(), 0
     for place, number in enumerate(signals):
         steps = 2 * options.steps // len(signals) + 8  # a kill costs up to 7
-        told = disturb(chaos, rng, number, place < 2 * len(signals) / 3, idle, steps)
+        told = disturb(chaos, rng, number, place < len(signals) / 2, idle, steps)
         delivered += bool(told)
         reached = f"step {chaos.step()}, saved {chaos.saved()}"
         print(f"{place + 1}: {told or 'ended before its signal'}; {reached}", flush=True)
