@@ -10,6 +10,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host import completion
 from megajax.host.paths import check_path
+from megajax.host.transcript import printable
 from megajax.options import suggest
 from megajax.settings.flags import Parser
 from megajax.settings.launch import start
@@ -41,7 +42,8 @@ def import_hf(argv: Sequence[str]) -> None:
         print(json.dumps(figures))
         return
     if source.added_tokens:
-        print(f"left out of the tokenizer, as the model has no ids for them: {', '.join(source.added_tokens)}")
+        named = printable(", ".join(source.added_tokens))
+        print(f"left out of the tokenizer, as the model has no ids for them: {named}")
     if fresh:
         print(f"not in the safetensors, so drawn anew: {' and '.join(fresh)}")
     if source.tokenizer is None:

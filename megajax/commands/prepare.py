@@ -7,6 +7,7 @@ from pathlib import Path
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.host.paths import check_place
+from megajax.host.transcript import printable
 from megajax.options import Option, Range
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 
     from megajax.preparation.plan import Task
     from megajax.preparation.prepare import prepare_dataset
-    from megajax.preparation.report import print_table, printable
+    from megajax.preparation.report import print_table
     from megajax.preparation.running import Show, num_cores
 
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)

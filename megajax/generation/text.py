@@ -1,9 +1,12 @@
 """Prompts from the command line, and continuations as text that appears while it is generated."""
 
+import sys
+
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import check_path
+from megajax.host.transcript import printable
 
 _FILE_BYTES = 1 << 24  # of prompts
 _CONTEXT = 8  # earlier ids that are decoded with new ones
@@ -98,5 +101,6 @@ class Screen:
             self._show()
 
     def _show(self) -> None:
-        print(self._waiting[self._current], end="", flush=True)
+        text = self._waiting[self._current]
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
         self._waiting[self._current] = ""

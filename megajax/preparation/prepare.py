@@ -22,13 +22,14 @@ from megajax.data.tokenizers import (
 )
 from megajax.errors import UserError
 from megajax.host import reading
+from megajax.host.transcript import printable
 from megajax.options import check
 from megajax.preparation import duplicates
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.report import printable, report, throughput
+from megajax.preparation.report import report, throughput
 from megajax.preparation.running import Map, Show, measuring, worker_map
 from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, WorkFolder, opened
 from megajax.preparation.stages import analyse_shard, clean, clean_shard

@@ -9,6 +9,7 @@ from rich.console import Console
 from megajax.data.indexed import IndexedDataset
 from megajax.data.records import TextFiles
 from megajax.data.tokenizer import Tokenizer
+from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards, index_bytes, place
 from megajax.preparation.plan import Task
@@ -112,11 +113,6 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
     for line in lines:
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-
-
-def printable(text: str) -> str:
-    """A text that can be encoded: bytes of file names that are not UTF-8 are escaped."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _line(example: dict[str, Any]) -> str:

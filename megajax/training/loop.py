@@ -17,6 +17,7 @@ from megajax.errors import RunError, UserError
 from megajax.evaluation.scoring import total_loss
 from megajax.host.processes import Poll, is_first_process, say
 from megajax.host.signals import Stopped, stop_signals
+from megajax.host.transcript import printable
 from megajax.program.program import Batch, Program
 from megajax.program.train_step import train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -276,7 +277,7 @@ class Trainer:
         for line in end_lines(self.config, self.first, validation, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):
-            text = sample(self.program, self.state.params, self.data.tokenizer)
+            text = printable(sample(self.program, self.state.params, self.data.tokenizer))
         if text:
             say(f"a sample:\n{text}")
             self.log.record_text(max(self.first, steps), "sample", text)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -162,3 +163,10 @@ def test_texts_come_in_order(tokenizer, capsys):
     assert capsys.readouterr().out == "\n--- 2 of 3\ntwob\n--- 3 of 3\nthreea"
     screen.add(2, tokenizer.encode("漢")[:2], finished=True)
     assert capsys.readouterr().out == "\ufffd\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_model_says_to_a_terminal_commands_nothing(tokenizer, capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    Screen(tokenizer, ["a\n\x1b[2J\x9b"], [[]]).add(0, tokenizer.encode("b"), finished=True)
+    assert capsys.readouterr().out == ("a\n\\u001b[2J\\u009bb\n" if terminal else "a\n\x1b[2J\x9bb\n")
