@@ -7,21 +7,19 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from megajax.data import streams
+from megajax.data import long_documents, parquet, streams
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of, valid_paths
 from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 from megajax.host import reading
-from megajax.host.remote import RemoteFile
 
 DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
 TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
 
-_ROWS = 256  # of a Parquet file in memory at once
-_ROWS_BYTES = 1 << 30  # that they may take there: a value that is stored once may stand in all of them
+_SKIPPED = 1 << 20  # bytes of a line that is too long, read at a time
 
 
 class Record(NamedTuple):
@@ -29,8 +27,11 @@ class Record(NamedTuple):
 
     file: int  # index in `TextFiles.files`
     number: int  # of the line, row or piece, from 1
-    kind: str  # "json": a line of it; "file": the bytes of a file; else the content is the text itself
+    kind: str  # "json": a line; "file": the bytes of a file; "broken": what is wrong with it; else a text
     content: str | bytes
+
+
+_Content = str | bytes | list[str] | reading.TooLong  # of a record: also in blocks, or what is wrong with it
 
 
 class NoText(ValueError):
@@ -43,7 +44,9 @@ class NotUtf8(NoText):
 
 def text_of(record: Record, key: str = TEXT_KEY) -> str:
     """The text of a record. `NotUtf8`: it is a file that is not UTF-8; `NoText`: a line of JSONL without a text under
-    `key`."""
+    `key`, or a document that is too long."""
+    if record.kind == "broken":
+        raise (NoText if record.content else NotUtf8)(record.content)
     if isinstance(record.content, str):
         return record.content
     if record.kind == "file":
@@ -51,20 +54,42 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
             return record.content.decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise NotUtf8(str(error)) from None
-    try:
+    with _no_text(key):
         line = reading.parse_json(record.content.decode("utf-8-sig" if record.number == 1 else "utf-8"))
-        text = line[key]
+        try:
+            text: str = line[key]
+        except KeyError:
+            keys = ", ".join(json.dumps(found) for found in list(line)[:5])
+            raise NoText(f'no text under the key "{key}"; there are {keys or "no keys"}') from None
         text.encode()  # escapes such as \ud800 are valid JSON but no text
+        return text
+
+
+def _long(kind: str, content: bytes, key: str) -> Iterator[str]:
+    """The text of a long record in blocks; errors as `text_of`, before the first of them."""
+    if kind == "file":
+        try:
+            yield from long_documents.decoded(content)
+        except UnicodeDecodeError as error:
+            raise NotUtf8(str(error)) from None
+        return
+    with _no_text(key):
+        yield from long_documents.in_json(content, key)
+
+
+@contextlib.contextmanager
+def _no_text(key: str) -> Iterator[None]:
+    """Turn what is wrong with a line of JSON in the `with` block into `NoText`."""
+    try:
+        yield
+    except NoText:
+        raise
     except json.JSONDecodeError as error:
         raise NoText(f"not JSON: {error.msg} at column {error.colno}") from None
     except ValueError as error:
         raise NoText(str(error)) from None
-    except KeyError:
-        keys = ", ".join(json.dumps(found) for found in list(line)[:5])
-        raise NoText(f'no text under the key "{key}"; there are {keys or "no keys"}') from None
-    except (TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         raise NoText(f'no text under the key "{key}"') from None
-    return text
 
 
 class TextFiles:
@@ -80,6 +105,8 @@ class TextFiles:
       in several documents, of which some can be for validation: each ends at the first blank line after 4096
       characters (in a short file: after a sixteenth of it), or, where no blank line follows within three times as many,
       at a line end or a space. The pieces joined are the file.
+
+    A document of more than 1 Mi characters is cut in the same way, after 256 Ki characters.
 
     Text or JSONL may be compressed (`.gz`, `.zst`), and files and folders on a remote store (`megajax/host/remote.py`).
     `files` has all files, in order, `sizes` the bytes of each on disk; 0 where that is not known.
@@ -97,47 +124,96 @@ class TextFiles:
             with readable(path, flag):
                 self.sizes += map(size_of, found)
 
-    def records(self, *, cut: bool = True, key: str = TEXT_KEY) -> Iterator[tuple[Record, int]]:
-        """Every record, and how many bytes of its file were read by then. With `cut`, a single text file is cut in
-        several documents; `key` is the column of a Parquet file."""
+    def records(
+        self, *, cut: bool = True, key: str = TEXT_KEY, most: int | None = None
+    ) -> Iterator[tuple[Record, int]]:
+        """Every record, and how many bytes of its file were read by then. Without `cut`, a single text file is one
+        document, and none is cut; `key` is that of texts in JSONL, and the column of a Parquet file. A document of more
+        than `most` bytes, `reading.LINE_BYTES` if not given, is a broken one."""
+        most = most or reading.LINE_BYTES
         for index, (file, kind) in enumerate(zip(self.files, self._kinds, strict=True)):
             with readable(file, self._flag):
-                contents = self._contents(file, kind, self.sizes[index], cut, key)
+                contents = self._contents(file, kind, self.sizes[index], cut, key, most)
                 for number, (content, num_read) in enumerate(contents, start=1):
-                    if kind != "json" or content.strip():
-                        yield Record(index, number, kind, content), num_read
+                    for found, text in _cut(kind, content, cut, key, most):
+                        yield Record(index, number, found, text), num_read
 
-    def _contents(self, file: Input, kind: str, size: int, cut: bool, key: str) -> Iterator[tuple[str | bytes, int]]:
+    def _contents(
+        self, file: Input, kind: str, size: int, cut: bool, key: str, most: int
+    ) -> Iterator[tuple["_Content", int]]:
         """The content of every record, of lines of JSON the blank ones too, and the bytes read by then."""
         if isinstance(file, HubSplit):
             num_read = 0
             for text in file.rows(key):
-                streams.check_length([text])
                 num_read += len(text)
                 yield text, min(num_read, size)
             return
         if kind == "parquet":
-            yield from _rows(file, size, key, self._flag)
+            yield from parquet.texts(file, size, key, self._flag, most)
             return
         separate = kind == "text" and cut and streams.contains(file, END_OF_TEXT.encode())
         with streams.opened(file) as (content, raw):
-            found: Iterable[str | bytes]
+            found: Iterable[_Content]
             if kind == "json":
-                found = reading.lines(content, reading.LINE_BYTES)
+                found = _lines(content, most)
             elif kind == "docstrings":
                 assert isinstance(file, Path)
-                found = prose(file, reading.whole(content, reading.LINE_BYTES))
+                found = prose(file, reading.whole(content, most))
             elif kind == "file":
-                found = [reading.whole(content, reading.LINE_BYTES)]
+                found = [_whole(content, most)]
             else:
                 blocks = streams.decoded(content, file, self._flag)
                 target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if content is raw else DOCUMENT_CHARACTERS
                 if not cut:
-                    found = [streams.joined(blocks)]
+                    found = [streams.joined(blocks, most)]
                 else:
-                    found = streams.separated(blocks, END_OF_TEXT) if separate else streams.pieces(blocks, target)
+                    found = streams.separated(blocks, END_OF_TEXT, most) if separate else streams.pieces(blocks, target)
             for each in found:
                 yield each, raw.tell()
+
+
+def _lines(content: IO[bytes], most: int) -> Iterator[bytes | reading.TooLong]:
+    """The lines of a file; what is too long is passed over."""
+    while line := content.readline(most + 1):
+        if len(line) <= most:
+            yield line
+            continue
+        yield reading.too_long(most)
+        while line and not line.endswith(b"\n"):
+            line = content.readline(_SKIPPED)
+
+
+def _whole(content: IO[bytes], most: int) -> bytes | reading.TooLong:
+    try:
+        return reading.whole(content, most)
+    except reading.TooLong as error:
+        return error
+
+
+def _cut(kind: str, content: _Content, cut: bool, key: str, most: int) -> Iterator[tuple[str, str | bytes]]:
+    """The kind and content of what becomes of a record: itself, with `cut` in pieces if it is long; nothing of a blank
+    line of JSON; or what is wrong with it."""
+    if isinstance(content, bytes) and (not cut or len(content) <= long_documents.LONG):
+        if kind != "json" or not content.isspace():
+            yield kind, content
+        return
+    if isinstance(content, str) and len(content) <= min(long_documents.LONG, most // 4):
+        yield "text", content
+        return
+    try:
+        if isinstance(content, bytes):
+            blocks: Iterable[str] = _long(kind, content, key)
+        elif isinstance(content, reading.TooLong):
+            raise NoText(str(content))
+        else:
+            blocks = [content] if isinstance(content, str) else content
+            reading.check_size(sum(len(block.encode()) for block in blocks), most)
+        for text in long_documents.cut(blocks) if cut else ["".join(blocks)]:
+            yield "text", text
+    except NotUtf8:
+        yield "broken", ""
+    except (NoText, reading.TooLong) as error:
+        yield "broken", str(error)
 
 
 def _kind(file: Input, named: bool) -> str:
@@ -148,40 +224,6 @@ def _kind(file: Input, named: bool) -> str:
         return "json"
     kinds = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
     return kinds.get(streams.inner_suffix(file), "text" if named else "file")
-
-
-def _rows(file: Path | RemoteFile, size: int, key: str, flag: str) -> Iterator[tuple[str, int]]:
-    """The texts of a Parquet file's column, and how many bytes were read by then."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with contextlib.ExitStack() as stack:
-            content = stack.enter_context(file.open()) if isinstance(file, RemoteFile) else file
-            table = stack.enter_context(pq.ParquetFile(content))
-            if key not in table.schema_arrow.names:
-                names = ", ".join(f'"{name}"' for name in table.schema_arrow.names)
-                raise UserError(f'{flag}: {file} has no column "{key}"; valid: one of {names}')
-            kind = table.schema_arrow.field(key).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
-            done = 0
-            # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            largest = max((group.total_byte_size for group in groups), default=1)
-            rows = max(1, min(_ROWS, _ROWS_BYTES // max(1, largest)))
-            for batch in table.iter_batches(batch_size=rows, columns=[key]):
-                done += len(batch)
-                for value in batch.column(0):
-                    text = value.as_py() or ""
-                    streams.check_length([text])
-                    yield text, size * done // table.metadata.num_rows
-    except UnicodeDecodeError as error:
-        raise streams.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise streams.Damaged(str(error).splitlines()[0]) from None
 
 
 class TextDocuments:
@@ -214,7 +256,8 @@ class TextDocuments:
                 self.skipped_files += 1
                 continue
             except NoText as problem:
-                raise UserError(f'{where}: {problem}; valid: {{"{self._key}": …}} in UTF-8 on each line') from None
+                valid = f'valid: {{"{self._key}": …}} in UTF-8 on each line'
+                raise UserError(f"{where}: {problem}{'' if 'valid: ' in str(problem) else f'; {valid}'}") from None
             if text and not text.isspace():
                 self.num_documents += 1
                 self.num_bytes += len(text.encode())

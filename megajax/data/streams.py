@@ -8,7 +8,7 @@ import itertools
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -23,8 +23,11 @@ else:
 
 _BLOCK_BYTES = 1 << 20
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
-_LONG_WINDOWS = {zstd.DecompressionParameter.window_log_max: 31}  # files of `zstd --long=31`
-_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=_LONG_WINDOWS)}
+_WINDOW = 29  # binary logarithm of the largest window of an archive, which is held in memory
+_OPEN: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".zst": functools.partial(zstd.open, options={zstd.DecompressionParameter.window_log_max: _WINDOW}),
+}
 
 
 class Damaged(Exception):
@@ -47,7 +50,8 @@ def opened(file: Path | RemoteFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             with uncompressed(raw) as content:
                 yield content, raw
         except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
-            raise Damaged(str(error)) from None
+            window = f" (its window is larger than 2^{_WINDOW} bytes: zstd --long={_WINDOW} packs it anew)"
+            raise Damaged(f"{error}{window if 'too much memory' in str(error) else ''}") from None
 
 
 def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
@@ -82,34 +86,43 @@ def decoded(content: IO[bytes], file: object, flag: str) -> Iterator[str]:
         offset += len(block)
 
 
-def separated(blocks: Iterable[str], separator: str) -> Iterator[str]:
-    """The documents between separators; `TooLong` as `check_length`."""
+def separated(blocks: Iterable[str], separator: str, most: int) -> Iterator[list[str]]:
+    """The documents between separators, each in blocks; of one of more than `most` bytes only that many and one more
+    block."""
     parts: list[str] = []  # of a text that has not ended
+    size = 0  # of them in UTF-8
     tail = ""  # its end, in which the separator may have begun
     for block in blocks:
         first, *others = (tail + block).split(separator)
         for text in others:
-            yield joined([*parts, first]).strip("\r\n")
-            parts, first = [], text
-        parts.append(first[: -len(separator)])
+            yield _stripped([*parts, first])
+            parts, size, first = [], 0, text
+        if size <= most:
+            parts.append(first[: -len(separator)])
+            size += len(parts[-1].encode())
         tail = first[-len(separator) :]
-        check_length(parts)
-    yield joined([*parts, tail]).strip("\r\n")
+    yield _stripped([*parts, tail])
 
 
-def joined(blocks: Iterable[str]) -> str:
-    """One document from several blocks; `TooLong` as `check_length`."""
+def _stripped(parts: list[str]) -> list[str]:
+    """The blocks of a text without the ends of lines before and after it."""
+    for place, strip in (0, str.lstrip), (-1, str.rstrip):
+        while parts and not (text := strip(parts[place], "\r\n")):
+            parts.pop(place)
+        if parts:
+            parts[place] = text
+    return parts
+
+
+def joined(blocks: Iterable[str], most: int) -> str:
+    """One document from several blocks; `TooLong` where it has more than `most` bytes in UTF-8."""
     parts: list[str] = []
+    size = 0
     for block in blocks:
         parts.append(block)
-        check_length(parts)
+        size += len(block.encode())
+        reading.check_size(size, most)
     return "".join(parts)
-
-
-def check_length(parts: Sequence[str]) -> None:
-    """Raise `TooLong` if the blocks of a document are together longer than a document may be."""
-    if sum(map(len, parts)) > reading.LINE_BYTES:
-        raise reading.TooLong(f"more than {reading.LINE_BYTES >> 20} MiB as one text; valid: at most that")
 
 
 def pieces(blocks: Iterable[str], target: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ LINE_BYTES = 1 << 28  # of a line or a record of text
 
 _BLOCK_BYTES = 1 << 16  # read at a time
 _DEPTH = 64  # brackets in brackets
-_VALUES, _LISTS = 1 << 21, 1 << 16  # in one text of JSON; of lists and objects one more for every eight characters
+_VALUES, _LISTS = 1 << 21, 1 << 16  # in one text of JSON; lists and objects as many and one for every eight characters
 _DIGITS = 300  # of a number: every whole number of so many is also a float
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -122,16 +122,27 @@ def whole(content: IO[bytes], most: int) -> bytes:
     found = bytearray()
     while block := content.read(_BLOCK_BYTES):
         found += block
-        if len(found) > most:
-            raise TooLong(f"more than {_size(most)} as one text; valid: at most that")
+        check_size(len(found), most)
     return bytes(found)
+
+
+def check_size(size: int, most: int) -> None:
+    """Raise `TooLong` if a text has more than `most` bytes."""
+    if size > most:
+        raise too_long(most)
+
+
+def too_long(most: int) -> TooLong:
+    """The error of a text of more than `most` bytes."""
+    return TooLong(f"more than {_size(most)} as one text; valid: at most that")
 
 
 def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count} bytes"
 
 
-_JSON_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# It also matches a string without an end: to try again at each of its quotes would take quadratic time.
+JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = re.compile(r"[^\[\]{}]++")
 _STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -155,15 +166,21 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text; a `ValueError` where it is not JSON, or larger than what is read."""
-    if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
-        bare = _JSON_STRING.sub("", text)
-        if bare.count(",") > _VALUES or bare.count("[") + bare.count("{") > _LISTS + len(text) // 8:
-            raise ValueError("more lists, objects or values than are read")
-        _check_depth(bare)
+    check_json_size(text)
     try:
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def check_json_size(text: str) -> None:
+    """Raise `ValueError` if a JSON text has more values, or is nested deeper, than what is read."""
+    if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
+        bare = JSON_STRING.sub("", text)
+        lists = bare.count("[") + bare.count("{")
+        if bare.count(",") > _VALUES or lists > min(_LISTS + len(text) // 8, _VALUES):
+            raise ValueError("more lists, objects or values than are read")
+        _check_depth(bare)
 
 
 _TOML_CHARACTERS = 1 << 16  # a preset has some thousand, and `tomllib` is slow

@@ -4,9 +4,11 @@ A gram is eight words in a row of a test document, in lower case, without punctu
 (NFKC). In scripts without spaces every character counts as a word. G different grams.
 """
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -14,9 +16,15 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from megajax.preparation.cleaning import in_parts
 from megajax.preparation.shards import opened
 
 GRAM = 8  # words of a gram
+# GPT-3's, appendix C, and those of Megatron-LM's `filter_ngrams.py`.
+MARGIN = 200  # characters that are cut out at both sides of a gram
+SHORTEST = 200  # characters of a piece that stays
+MOST_PIECES = 10  # of a document; one that is cut in more is dropped
+_LONG_WORD = 64  # characters
 
 # Thai, Lao, Burmese, Khmer, kana, Chinese characters.
 _NO_SPACES = (
@@ -64,17 +72,25 @@ class TestSets:
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
         """Numbers of the grams that a text contains, int64, ascending, each once."""
-        if not len(self._hashes):
-            return np.empty(0, np.int64)
-        words = np.array([self._ids.get(word, -1) for word in _words(text)], np.int32)
-        if len(words) < GRAM:
-            return np.empty(0, np.int64)
-        hashes = _hashes(words)
+        return np.unique(self._matches(_words(text))[1])
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the grams of test sets stand in a text: their first characters, and those after their last."""
+        places = list(_placed_words(text))
+        starts, _ = self._matches([word for word, _, _ in places])
+        return [(places[start][1], places[start + GRAM - 1][2]) for start in starts.tolist()]
+
+    def _matches(self, words: list[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The first word of each gram of a text, ascending, and the gram's number."""
+        if not len(self._hashes) or len(words) < GRAM:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        ids = np.array([self._ids.get(word, -1) for word in words], np.int32)
+        hashes = _hashes(ids)
         nearest = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         starts = np.flatnonzero(self._hashes[nearest] == hashes)
         numbers = self._order[nearest[starts]]
-        same = (words[starts[:, None] + np.arange(GRAM)] == self.grams[numbers]).all(axis=1)
-        return np.unique(numbers[same])
+        same = (ids[starts[:, None] + np.arange(GRAM)] == self.grams[numbers]).all(axis=1)
+        return starts[same], numbers[same]
 
     def save(self, file: IO[bytes]) -> None:
         """Write an `.npz` file."""
@@ -95,8 +111,53 @@ class TestSets:
             return cls(words, data["grams"], members, data["too_short"].tolist())
 
 
+def decontaminated(text: str, tests: TestSets, how: str) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """What stays of a document, nothing or one or more pieces, and the grams that it had. `how` is the option."""
+    grams = tests.found_in(text)
+    if not len(grams) or how == "report":
+        return [text], grams
+    return without(text, tests.spans(text)) if how == "passage" else [], grams
+
+
+def without(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+    """The pieces of a text without these spans, ascending, and `MARGIN` characters at both sides, up to whole words.
+    None is shorter than `SHORTEST`; there are none if the text would be in more than `MOST_PIECES` pieces."""
+    pieces, place = list[str](), 0
+    for begin, end in spans:
+        if (stop := _border(text, max(begin - MARGIN, 0), -1)) > place or not pieces:
+            pieces.append(text[place:stop])
+        place = max(place, _border(text, min(end + MARGIN, len(text)), 1))
+    pieces = [piece.strip() for piece in [*pieces, text[place:]]]
+    return [piece for piece in pieces if len(piece) >= SHORTEST] if len(pieces) <= MOST_PIECES else []
+
+
+def _border(text: str, place: int, step: int) -> int:
+    """The place itself, or where the word ends that it is in; of a very long one not its end."""
+    last = min(max(place + step * _LONG_WORD, 0), len(text))
+    while place != last and 0 < place < len(text) and text[place - 1 : place + 1].isalnum():
+        place += step
+    return place
+
+
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).lower())
+    return _WORD.findall(text.lower() if text.isascii() else _normalised(text))
+
+
+def _normalised(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", part) for part in in_parts(text)).lower()
+
+
+def _placed_words(text: str) -> Iterator[tuple[str, int, int]]:
+    """The words as of `_words`, and where each begins and ends in the text."""
+    for part in re.finditer(r"\S+", text):
+        found, place = _normalised(part.group()), part.start()
+        characters = [_normalised(character) for character in part.group()]
+        ends = list(itertools.accumulate(map(len, characters))) if "".join(characters) == found else []
+        for word in _WORD.finditer(found):
+            if ends:
+                yield word.group(), place + bisect(ends, word.start()), place + bisect(ends, word.end() - 1) + 1
+            else:  # characters become others together: the words are as far as the next white space
+                yield word.group(), part.start(), part.end()
 
 
 def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:

@@ -168,7 +168,7 @@ def _write_candidates(corpus: Shards, num_bands: int) -> None:
 
 
 def _candidates(file: Path) -> npt.NDArray[np.int64]:
-    """The pairs in a file, ascending, each once."""
+    """The pairs in a file of candidates, ascending, each once."""
     return np.unique(np.fromfile(file, np.int64)) if file.exists() else np.empty(0, np.int64)
 
 
@@ -189,7 +189,7 @@ def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total
 
 
 def _first_equal(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """For each of some sorted keys [n, k] the place of the first that equals it, int64 [n]."""
+    """The place of the first key that equals each of some sorted keys [n, k], int64 [n]."""
     begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
     return np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
 

@@ -31,9 +31,12 @@ class PrepareOptions:
     jaccard: Annotated[
         float, "documents are similar above this share of common character 5-grams", between(0.3, 0.99)
     ] = 0.7
-    contaminated: Annotated[
-        Literal["remove", "report"],
-        "documents with an 8-gram of a test set: drop them, or only report the overlap",
-    ] = "remove"
+    decontaminate_how: Annotated[
+        Literal["passage", "document", "report"],
+        "with an 8-gram of a test set: cut it out with 200 characters at both sides, drop the document, or only report",
+    ] = "passage"
     test_key: Annotated[str, "key of the text in test sets in JSONL", NOT_EMPTY] = "text"
-    max_broken: Annotated[int, "broken lines of JSONL that are passed over; one more is an error", AT_LEAST_ZERO] = 100
+    max_broken: Annotated[
+        int, "broken lines and documents that are passed over; one more is an error", AT_LEAST_ZERO
+    ] = 100
+    max_document: Annotated[int, "MiB of a document; a larger one counts as broken", between(1, 1 << 16)] = 256

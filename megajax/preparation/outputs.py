@@ -14,7 +14,7 @@ from megajax.data.indexed import dataset_files, tokenizer_folder
 from megajax.data.tokenizers import has_only_tokenizer_files
 from megajax.errors import UserError
 from megajax.host import reading
-from megajax.preparation.shards import WorkFolder
+from megajax.preparation.shards import GoesOn, WorkFolder
 
 WRITING = "writing"  # a file in the work folder: existing outputs were checked and may be replaced from now on
 _LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
@@ -95,14 +95,15 @@ def check_own(work: WorkFolder, overwrite: bool) -> None:
 
 def begin_writing(work: WorkFolder) -> None:
     """Make way for the outputs: remove an older report, and allow replacing existing outputs."""
-    _refuse(work, [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)])
+    foreign = [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)]
+    _refuse(work, foreign, GoesOn)
     work.touch(WRITING)
     report_file(work.output).unlink(missing_ok=True)
 
 
-def _refuse(work: WorkFolder, foreign: list[Path]) -> None:
+def _refuse(work: WorkFolder, foreign: list[Path], error: type[UserError] = UserError) -> None:
     if foreign:
-        raise UserError(
+        raise error(
             f"--output {work.output}: {foreign[0]} exists and was not made by a preparation; valid: another PREFIX"
         )
 

@@ -17,13 +17,14 @@ from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
-from megajax.preparation.shards import WorkFolder
+from megajax.preparation.shards import GoesOn, WorkFolder
 
 # Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work.
 SHARD_BYTES = 1 << 20, 4 << 20
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
 
-_FORMAT = 1  # of the work folder; another version of this code may write another
+_ENDED = "ended"  # a file in the work folder: the command ended by itself, with an error
+_FORMAT = 2  # of the work folder; another version of this code may write another
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 @contextlib.contextmanager
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Create the work folder if needed, and lock it in a `with` block, which gets whether an interrupted preparation
-    goes on. With `overwrite` it begins anew; an older dataset stays until it is replaced."""
+    goes on. With `overwrite` it begins anew; an older dataset stays until it is replaced.
+
+    A `UserError` in the block removes the folder: once it is mended, input or options are others. Where outputs are
+    being written, and after `GoesOn`, it stays: the same command goes on, and another one begins anew.
+    """
     output = f"--output {work.output}"
     check_own(work, overwrite)
     with work.writable(work.folder):
@@ -86,6 +91,9 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         if overwrite:
             (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
             work.touch(WRITING)
+        if (work / _ENDED).exists() and read_json(work / "plan.json") != plan:
+            (work / "plan.json").unlink(missing_ok=True)
+        (work / _ENDED).unlink(missing_ok=True)
         resumed = (work / "plan.json").exists()
         if not resumed:
             temporary.empty(work.folder, keep=("lock", WRITING))
@@ -96,7 +104,15 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
                 f"{output}: {work.folder} holds an interrupted preparation of other input or with other options; "
                 "valid: the same again, or --overwrite"
             )
-        yield resumed
+        try:
+            yield resumed
+        except UserError as error:
+            if isinstance(error, GoesOn) or (work / WRITING).exists():
+                with contextlib.suppress(UserError):  # a full disk
+                    work.touch(_ENDED)
+            else:
+                remove(work.folder)
+            raise
 
 
 def remove(folder: Path) -> None:

@@ -25,14 +25,16 @@ from megajax.host import reading
 from megajax.host.transcript import printable
 from megajax.options import check
 from megajax.preparation import duplicates
+from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards
+from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
 from megajax.preparation.report import report, throughput
 from megajax.preparation.running import Map, Show, measuring, worker_map
-from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, WorkFolder, opened
-from megajax.preparation.stages import analyse_shard, clean, clean_shard
+from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, GoesOn, WorkFolder, opened
+from megajax.preparation.stages import analyse_shard, clean_shard
 
 _SHARD_RECORDS = 1 << 16
 
@@ -62,14 +64,14 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
     options, seconds, copies = task.options, dict[str, float](), dict[int, Copies]()
     with worker_map(workers) as run:
         with measuring(seconds, "cleaning"):
+            test_sets = _test_sets(task, work)
             num_shards = _clean(task, files, work, run, show)
         with measuring(seconds, "tokenizer"):
             tokenizer = _tokenizer(task, work, num_shards, show)
-            test_sets = _test_sets(task, work)
         with measuring(seconds, "analysis"):
-            show.begin("tokenizing", num_shards)
-            pieces = ((work, shard, options) for shard in range(num_shards))
-            for done, _ in enumerate(run(analyse_shard, pieces), start=1):
+            left = [shard for shard in range(num_shards) if not work.has("tokens", shard)]
+            show.begin("tokenizing", len(left))
+            for done, _ in enumerate(run(analyse_shard, ((work, shard, options) for shard in left)), start=1):
                 show.advance(done)
         corpus = Shards(work, num_shards)
         with measuring(seconds, "duplicates"):
@@ -85,7 +87,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             dropped = ", ".join(f"{counts[rule]} {name}" for rule, name in RULES.items() if counts[rule])
             raise UserError(
                 f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens {options.min_tokens} "
-                "drops shorter ones; valid: less, longer text, or --duplicates and --contaminated that drop less"
+                "drops shorter ones; valid: less, longer text, or --duplicates and --decontaminate-how that drop less"
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)
@@ -100,52 +102,53 @@ def _clean(task: Task, files: TextFiles, work: WorkFolder, run: Map, show: Show)
             return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
     show.begin("cleaning", sum(files.sizes))
     before = np.cumsum([0, *files.sizes])
-
-    def pieces() -> Iterator[tuple[Any, ...]]:
-        for shard, (records, num_read) in enumerate(_shards(files, task.options.text_key, work)):
-            show.advance(int(before[records[-1].file]) + num_read)
-            yield work, shard, records, task.options
-
     num_shards = documents = num_broken = 0
     first, limit = "", task.options.max_broken
-    for shard, _ in enumerate(run(clean_shard, pieces())):
-        rule, broken, problem = work.load("clean", shard, "rule", "broken", "problem")
+
+    def count(shard: int) -> None:
+        nonlocal documents, num_broken, first
+        found, broken, problem = work.load("clean", shard, "documents", "broken", "problem")
         if len(broken) and not first:
             first = f"{files.files[broken[0, 0]]}:{broken[0, 1]}: {problem}"
-        num_shards, documents, num_broken = shard + 1, documents + len(rule), num_broken + len(broken)
+        documents, num_broken = documents + int(found), num_broken + len(broken)
         if num_broken > limit:
-            raise UserError(
+            raise GoesOn(
                 f"{first}; more than --max-broken {limit} lines are broken; "
-                'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key'
+                'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key, of at most --max-document'
             )
+
+    def not_cleaned() -> Iterator[tuple[Any, ...]]:
+        nonlocal num_shards
+        for shard, (records, num_read) in enumerate(_shards(files, task.options)):
+            num_shards = shard + 1
+            show.advance(int(before[records[-1].file]) + num_read)
+            if work.has("clean", shard):
+                count(shard)
+            else:
+                yield work, shard, records, task.options
+
+    for shard in run(clean_shard, not_cleaned()):
+        count(shard)
     if not documents:
         example, valid = (f" ({first})", "valid: another --text-key") if first else ("", valid_paths("INPUT"))
-        remove(work.folder)
         raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{example}; {valid}")
     with work.writing(work / "clean.json") as file:
         file.write(str(num_shards).encode())
     return num_shards
 
 
-def _shards(files: TextFiles, key: str, work: WorkFolder) -> Iterator[tuple[list[Record], int]]:
-    """The records of each shard, and the bytes read so far of the file of its last record.
-
-    Input that cannot be read ends the preparation and its work folder: once mended, it is another input.
-    """
+def _shards(files: TextFiles, options: PrepareOptions) -> Iterator[tuple[list[Record], int]]:
+    """The records of each shard, and the bytes read so far of the file of its last record."""
     least, most = SHARD_BYTES
     wanted = min(max(sum(files.sizes) // 64, least), most)
     records: list[Record] = []
     size, num_read = 0, 0
-    try:
-        for record, num_read in files.records(key=key):
-            records.append(record)
-            size += len(record.content)
-            if size >= wanted or len(records) == _SHARD_RECORDS:
-                yield records, num_read
-                records, size = [], 0
-    except UserError:
-        remove(work.folder)
-        raise
+    for record, num_read in files.records(key=options.text_key, most=options.max_document << 20):
+        records.append(record)
+        size += len(record.content)
+        if size >= wanted or len(records) == _SHARD_RECORDS:
+            yield records, num_read
+            records, size = [], 0
     if records:
         yield records, num_read
 

@@ -13,8 +13,8 @@ from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.duplicates import Copies, Shards, index_bytes, place
 from megajax.preparation.plan import Task
-from megajax.preparation.shards import KEPT, NEAR, RULES
-from megajax.preparation.stages import ANALYSIS
+from megajax.preparation.shards import CONTAMINATED, KEPT, NEAR, RULES, SHORT
+from megajax.preparation.stages import ANALYSIS, CLEANING
 
 _EXAMPLES = 3
 _PLACE = 40  # characters of a place in the table
@@ -51,7 +51,7 @@ def report(
     compared = copies[NEAR].candidates if NEAR in copies else 0
     return {
         "output": task.output,
-        "documents_in": len(corpus),
+        "documents_in": int(sum(corpus.loaded("clean", "documents"))),
         "documents": int(counts[KEPT]),
         "tokens": dataset.num_tokens,
         **(of_sentences if task.options.split_sentences else {}),
@@ -60,6 +60,7 @@ def report(
         "text_bytes": sum(int(size.sum()) for size in sizes),
         "tokenizer_size": tokenizer.size,
         "dropped": dropped,
+        "contaminated": _contaminated(corpus),
         "broken_lines": {
             "count": len(broken),
             "first": f"{files.files[broken[0][0]]}:{broken[0][1]}: {problems[0]}" if broken else None,
@@ -72,8 +73,9 @@ def report(
 
 def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
-    tasks = dict(zip(ANALYSIS, np.sum([*corpus.loaded("tokens", "seconds")], axis=0), strict=True))
-    tasks = {"cleaning": sum(corpus.loaded("clean", "seconds"))} | tasks
+    tasks = dict[str, float]()
+    for stage, names in ("clean", CLEANING), ("tokens", ANALYSIS):
+        tasks |= dict(zip(names, np.sum([*corpus.loaded(stage, "seconds")], axis=0), strict=True))
     megabytes = found["text_bytes_in"] / 1e6
     rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in tasks.items()}
     return rates | {"mb_per_second": megabytes / sum(seconds.values())}
@@ -90,6 +92,14 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     for name, rule in found["dropped"].items():
         lines.append(row(name, -rule["count"]))
         lines += [f"    {_line(example)}"[: console.width] for example in rule["examples"]]
+    contaminated = found["contaminated"]
+    if contaminated["cut"]:
+        of = f"{contaminated['cut']:,} documents were cut"
+        lines.append(row("pieces", contaminated["pieces"], of))
+    if contaminated["characters"]:
+        lines.append(
+            f"    {contaminated['characters']:,} characters dropped or cut out for what they share with test sets"
+        )
     kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
     lines.append(row("kept", found["documents"], kept))
     if "sentences" in found:
@@ -101,8 +111,8 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         lines.append(f"{found['skipped_files']} files that are not UTF-8 passed over")
     for test_set in found["test_sets"]:
         lines.append(
-            f"{test_set['path']}: {test_set['overlap']:.2%} of its {test_set['grams']:,} 8-grams stand in the text, "
-            f"{test_set['overlap_kept']:.2%} in what is kept"
+            f"{test_set['path']}: {_share(test_set, 'overlap')} of its {test_set['grams']:,} 8-grams stand in the text,"
+            f" {_share(test_set, 'overlap_kept')} in what is kept"
         )
         if test_set["too_short"]:
             lines.append(
@@ -136,15 +146,31 @@ def _example(corpus: Shards, files: TextFiles, document: int) -> dict[str, Any]:
     return {"place": _place(corpus, files, document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
 
 
+def _contaminated(corpus: Shards) -> dict[str, int]:
+    """Documents dropped for test sets, those cut, the pieces that these became beyond one each, and characters lost."""
+    cuts = np.concatenate([np.empty((0, 3), np.int64), *corpus.loaded("clean", "cuts")])
+    dropped = np.flatnonzero(corpus.rule == CONTAMINATED).tolist()
+    characters = sum(len(corpus.work.text(*place(corpus.starts, document))) for document in dropped)
+    _, pieces, cut_out = cuts.sum(axis=0).tolist()
+    return {"dropped": len(dropped), "cut": len(cuts), "pieces": pieces, "characters": characters + cut_out}
+
+
+def _share(test_set: dict[str, Any], name: str) -> str:
+    """A share of a test set's grams as a count and in percent."""
+    return f"{round(test_set[name] * test_set['grams']):,} ({test_set[name] * 100:.2g}%)"
+
+
 def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
     """The share of each test set's different 8-grams in the whole text (paper §5.2), and in the documents that stay.
 
-    Documents that are empty or too short do not count as text; duplicates do, but add no gram to their originals'.
+    Documents that are too short do not count as text; duplicates do, but add no gram to their originals'.
     """
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
-    for shard, hits in enumerate(corpus.loaded("tokens", "hits")):
-        everywhere[hits[:, 1]] = True
-        kept[hits[corpus.kept(shard)[hits[:, 0]], 1]] = True
+    for shard, hits in enumerate(corpus.loaded("clean", "hits")):
+        rule = np.append(corpus.rule[corpus.starts[shard] : corpus.starts[shard + 1]], CONTAMINATED)  # for what was cut
+        rules = rule[hits[:, 0]]
+        everywhere[hits[rules != SHORT, 1]] = True
+        kept[hits[rules == KEPT, 1]] = True
     for path, grams, too_short in zip(task.test_sets, test_sets.members, test_sets.too_short, strict=True):
         total = max(1, len(grams))
         yield {

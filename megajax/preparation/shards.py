@@ -31,6 +31,10 @@ RULES = {  # why a document was dropped, in words
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
 
 
+class GoesOn(UserError):
+    """An error after which the same command goes on with what is in the work folder."""
+
+
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file of a work folder to read, in a `with` block; a damaged one is an error."""
@@ -41,7 +45,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise
     except (OSError, *_DAMAGED, zlib.error, zipfile.BadZipFile) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged"
-        raise UserError(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
+        raise GoesOn(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,13 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def writable(self, path: Path) -> Iterator[None]:
-        """Turn an `OSError` in the `with` block, in which `path` is written, into a `UserError`."""
+        """Turn an `OSError` in the `with` block, in which `path` is written, into `GoesOn`."""
         try:
             yield
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}"
             valid = "valid: a writable place with room; the same command goes on"
-            raise UserError(f"--output {self.output}: {problem}; {valid}") from None
+            raise GoesOn(f"--output {self.output}: {problem}; {valid}") from None
 
     def _file(self, stage: str, shard: int, suffix: str) -> Path:
         return self.folder / f"{stage}-{shard:06}.{suffix}"

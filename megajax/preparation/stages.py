@@ -5,8 +5,6 @@
 import functools
 import hashlib
 import itertools
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,113 +15,98 @@ import numpy.typing as npt
 from megajax.data.encoding import encode_texts, in_parts
 from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.tokenizers import load_tokenizer
-from megajax.preparation.contamination import TestSets
+from megajax.preparation.cleaning import clean
+from megajax.preparation.contamination import TestSets, decontaminated
 from megajax.preparation.duplicates import band_hashes, normalised
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
 
-ANALYSIS = ("tokenizing", "test_sets", "minhash")  # what `analyse_shard` does, as its times are named
+CLEANING = ("cleaning", "test_sets")  # what `clean_shard` does, as its times are named
+ANALYSIS = ("tokenizing", "minhash")  # what `analyse_shard` does
 _CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
-_MAY_NEED_REPAIR = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")  # ftfy changes no other text; & begins an entity
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
-_END_OF_LINE = re.compile(r"[ \t]*(?:\r\n?|\n)")
-_BLANK_LINES = re.compile(r"\n{3,}")
 
 
-def clean(text: str, *, fix_unicode: bool, clean_newlines: bool) -> str:
-    """The text of a document as it goes into the corpus; empty if only white space is left.
-
-    `fix_unicode` repairs wrongly decoded characters, HTML entities, ligatures, curly quotes, line ends (`ftfy`). With
-    `clean_newlines` lines end with LF and no white space, and there are no blank lines at the ends or two in a row.
-    """
-    if fix_unicode:
-        text = _repaired(text)
-    if clean_newlines:
-        text = _BLANK_LINES.sub("\n\n", _END_OF_LINE.sub("\n", text)).strip("\n")
-    return "" if text.isspace() else text
-
-
-def _repaired(text: str) -> str:
-    """`ftfy.fix_text(text)`, called only for the lines that it may change; it works line by line."""
-    if not _MAY_NEED_REPAIR.search(text):
-        return text
-    import ftfy
-
-    as_html: bool | str = "auto"
-    lines = []
-    for line in _LINE.findall(text):
-        if "<" in line:
-            as_html = False  # markup from here on: entities are left as they are
-        lines.append(ftfy.fix_text(line, unescape_html=as_html) if _MAY_NEED_REPAIR.search(line) else line)
-    return "".join(lines)
-
-
-def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: PrepareOptions) -> None:
-    """Clean the documents of a shard, and write them and these arrays:
+def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: PrepareOptions) -> int:
+    """Clean the documents of a shard, cut test sets out of them, and write them and these arrays; returns the shard.
 
     - `source` and `number` [D]: the file that a document comes from, and its number there.
-    - `rule` [D]: `EMPTY` or `KEPT`.
+    - `rule` [D]: `EMPTY`, `CONTAMINATED` or `KEPT`.
     - `starts` [D + 1]: the bytes at which the texts begin.
+    - `hits` [hits, 2]: document, -1 where it was cut out, and gram of a test set that is in it.
+    - `cuts` [cut, 3]: documents that were cut, how many more they became, and characters that were cut out.
     - `broken` [lines, 2]: file and number of the broken lines; `problem`: what is wrong with the first.
-    - `skipped_files`, `text_bytes`, `seconds`: counts.
+    - `documents`, `skipped_files`, `text_bytes`: counts.
+    - `seconds` [2]: of `CLEANING`.
     """
-    if work.has("clean", shard):
-        return
-    began = time.perf_counter()
-    texts, places, broken, problem, skipped_files, text_bytes = [], [], [], "", 0, 0
+    test_sets = _loaded(TestSets.load, work / "test-sets.npz", (work / "test-sets.npz").stat().st_mtime_ns)
+    seconds = dict.fromkeys(CLEANING, 0.0)
+    texts, rules, places, hits, cuts = list[str](), list[int](), list[tuple[int, int]](), [], []
+    broken, problem, documents, skipped_files, text_bytes = [], "", 0, 0, 0
     for record in records:
-        try:
-            text = text_of(record, options.text_key)
-        except NotUtf8:
-            skipped_files += 1
-        except NoText as error:
-            problem = problem or str(error)
-            broken.append((record.file, record.number))
-        else:
-            text_bytes += len(text.encode())
-            texts.append(clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines))
-            places.append((record.file, record.number))
+        with measuring(seconds, "cleaning"):
+            try:
+                raw = text_of(record, options.text_key)
+            except NotUtf8:
+                skipped_files += 1
+                continue
+            except NoText as error:
+                problem = problem or str(error)
+                broken.append((record.file, record.number))
+                continue
+            documents += 1
+            text_bytes += len(raw.encode())
+            text = clean(raw, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
+        with measuring(seconds, "test_sets"):
+            found, grams = decontaminated(text, test_sets, options.decontaminate_how)
+            if is_cut := found not in ([], [text]):
+                cuts.append((len(texts), len(found) - 1, len(text) - sum(map(len, found))))
+                hits += [_hits(len(texts) + place, test_sets.found_in(piece)) for place, piece in enumerate(found)]
+            hits.append(_hits(-1 if is_cut else len(texts), grams))
+        texts += found or [text]
+        rules += [CONTAMINATED if not found else KEPT if text else EMPTY] * (len(found) or 1)
+        places += [(record.file, record.number)] * (len(found) or 1)
     places_2D = np.array(places, np.int64).reshape(-1, 2)
     arrays: dict[str, npt.NDArray[Any]] = {
         "source": places_2D[:, 0],
         "number": places_2D[:, 1],
-        "rule": np.array([KEPT if text else EMPTY for text in texts], np.uint8),
+        "rule": np.array(rules, np.uint8),
         "starts": work.save_texts(shard, texts),
+        "hits": np.concatenate([np.empty((0, 2), np.int64), *hits]),
+        "cuts": np.array(cuts, np.int64).reshape(-1, 3),
         "broken": np.array(broken, np.int64).reshape(-1, 2),
         "problem": np.array(problem),
+        "documents": np.array(documents),
         "skipped_files": np.array(skipped_files),
         "text_bytes": np.array(text_bytes),
-        "seconds": np.array(time.perf_counter() - began),
+        "seconds": np.array(list(seconds.values())),
     }
     work.save("clean", shard, arrays)
+    return shard
 
 
 def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None:
-    """Tokenize the documents of a shard, look for test sets, and hash them. Write the band hashes and these arrays:
+    """Tokenize the documents of a shard, and hash them. Write the band hashes and these arrays:
 
     - `rule` [D]: what became of a document so far.
     - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
     - `lengths` of all sentences, in tokens. Only with `--split-sentences`.
     - `digest`, uint64 [D, 2]: of the texts.
-    - `hits` [hits, 2]: document and gram of a test set that is in it.
-    - `seconds` [3]: of `ANALYSIS`.
+    - `seconds` [2]: of `ANALYSIS`.
     """
-    if work.has("tokens", shard):
-        return
     (rule,) = work.load("clean", shard, "rule")
     tokenizer = _loaded(load_tokenizer, work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)
-    test_sets = _loaded(TestSets.load, work / "test-sets.npz", (work / "test-sets.npz").stat().st_mtime_ns)
     seconds = dict.fromkeys(ANALYSIS, 0.0)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
-    tokens, digests, hits, bands = [], [], [], []
+    tokens, digests, bands = [], [], []
     lengths: list[int] = []
     of_sentences: list[int] = []
     document = 0
     for texts in in_parts(work.texts(shard), _CHARACTERS):
         own = rule[document : document + len(texts)]  # of these texts; what is set here is set in `rule`
         with measuring(seconds, "tokenizing"):
-            for number, sequences in enumerate(encode_texts(texts, tokenizer, sentences=options.split_sentences)):
+            left = [text if rule == KEPT else "" for text, rule in zip(texts, own.tolist(), strict=True)]
+            for number, sequences in enumerate(encode_texts(left, tokenizer, sentences=options.split_sentences)):
                 ids = list(itertools.chain(*sequences))
                 if own[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
                     own[number] = SHORT
@@ -131,12 +114,6 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
                     tokens.append(np.array(ids, dtype))
                     of_sentences += map(len, sequences)
                 lengths.append(len(ids) if own[number] == KEPT else 0)
-        with measuring(seconds, "test_sets"):
-            for number in np.flatnonzero(own == KEPT).tolist():
-                if len(found := test_sets.found_in(texts[number])):
-                    hits.append(np.stack([np.full_like(found, document + number), found], axis=1))
-                    if options.contaminated == "remove":
-                        own[number] = CONTAMINATED
         with measuring(seconds, "minhash"):
             kept = np.flatnonzero(own == KEPT)
             if options.duplicates != "keep":
@@ -155,12 +132,15 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
         "tokens": np.concatenate([np.empty(0, dtype), *tokens]),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "digest": np.concatenate([np.empty((0, 2), np.uint64), *digests]),
-        "hits": np.concatenate([np.empty((0, 2), np.int64), *hits]),
         "seconds": np.array(list(seconds.values())),
     }
     if options.split_sentences:
         arrays["lengths"] = np.array(of_sentences, np.int64)
     work.save("tokens", shard, arrays)
+
+
+def _hits(document: int, grams: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.stack([np.full_like(grams, document), grams], axis=1)
 
 
 def _digest(text: str) -> npt.NDArray[np.uint64]:

@@ -114,15 +114,16 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch, most):
     monkeypatch.setattr("megajax.host.reading.LINE_BYTES", most << 20)
     line = b'{"text": "' + b"a" * (most + 1 << 20) + b'"}\n'
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(b'{"text": "b"}\n' + line, level=1))
-    with pytest.raises(UserError, match=rf"a\.jsonl\.zst: line 2 has more than {most} MiB; valid: at most that"):
-        records(tmp_path / "a.jsonl.zst")
+    with pytest.raises(UserError, match=rf"a\.jsonl\.zst:2: more than {most} MiB as one text; valid: at most that$"):
+        list(TextDocuments(tmp_path / "a.jsonl.zst"))
+    assert [record.kind for record, _ in records(tmp_path / "a.jsonl.zst")] == ["json", "broken"]
 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_document_that_is_too_long(tmp_path, monkeypatch, folder):
     monkeypatch.setattr("megajax.host.reading.LINE_BYTES", 1 << 20)
     (tmp_path / "a.txt").write_text("short<|endoftext|>" + "a word " * (1 << 19) + "<|endoftext|>short")
-    with pytest.raises(UserError, match=r"a\.txt: more than .* MiB as one text"):
+    with pytest.raises(UserError, match=r"a\.txt:[12]: more than .* MiB as one text"):
         list(TextDocuments(tmp_path if folder else tmp_path / "a.txt", cut=not folder))
 
 
@@ -136,7 +137,7 @@ def test_separators_that_lie_across_blocks(tmp_path, monkeypatch, size):
 
 def test_a_value_of_parquet_that_stands_in_many_rows(tmp_path, monkeypatch):
     """It is stored once: a small file could fill any memory."""
-    monkeypatch.setattr("megajax.data.records._ROWS_BYTES", 1 << 24)
+    monkeypatch.setattr("megajax.data.parquet._ROWS_BYTES", 1 << 24)
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 250, pa.int32()), pa.array(["a" * (1 << 20)]))
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", compression="gzip", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 16

@@ -51,11 +51,14 @@ def fuzz(reader, inputs: int, seed: int = 0, first: int = 0, folder: Path | None
     """
     with contextlib.ExitStack() as stack:
         folder = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        outcome = Outcome(reader.name)
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         reader.make(folder)
+        if not reader.files:  # what is hostile as it is
+            _try(reader, folder, 0, "as it is", outcome, measured=False)
+            return outcome
         reader.read(folder)  # the files are valid, and what is imported later does not count
         whole = {name: (folder / name).read_bytes() for name in reader.files}
-        outcome = Outcome(reader.name)
         for number in range(first, first + inputs):
             rng = random.Random(f"{reader.name} {seed} {number}")
             name = rng.choice(reader.files)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostile import HOSTILE
 from hugging_face import random_tensors, write_model
 from mutations import GZ, ZST, Reader, of_one_file
 from saved_tokenizers import write_pair, write_saved, write_vocabulary
@@ -291,4 +292,5 @@ READERS = [
     of_one_file("prompts", "p", "".join(TEXTS), lambda file: read_prompts([], str(file))),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
     *TASK_READERS,
+    *HOSTILE,
 ]

@@ -20,7 +20,7 @@ from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.running import Show
 
 SUFFIXES = (".bin", ".idx", ".tokenizer/tokenizer.json")
-OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400)
+OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400, decontaminate_how="document")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -142,7 +142,7 @@ def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
 def test_killed_and_resumed(planted, prefix, tmp_path, stage):
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "megajax", "prepare", planted.corpus, "--output", output, "--vocab-size", "400"]
-    command += ["--decontaminate", planted.test_set, "--workers", "2"]
+    command += ["--decontaminate", planted.test_set, "--decontaminate-how", "document", "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     work = Path(f"{output}.work")
     while not (work / stage).exists() and process.poll() is None:
@@ -182,7 +182,7 @@ def test_a_small_index_gives_the_same(planted, prefix, tmp_path, monkeypatch):
 
 
 def test_overlap_is_reported_without_dropping(planted, prefix, tmp_path):
-    options = PrepareOptions(tokenizer=prefix + ".tokenizer", duplicates="keep", contaminated="report")
+    options = PrepareOptions(tokenizer=prefix + ".tokenizer", duplicates="keep", decontaminate_how="report")
     found = prepare(planted, tmp_path / "kept", options)
     assert found["documents"] == len(planted.texts)
     (test_set,) = found["test_sets"]

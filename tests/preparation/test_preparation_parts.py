@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.preparation.contamination import TestSets
+from megajax.preparation.cleaning import clean
+from megajax.preparation.contamination import TestSets, _placed_words, _words, decontaminated
 from megajax.preparation.duplicates import HASHES, band_hashes, bands_for, gram_set, jaccard, normalised
 from megajax.preparation.running import num_cores
-from megajax.preparation.stages import clean
 
 
 @given(st.text(alphabet=st.one_of(st.characters(codec="ascii"), st.sampled_from("éÃ©ﬁ’“…\u2028&<>;amp"))))
@@ -87,6 +87,29 @@ def test_grams_of_test_sets(documents, words):
     assert [len(members) for members in tests.members] == [len(grams), 0] and len(tests.grams) == len(grams)
     found = tests.found_in(" ".join(words).upper() + " !")
     assert len(found) == len(grams & {tuple(words[start : start + 8]) for start in range(len(words) - 7)})
+
+
+@given(st.text(alphabet=st.sampled_from("abΣİ e\u0301\u0323ﬁ今\uff21¨\u1100\u1161\u11a8.-\u2003\n"), max_size=60))
+def test_words_are_found_where_they_stand(text):
+    placed = list(_placed_words(text))
+    assert [word for word, _, _ in placed] == _words(text)
+    for word, begin, end in placed:
+        assert word in _words(text[begin:end]) and text[begin:end].strip() == text[begin:end]
+
+
+def test_passages_are_cut_out_as_in_gpt3():
+    """With 200 characters at both sides, whole words; pieces under 200 characters and what would be in over 10 go."""
+    gram, text = "one two three four five six seven eight", "lorem ipsum " * 50
+    tests = TestSets.collect([[gram]])
+    cut = lambda text, how="passage": decontaminated(text, tests, how)[0]  # noqa: E731
+    left, right = cut(f"{text}{gram.upper()}. {text}")
+    assert text.startswith(left) and 200 <= len(text) - len(left) < 220
+    assert text.strip().endswith(right) and 200 <= len(f". {text}") - len(right) < 220
+    assert len(cut(f"{text}{gram} {gram} words {gram} {text}")) == 2, "grams that are near are one passage"
+    assert cut(f"{text}{gram} {text[:399]}") == [left] and len(cut(f"{gram} {text}")) == 1
+    assert cut(f"{gram} {text[:390]}") == [] and cut(text) == [text] and cut(gram, "report") == [gram]
+    assert len(cut(f"{gram} {text}{text}" * 9)) == 9 and cut(f"{gram} {text}{text}" * 10) == []
+    assert cut(f"{text}{gram}", "document") == []
 
 
 def test_scripts_without_spaces_have_a_word_a_character():

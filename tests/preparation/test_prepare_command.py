@@ -106,6 +106,12 @@ def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
         run(capsys, file, "--output", tmp_path / "b", "--max-broken", "2")
     assert not list(tmp_path.glob("b.[bi]*"))
     assert run(capsys, file, "--output", tmp_path / "b", "--max-broken", "3")["resumed"]
+    with pytest.raises(UserError, match="--max-broken 2 lines"):
+        run(capsys, file, "--output", tmp_path / "c", "--max-broken", "2")
+    file.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    assert not run(capsys, file, "--output", tmp_path / "c", "--max-broken", "2")["resumed"], (
+        "corrected, it begins anew"
+    )
 
 
 def test_files_whose_names_are_not_utf8(tmp_path, capsys):
@@ -140,6 +146,8 @@ def test_wrong_key(tmp_path, capsys):
         ("a.jsonl --tokenizer nowhere", "--tokenizer: nowhere is not a folder"),
         ("a.jsonl --vocab-size 20", "--vocab-size 20; valid: 257 or more"),
         ("a.jsonl --decontaminate nowhere", "--decontaminate: nowhere does not exist"),
+        ("a.jsonl --decontaminate broken.jsonl", r"broken\.jsonl:1: not JSON: "),
+        ("a.jsonl --max-document 0", "--max-document 0; valid: 1 to 65536"),
         ("a.jsonl --workers -1", "--workers -1; valid: 1 to 1024, or 0"),
         ("a.jsonl --min-tokens -1", "--min-tokens -1; valid: 0 to"),
         ("a.jsonl --text-key", "--text-key needs a value"),
@@ -153,10 +161,11 @@ def test_unusable_input(tmp_path, capsys, monkeypatch, flags, problem):
     jsonl(tmp_path / "a.jsonl", *TEXTS)
     jsonl(tmp_path / "short.jsonl", "a", "b")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "broken.jsonl").write_text("{")
     with pytest.raises(UserError, match=problem) as caught:
         run(capsys, "--output", "out", *flags.split())
     assert "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("out.[bitr]*"))
+    assert not list(tmp_path.glob("out*")), "nothing is left that the corrected command would stumble over"
 
 
 def test_another_preparation_at_the_same_place(tmp_path, capsys):
@@ -227,9 +236,18 @@ def test_a_test_set_is_found_however_it_is_written(tmp_path, capsys, form):
     }[form]
     file = jsonl(tmp_path / "a.jsonl", *TEXTS[:3], f"{TEXTS[3]} {written} {TEXTS[4]}")
     test_set = jsonl(tmp_path / "test.jsonl", written, key="body")
-    flags = ("--decontaminate", test_set, "--test-key", "body")
+    flags = ("--decontaminate", test_set, "--test-key", "body", "--min-tokens", "0")
     found = run(capsys, file, "--output", tmp_path / "a", *flags)
-    assert found["dropped"]["contaminated"]["count"] == 1 and found["test_sets"][0]["overlap"] == 1
+    assert found["contaminated"] == {
+        "dropped": 0,
+        "cut": 1,
+        "pieces": 1,
+        "characters": found["contaminated"]["characters"],
+    }
+    assert found["test_sets"][0]["overlap"] == 1 and found["test_sets"][0]["overlap_kept"] == 0
+    before, after = decoded(tmp_path / "a")[3:]
+    assert TEXTS[3].startswith(before) and TEXTS[4].endswith(after), "and no more is cut out than 200 characters"
+    assert 0 <= 200 - (len(TEXTS[3]) - len(before)) < 20 and 0 <= len(TEXTS[4]) - len(after) - 200 < 20
 
 
 def test_work_that_was_half_removed_is_not_taken_for_whole(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,113 @@
+"""Long documents, cut in pieces: never as a whole in memory as a text, which may take four times its bytes."""
+
+import codecs
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from megajax.data import streams
+from megajax.host.reading import JSON_STRING, check_json_size
+
+LONG = 1 << 20  # characters; a document of more is cut
+_PIECE = 1 << 18  # characters of a piece, at least
+_BLOCK_BYTES = 1 << 20  # of UTF-8 decoded at a time
+_KEY_BYTES = 1 << 16  # of a key in JSON; a longer one is not the one that is looked for
+
+_MARK = codecs.BOM_UTF8.decode("latin-1")
+_SPACE = re.compile(r"[ \t\r\n]*+")
+_TO_BRACKET = re.compile(rf"(?:[^\"\[\]{{}}]++|{JSON_STRING.pattern})*+", re.DOTALL)
+_SCALAR = re.compile(rf"(?:{JSON_STRING.pattern}|[^\"\[\]{{}},]++)?+", re.DOTALL)
+_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
+_BLOCK = re.compile(  # of a text in JSON; it ends in no escape, and between no two that are one character
+    rb"(?:[^\\]{1,64}+|\\u[dD][89abAB]..\\u....|\\u....|\\.){1,65536}+", re.DOTALL
+)
+
+
+def cut(blocks: Iterable[str]) -> Iterator[str]:
+    """A document, given in blocks: as one text, or, if it is long, in pieces as plain text is cut."""
+    begun: list[str] = []
+    rest = iter(blocks)
+    while sum(map(len, begun)) <= LONG:
+        block = next(rest, None)
+        if block is None:
+            yield "".join(begun)
+            return
+        begun.append(block)
+    yield from streams.pieces(itertools.chain(begun, rest), _PIECE)
+
+
+def decoded(content: bytes) -> Iterator[str]:
+    """A text in UTF-8 in blocks, without a byte order mark; a `UnicodeDecodeError` comes before the first of them."""
+    for check in True, False:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, len(content), _BLOCK_BYTES):
+            block = content[start : start + _BLOCK_BYTES]
+            text = decoder.decode(block, final=start + len(block) == len(content))
+            if not check:
+                yield text.removeprefix("\ufeff") if start == 0 else text
+
+
+def in_json(line: bytes, key: str) -> Iterator[str]:
+    """The text under `key` of an object in JSON in blocks; errors come before the first of them.
+
+    What stands under other keys is not parsed, so mistakes there are not found. A `ValueError` where the rest is not
+    JSON in UTF-8, or larger than what is read; a `KeyError` without such a text.
+    """
+    begin, end = _member(line.decode("latin-1"), key)  # a character a byte
+    for check in True, False:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for found in _BLOCK.finditer(line, begin, end):
+            text = json.loads(f'"{decoder.decode(found.group(), final=found.end() == end)}"')
+            if check:
+                text.encode()  # escapes such as \ud800 are valid JSON but no text
+            else:
+                yield text
+
+
+def _member(text: str, key: str) -> tuple[int, int]:
+    """Where the last text under `key` begins and ends, in an object of JSON that was decoded as Latin-1."""
+    check_json_size(text)
+    found, place = None, _after("{", text, len(_MARK) if text.startswith(_MARK) else 0)
+    while True:
+        begin = _after('"', text, place) - 1
+        end = _after('"', text, _end_of_value(text, begin) - 1)
+        is_key = end - begin < _KEY_BYTES and json.loads(text[begin:end].encode("latin-1")) == key
+        begin = _after_space(text, _after(":", text, end))
+        place = _after_space(text, _end_of_value(text, begin))
+        if is_key:
+            found = (begin + 1, text.rindex('"', begin, place)) if text[begin : begin + 1] == '"' else None
+        if text[place : place + 1] != ",":
+            break
+        place += 1
+    if _after_space(text, _after("}", text, place)) != len(text):
+        raise ValueError("not JSON: more after the object")
+    if found is None:
+        raise KeyError(key)
+    return found
+
+
+def _after_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    assert found
+    return found.end()
+
+
+def _after(character: str, text: str, place: int) -> int:
+    """The place after this character, before which only white space may stand."""
+    place = _after_space(text, place)
+    if text[place : place + 1] != character:
+        raise ValueError(f"not JSON: no {character} at column {place + 1}")
+    return place + 1
+
+
+def _end_of_value(text: str, place: int) -> int:
+    depth = 0
+    while True:
+        found = (_TO_BRACKET if depth else _SCALAR).match(text, place)
+        assert found
+        place = found.end()
+        step = _STEP.get(text[place : place + 1], 0)
+        if not step or depth + step <= 0:
+            return place + (depth > 0 and step < 0)
+        depth, place = depth + step, place + 1

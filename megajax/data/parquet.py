@@ -1,0 +1,65 @@
+"""The texts of a column of a Parquet file, a few rows at a time: what is stored once may stand in all of them."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.data import streams
+from megajax.errors import UserError
+from megajax.host import reading
+from megajax.host.remote import RemoteFile
+
+_ROWS = 256  # in memory at once
+_ROWS_BYTES = 1 << 30  # that they may take there
+_AT_ONCE = 1 << 24  # bytes of Arrow's texts that become Python's at once
+_EXPANSION = 1 << 28, 1000  # bytes that the texts may have: so many, and so many for each byte of the file
+_ROW = 512  # bytes that each row counts for at least
+
+
+def texts(
+    file: Path | RemoteFile, size: int, key: str, flag: str, most: int
+) -> Iterator[tuple[str | reading.TooLong, int]]:
+    """The texts of a Parquet file's column, and how many bytes were read by then."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with contextlib.ExitStack() as stack:
+            content = stack.enter_context(file.open()) if isinstance(file, RemoteFile) else file
+            table = stack.enter_context(pq.ParquetFile(content))
+            if key not in table.schema_arrow.names:
+                names = ", ".join(f'"{name}"' for name in table.schema_arrow.names)
+                raise UserError(f'{flag}: {file} has no column "{key}"; valid: one of {names}')
+            kind = table.schema_arrow.field(key).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
+            done = unpacked = 0
+            allowed = _EXPANSION[0] + _EXPANSION[1] * size
+            # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
+            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+            largest = max((group.total_byte_size for group in groups), default=1)
+            rows = max(1, min(_ROWS, _ROWS_BYTES // max(1, largest)))
+            for batch in table.iter_batches(batch_size=rows, columns=[key]):
+                done += len(batch)
+                unpacked += max(_ROW * len(batch), batch.nbytes)
+                if unpacked > allowed:
+                    raise streams.Damaged(f"its texts take more than {_EXPANSION[1]} times its {size} bytes")
+                for text in _values(batch.column(0), most):
+                    yield text or "", size * done // table.metadata.num_rows
+    except UnicodeDecodeError as error:
+        raise streams.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise streams.Damaged(str(error).splitlines()[0]) from None
+
+
+def _values(column: Any, most: int) -> Iterator[str | reading.TooLong | None]:
+    """The texts in an array of Arrow's, one at a time where they are large."""
+    if column.nbytes <= min(_AT_ONCE, most):
+        yield from column.to_pylist()
+        return
+    for value in column:
+        length = value.as_buffer().size if value.is_valid else 0
+        yield value.as_py() if length <= most else reading.too_long(most)
