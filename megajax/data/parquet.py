@@ -14,7 +14,7 @@ _ROWS = 256  # in memory at once
 _ROWS_BYTES = 1 << 30  # that they may take there
 _AT_ONCE = 1 << 24  # bytes of Arrow's texts that become Python's at once
 _EXPANSION = 1 << 28, 1000  # bytes that the texts may have: so many, and so many for each byte of the file
-_ROW = 512  # bytes that each row counts for at least
+_ROW = 512  # bytes that each row counts for, beside its text
 
 
 def texts(
@@ -34,7 +34,7 @@ def texts(
             kind = table.schema_arrow.field(key).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
-            done = unpacked = 0
+            done, unpacked = 0, _ROW * table.metadata.num_rows
             allowed = _EXPANSION[0] + _EXPANSION[1] * size
             # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
             groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
@@ -42,9 +42,10 @@ def texts(
             rows = max(1, min(_ROWS, _ROWS_BYTES // max(1, largest)))
             for batch in table.iter_batches(batch_size=rows, columns=[key]):
                 done += len(batch)
-                unpacked += max(_ROW * len(batch), batch.nbytes)
+                unpacked += batch.nbytes
                 if unpacked > allowed:
-                    raise streams.Damaged(f"its texts take more than {_EXPANSION[1]} times its {size} bytes")
+                    problem = f"{table.metadata.num_rows} rows that repeat a few texts"
+                    raise UserError(f"{flag}: {file}: {problem}; valid: at most {allowed >> 20} MiB of texts")
                 for text in _values(batch.column(0), most):
                     yield text or "", size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:

@@ -147,6 +147,9 @@ def test_a_value_of_parquet_that_stands_in_many_rows(tmp_path, monkeypatch):
         assert len(record.content) == 1 << 20
         peak = max(peak, pa.total_allocated_bytes() - before)
     assert 1 << 20 < peak < 1 << 26
+    monkeypatch.setattr("megajax.data.parquet._EXPANSION", (100 << 20, 1000))
+    with pytest.raises(UserError, match=r"a\.parquet: 250 rows that repeat a few texts; valid: at most 101 MiB"):
+        records(tmp_path / "a.parquet")
 
 
 SOURCE = '''"""Of the module.
@@ -186,3 +189,43 @@ def test_the_corpus_of_this_python(folder, monkeypatch):
     texts = list(documents)
     assert len(texts) > (20 if folder else 400) and sum(map(len, texts)) > (40_000 if folder else 1_000_000)
     assert documents.num_documents == len(texts)
+
+
+def test_long_documents_are_cut_in_the_same_way_in_every_format(tmp_path, monkeypatch):
+    """A long line of JSON is read in blocks, by another parser than the others."""
+    monkeypatch.setattr("megajax.data.long_documents.LONG", 1000)
+    monkeypatch.setattr("megajax.data.long_documents._PIECE", 250)
+    text = "".join(f'paragraph {n}: "Füße", 数 \U0001f600 \\ {{[,\n' + "word " * (n % 60) + "\n\n" for n in range(50))
+    text += "end"
+    for escaped in True, False:
+        line = (
+            '{"text": "first", '
+            + json.dumps({"meta": [{"]}": '"'}, 1], "text ": 1, "text": text}, ensure_ascii=escaped)[1:]
+        )
+        lines = [
+            "\ufeff" + line,
+            line[:-1],
+            line + "}",
+            line[:900] + "\\q" + line[900:],
+            line.replace('"text"', '"body"'),
+        ]
+        (tmp_path / f"{escaped}.jsonl").write_text(
+            "\n".join([*lines, line.replace("数", "\\ud800").replace("\\u6570", "\\ud800")])
+        )
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.md").write_text(text)
+    pq.write_table(pa.table({"text": [text]}), tmp_path / "d.parquet")
+    (tmp_path / "e.txt").write_text(f"\n{text}<|endoftext|>\n")
+    expected = [record.content for record, _ in records(tmp_path / "b")]
+    assert "".join(expected) == text and len(expected) > 5 and max(map(len, expected)) <= 1000
+    assert [record.content for record, _ in records(tmp_path / "d.parquet")] == expected
+    assert [record.content for record, _ in records(tmp_path / "e.txt")][:-1] == expected
+    for escaped in True, False:
+        found = [record for record, _ in records(tmp_path / f"{escaped}.jsonl")]
+        assert [record.content for record in found if record.kind == "text"] == expected
+        assert [(record.kind, record.number) for record in found[len(expected) :]] == [
+            ("broken", n) for n in range(2, 7)
+        ]
+        assert [
+            text for _, text in zip(expected, TextDocuments(tmp_path / f"{escaped}.jsonl"), strict=False)
+        ] == expected
