@@ -149,6 +149,16 @@ class StopSignals:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """In the block the signals wait; processes that are started there never get them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _imports(frame: FrameType | None) -> bool:
     """Whether the code of a frame runs in an import."""
     while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megajax.errors import RunError
-from megajax.host.signals import SIGNALS, Stopped
+from megajax.host.signals import Stopped, held_back
 
 _EVERY = 10.0  # seconds between two plain lines
 Map = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
@@ -33,6 +32,7 @@ def worker_map(count: int) -> Iterator[Map]:
     if count == 1:
         yield itertools.starmap
         return
+    sys.warnoptions.append("ignore:resource_tracker")  # what a stop leaves is removed by a process that would say so
     # A forked child would inherit threads' locks.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin)
 
@@ -40,7 +40,8 @@ def worker_map(count: int) -> Iterator[Map]:
         running: collections.deque[Future[Any]] = collections.deque()
         try:
             for piece in pieces:
-                running.append(pool.submit(function, *piece))
+                with held_back():  # a terminal, or SLURM, sends signals to all; the parent ends its workers
+                    running.append(pool.submit(function, *piece))
                 if len(running) > 2 * count:
                     yield running.popleft().result()
             while running:
@@ -59,8 +60,6 @@ def worker_map(count: int) -> Iterator[Map]:
 
 
 def _begin() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a terminal, or SLURM, sends it to all; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -98,6 +98,16 @@ def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path
     assert finish(process) == (143, "stopped by SIGTERM; what was written is kept\n")
 
 
+def test_workers_say_nothing_of_a_signal_to_all() -> None:
+    """Ctrl-C, while they start: their imports would end with traces."""
+    work = "with worker_map(2) as run: list(run(time.sleep, ((0.1,) for _ in range(200))))"
+    process = start(f"from megajax.preparation.running import worker_map\nprint('up', flush=True)\n{work}", "setsid")
+    assert process.stdout and process.stdout.readline() == "up\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process) == (130, "stopped by SIGINT; what was written is kept\n")
+
+
 def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
     body = "".join(f"    {part}\n" for part in SLEEP.splitlines())
     inner = "    with signals.stop_signals.deferred('inner'): pass"
