@@ -40,12 +40,12 @@ def _repaired(text: str) -> str:
     for line in _LINE.findall(text):
         if "<" in line:
             as_html = False  # markup from here on: entities are left as they are
-        parts = in_parts(line) if _MAY_NEED_REPAIR.search(line) else ()
+        parts = parts_to_normalise(line) if _MAY_NEED_REPAIR.search(line) else ()
         lines += [ftfy.fix_text(part, unescape_html=as_html) for part in parts] if parts else [line]
     return "".join(lines)
 
 
-def in_parts(text: str) -> Iterator[str]:
+def parts_to_normalise(text: str) -> Iterator[str]:
     """A text in parts that take linear time to normalise and to repair; nearly every text is one."""
     if text.isascii() and "&" not in text:
         yield text

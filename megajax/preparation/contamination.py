@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from megajax.preparation.cleaning import in_parts
+from megajax.preparation.cleaning import parts_to_normalise
 from megajax.preparation.shards import opened
 
 GRAM = 8  # words of a gram
@@ -144,7 +144,7 @@ def _words(text: str) -> list[str]:
 
 
 def _normalised(text: str) -> str:
-    return "".join(unicodedata.normalize("NFKC", part) for part in in_parts(text)).lower()
+    return "".join(unicodedata.normalize("NFKC", part) for part in parts_to_normalise(text)).lower()
 
 
 def _placed_words(text: str) -> Iterator[tuple[str, int, int]]:
