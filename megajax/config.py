@@ -17,7 +17,7 @@ from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
-from megajax.options import AT_LEAST_ZERO, SEED, Range, above, between, options
+from megajax.options import AT_LEAST_ZERO, SEED, SHARE, Range, above, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.registry import PRETRAINING, TaskConfig
 from megajax.traits import IS_PATH, SAMPLES, Small
@@ -91,6 +91,12 @@ class TrainConfig:
         Literal["none", "selective", "layer", "stage"],
         "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
     ] = "none"
+    ema: Annotated[
+        float,
+        "decay of an average of the weights, ema x average + (1 - ema) x weights after every step; it is what is "
+        "validated, evaluated, generated with and exported; 0: none",
+        SHARE,
+    ] = 0.0
     eval_every: Annotated[int, "steps between two validations; 0: none", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10

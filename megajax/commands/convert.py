@@ -71,6 +71,7 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="LoRA's adapters alone, as peft loads them [all weights, adapters added]"
     )
+    parser.add_weights()
     args = _parse(parser, argv)
     from megajax.convert.adapters import check_has_adapters, export_adapter
     from megajax.convert.exporting import export_config, export_hf
@@ -80,7 +81,7 @@ def export_hf(argv: Sequence[str]) -> None:
     run_dir, folder = Path(args.run), Path(args.path)
     check_new(folder, "PATH")
     check_outside_runs(folder, "PATH")
-    config = export_config(run_dir)
+    config = export_config(run_dir, parser.overrides(args))
     if args.adapter:
         check_has_adapters(run_dir, config)
     _start(config)

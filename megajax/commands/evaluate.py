@@ -32,6 +32,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     runs = f"run directory of the training; of {_ANSWERED} also several: their answers' probabilities are averaged"
     parser.add_path("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
+    parser.add_weights()
     data = f"what to evaluate on, of {', '.join(TASKS)} one file or several [perplexity: the run's validation split; "
     parser.add_path("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "targets that a window advances by and counts; perplexity: a whole sequence if not given"

@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
     )
     checkpoint = Option("checkpoint", str, MISSING, "run directory of the training", traits=(IS_PATH,))
     add_flag(parser, checkpoint, required=True)
+    parser.add_weights()
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
     parser.add_path("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")

@@ -25,14 +25,14 @@ from megajax.tasks.registry import TASKS
 _TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as config.json calls the dtypes
 
 
-def export_config(run_dir: Path) -> Config:
-    """The configuration of a run on one device, in the precision of its main weights.
+def export_config(run_dir: Path, overrides: dict[str, Any] | None = None) -> Config:
+    """The configuration of a run with `overrides` on one device, in the precision of its main weights.
 
     Raises:
         UserError: there is no run, or no class of transformers can hold its model.
     """
     check_run(run_dir, "RUN")
-    config = stored_config(run_dir, {})
+    config = stored_config(run_dir, overrides or {})
     exchange_of_run(run_dir, config, Origin.read(run_dir))
     return dataclasses.replace(config, precision="fp64" if config.precision == "fp64" else "fp32")
 

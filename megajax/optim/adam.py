@@ -60,6 +60,13 @@ def update(
     return new_params, (adam, *rest)
 
 
+@jax.named_scope("optimizer")
+def averaged(average: Tree, params: Tree, decay: float, taken: Array | bool) -> Tree:
+    """The moving average of parameters after a step; bit for bit the old one where the step is not `taken`."""
+    moved = jax.tree.map(lambda old, new: old + (1.0 - decay) * (new - old), average, params)
+    return _choose(taken, moved, average)
+
+
 def _choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 

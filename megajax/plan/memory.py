@@ -26,11 +26,12 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. Weights, main weights and moments live from step to step."""
+    """Bytes on one device. Weights, main weights, moments and average live from step to step."""
 
     weights: int
     main_weights: int
     moments: int
+    average: int  # of the weights, with `train.ema`
     batch: int  # a device's rows
     gradients: int  # their sums, and where these are in half precision, what the optimizer gets
     kept: int  # of activations, until their backward pass
@@ -41,7 +42,7 @@ class Memory:
     @property
     def state(self) -> int:
         """What a step is given."""
-        return self.weights + self.main_weights + self.moments + self.batch
+        return self.weights + self.main_weights + self.moments + self.average + self.batch
 
     @property
     def of_step(self) -> int:
@@ -76,6 +77,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         weights=step.held.num_computed * step.item,
         main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
         moments=2 * step.held.num_trained * step.wide + _COUNTERS,
+        average=step.held.num_trained * step.wide if config.train.ema else 0,
         batch=batch * _WORD // config.mesh.row_shards,
         gradients=step.held.num_summed * step.summed + losses + others,
         kept=kept,

@@ -14,6 +14,7 @@ from megajax.plan.time import in_order, step_time
 
 _NAMES = {
     "main_weights": "main weights",
+    "average": "average of weights",
     "gradients": "sums of gradients",
     "kept": "kept activations",
     "factors": "factors of weight gradients that wait",

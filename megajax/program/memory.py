@@ -50,13 +50,14 @@ def _bytes(tree: Tree) -> int:
 
 
 def kept_bytes(layout: StateLayout) -> dict[str, int]:
-    """Bytes on one device of what lives from step to step, by part: `weights`, `main weights`, `moments`."""
+    """Bytes on one device of what lives from step to step, by part: `weights`, `main weights`, `moments`,
+    and with `train.ema` its `average`."""
     state, specs = layout.shapes, layout.specs
     return {
         "weights": _local_bytes(layout, state.params, specs.params),
         "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
         "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
-    }
+    } | ({"average": _local_bytes(layout, state.average, specs.average)} if state.average else {})
 
 
 def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:

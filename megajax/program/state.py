@@ -46,6 +46,7 @@ class TrainState:
     optimizer: Tree  # optax's state, its moments shaped like what is trained
     loss_scale: LossScale  # fp16's; 1 otherwise
     recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/adam.py`)
+    average: Tree | None = None  # of what is trained, over the steps, as `main` is; None without `train.ema`
 
 
 class StateLayout:
@@ -126,7 +127,8 @@ class StateLayout:
             transform_non_params=lambda _: PartitionSpec(),
         )
         scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs where arrays stand
-        return TrainState(PartitionSpec(), params, main, optimizer, scale, PartitionSpec())  # type: ignore[arg-type]
+        average = moments if self._config.train.ema else None
+        return TrainState(PartitionSpec(), params, main, optimizer, scale, PartitionSpec(), average)  # type: ignore[arg-type]
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -137,7 +139,8 @@ class StateLayout:
         """The canonical state before the first step, of canonical main weights."""
         optimizer = make_optimizer(self._config.optimizer).init(self.trained(weights))
         scale = LossScale.start(self.loss_scale)
-        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, scale, initial_norms())
+        average = self.trained(weights) if self._config.train.ema else None
+        return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, scale, initial_norms(), average)
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, made in shards: of the canonical form, which then goes to its stages."""

@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.optim.adam import clip_by_norm, global_norm, is_spike, learning_rate, remember, update
+from megajax.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember, update
 from megajax.parallel.collectives import complete
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import UNSCALED, training_pipeline
@@ -36,6 +36,12 @@ def loss_and_gradients(program: Program) -> Wrapped:
     """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
     specs = program.layout.specs.params, BATCH, SCALAR
     return program.compiled(_loss_and_gradients, specs, (SCALAR, program.layout.trained_specs))
+
+
+def average_weights(program: Program) -> Wrapped:
+    """(params, average) -> params of the average, as layers compute with them."""
+    specs = program.layout.specs
+    return program.compiled(_average_weights, (specs.params, specs.average), specs.params)
 
 
 def one_part(program: Program, part: Part) -> Wrapped:
@@ -74,12 +80,19 @@ def _train_step_with_gradients(
         optimizer=optimizer,
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
         recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
+        average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
     )
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
     parts |= {f"layers/{name}": value for name, value in figures.items()}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
+
+
+def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:
+    layout = program.layout
+    computed = layout.per_step.gather(layout.computed(average), invariant=True)
+    return layout.with_trained(params, computed)
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:

@@ -4,6 +4,7 @@ The state goes leaf by leaf to the host's memory (`program/transfer.py`), from t
 (`writing.py`), and back (`stored.py`). A write that fails is news, not an end, until several have failed in a row.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,6 +16,7 @@ from flax import traverse_util
 
 from megajax.errors import RunError, UserError
 from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
+from megajax.models.lora import LORA
 from megajax.options import is_whole
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer, canonical_bytes
@@ -48,6 +50,7 @@ class Checkpoints:
         self._problem = ""  # of the last write, if it failed
         self._news: list[str] = []
         self._losses: dict[int, float] = {}
+        self.average_news = ""  # what became of the average of the weights in the state that was restored
         if keep is not None:
             on_first_process(self._prepare)
 
@@ -156,13 +159,27 @@ class Checkpoints:
 
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
-        state = self._transfer.to_devices(self._read(step, self._transfer.targets))
+        targets, layout = self._transfer.targets, self._layout
+        kept, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
+        canonical = self._read(step, targets if kept else dataclasses.replace(targets, average=None))
+        if wanted and not kept:
+            canonical = dataclasses.replace(canonical, average=layout.trained(canonical.params))
+            self.average_news = f"the average of the weights (--train.ema) begins with those of step {step}"
+        elif kept and not wanted:
+            self.average_news = f"the average of the weights of step {step} ends here (--train.ema 0)"
+        state = self._transfer.to_devices(canonical)
         self.saved = step
         return state
 
+    def averaged(self, step: int) -> bool:
+        """Whether the weights that are read of a step are their average: the configuration and the checkpoint have
+        one."""
+        return self._transfer.targets.average is not None and stored.has_average(self.folder / str(step))
+
     def restore_params(self, step: int) -> Any:
-        """The weights after `step` steps on this mesh, as layers compute with them, LoRA's beside them. Only these are
-        read and compared with their checksums, not the files with their digests."""
+        """The weights after `step` steps on this mesh, as layers compute with them, LoRA's beside them; their average
+        if they are `averaged`. Only these are read and compared with their checksums, not the files with their
+        digests."""
         return self._transfer.params_to_devices(self._read_weights(step, self._transfer.targets.params))
 
     def read_weights(self, step: int) -> Any:
@@ -177,7 +194,17 @@ class Checkpoints:
         return {path: np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
     def _read_weights(self, step: int, targets: Any) -> Any:
-        return self._read(step, TrainState(None, targets, None, None, None, None)).params  # type: ignore[arg-type]
+        params, average = targets, None
+        if self.averaged(step):
+            adapted = self._layout.adapters is not None
+            params = {name: part for name, part in targets.items() if adapted and name != LORA} or None
+            average = targets.get(LORA) if adapted else targets
+        found = self._read(step, TrainState(None, params, None, None, None, None, average))  # type: ignore[arg-type]
+        return found.params if average is None else (found.params or {}) | self._named(found.average)
+
+    def _named(self, trained: Any) -> Any:
+        """What is trained, among all weights."""
+        return trained if self._layout.adapters is None else {LORA: trained}
 
     def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)

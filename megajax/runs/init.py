@@ -121,7 +121,8 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     other = stored_config(run_dir, {"precision": config.precision})
     theirs = other.model
     model = dataclasses.replace(theirs, dropout=config.model.dropout)
-    on_our_mesh = dataclasses.replace(config, model=model, lora=other.lora)
+    train = dataclasses.replace(config.train, ema=other.train.ema)
+    on_our_mesh = dataclasses.replace(config, model=model, lora=other.lora, train=train)
     layout = StateLayout(on_our_mesh, program.mesh, CutModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), "latest")
@@ -145,13 +146,15 @@ def first_state(program: Program) -> tuple[TrainState, str]:
         return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
 
     params = jax.tree_util.tree_map_with_path(choose, canonical.params)
-    origin = f"weights: of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    averaged = "the average " * checkpoints.averaged(step)
+    origin = f"weights: {averaged}of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
     origin += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         origin += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _differing(config.model, theirs, Changes.COMPUTATION):
         origin += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
-    return transfer.to_devices(dataclasses.replace(canonical, params=params)), origin
+    average = program.layout.trained(params) if config.train.ema else None
+    return transfer.to_devices(dataclasses.replace(canonical, params=params, average=average)), origin
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:
@@ -172,6 +175,8 @@ def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: P
             return state
         checkpoints.set_aside(after=step)
         say(f"resumed from step {step} of {run_dir}")
+        if checkpoints.average_news:
+            say(checkpoints.average_news)
         return state
 
 

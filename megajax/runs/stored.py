@@ -69,6 +69,11 @@ def _as_stored(checkpoint: Path, target: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.update(dtype=np.float32) if leaf.dtype == np.float64 else leaf, target)
 
 
+def has_average(checkpoint: Path) -> bool:
+    """Whether a checkpoint has an average of the weights; raises `DamagedCheckpoint`."""
+    return any(name.startswith(".average") for name in _manifest(checkpoint).arrays)
+
+
 def _manifest(checkpoint: Path) -> Manifest:
     manifest = _try(checkpoint, lambda: read_manifest(checkpoint))
     check_format(manifest.format, str(checkpoint))
@@ -93,15 +98,14 @@ def _try(checkpoint: Path, read: Callable[[], T]) -> T:
 
 
 def _read_arrays(folder: Path, target: TrainState) -> TrainState:
-    weights_alone = target.optimizer is None
-    wanted = {"params": target.params} if weights_alone else target
+    wanted = {name: part for name, part in vars(target).items() if part is not None}
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         places = ocp.checkpoint_utils.construct_restore_args(wanted)
-        arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=weights_alone)
+        arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=True)
         found = handler.restore(epath.Path(folder), args=arguments)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)):
         raise ValueError("arrays are missing")
-    return dataclasses.replace(target, **found) if weights_alone else found
+    return dataclasses.replace(target, **found)
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.paths import check_path
+from megajax.host.processes import is_first_process
 from megajax.models.registry import FAMILIES
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -51,6 +53,8 @@ def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: boo
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     with reported_damage():
+        if not optimizer:
+            _note_average(checkpoints, run_dir, number)
         return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
@@ -60,6 +64,8 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     adapters = layout.adapters
+    with reported_damage():
+        _note_average(checkpoints, run_dir, number)
 
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
@@ -73,6 +79,13 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
         return [found[path] for path in paths]
 
     return read, number
+
+
+def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
+    """Say on standard error if the weights that are read are averages."""
+    if checkpoints.averaged(step) and is_first_process():
+        note = "the weights are their average over the steps (train.ema); --weights trained: the last ones"
+        print(f"{run_dir}: {note}", file=sys.stderr)
 
 
 @contextlib.contextmanager

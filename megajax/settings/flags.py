@@ -60,6 +60,11 @@ class Parser(argparse.ArgumentParser):
             add_flag(groups[section], option, (values or {}).get(key, option.default))
             self._keys.setdefault(owner, []).append(key)
 
+    def add_weights(self) -> None:
+        """Add `--weights`, which gives `train.ema` of the run's configuration another value."""
+        what = "of a run with train.ema: the average of the weights, or those that were trained"
+        self.add_argument("--weights", choices=("ema", "trained"), default="ema", help=f"{what} [ema]")
+
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The arguments, as in `argparse`."""
         if completion.asked():
@@ -101,7 +106,9 @@ class Parser(argparse.ArgumentParser):
     def overrides(self, args: argparse.Namespace, owner: type | None = None) -> dict[str, Any]:
         """The values of the configuration flags that were given, by key, for one owner or all."""
         owners = self._keys if owner is None else [owner]
-        return {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
+        given = {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
+        trained = owner in (None, Config) and getattr(args, "weights", "") == "trained"
+        return given | ({"train.ema": 0.0} if trained else {})
 
 
 def _value(option: Option, text: str) -> Any:

@@ -59,6 +59,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         f"learning rate: {rate_line(config.optimizer)}",
         changed_rate(earlier, config.optimizer) if earlier else "",
         _batch(config),
+        _average(config),
         *_ramp(config),
         *data.lines(config),
     ]
@@ -160,6 +161,12 @@ def changed_rate(earlier: OptimizerConfig, now: OptimizerConfig) -> str:
         if (before := getattr(earlier, name)) != (after := getattr(now, name))
     ]
     return f"learning rate changed: {', '.join(changes)}" if changes else ""
+
+
+def _average(config: Config) -> str:
+    """A line about the average of the weights, if there is one."""
+    what = "what is validated, evaluated, generated with and exported"
+    return f"average of the weights: --train.ema {config.train.ema:g}, {what}" if config.train.ema else ""
 
 
 def _adapters(program: Program) -> list[str]:

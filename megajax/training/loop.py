@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.stages import Compiled
@@ -19,7 +19,7 @@ from megajax.host.processes import Poll, is_first_process, say
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.transcript import printable
 from megajax.program.program import Batch, Program
-from megajax.program.train_step import train_step
+from megajax.program.train_step import average_weights, train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
 from megajax.runs.init import first_or_newest_state
@@ -226,7 +226,7 @@ class Trainer:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
         waits = not self.stop_signal or self.validator.last is not None  # who stops doesn't wait for a compiler
         if loss is None and waits and self.config.train.eval_every:  # of the weights after the step, not yet seen
-            loss = total_loss(self.validator.evaluate(step, self.state.params, 1))
+            loss = total_loss(self.validator.evaluate(step, self._weights(), 1))
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._saves(step):
@@ -239,6 +239,12 @@ class Trainer:
             self._stop_by_signal(step)
         self.ready = time.perf_counter()
 
+    def _weights(self) -> Any:
+        """The weights that are evaluated: their average, if there is one."""
+        if self.state.average is None:
+            return self.state.params
+        return average_weights(self.program)(self.state.params, self.state.average)
+
     def _stop_by_signal(self, step: int) -> NoReturn:
         self.checkpoints.wait()
         for problem in self.checkpoints.news():
@@ -249,7 +255,7 @@ class Trainer:
     def _validate(self, step: int) -> float | None:
         """The validation loss after a step, logged; None if a signal came meanwhile."""
         try:
-            parts, named = self.validator.validate(step, self.state.params, self._look_for_a_signal)
+            parts, named = self.validator.validate(step, self._weights(), self._look_for_a_signal)
         except _SignalSeen:
             return None
         loss = total_loss(parts)
@@ -262,7 +268,7 @@ class Trainer:
         try:
             if isinstance(self.data, TaskData):
                 score = self.validator.score_dev
-                self.dev_figures = score(self.step, self.state.params, self.data, self._look_for_a_signal)
+                self.dev_figures = score(self.step, self._weights(), self.data, self._look_for_a_signal)
                 self.log.record_dev(self.step, self.dev_figures)
             self._look_for_a_signal()
         except _SignalSeen:
@@ -272,12 +278,12 @@ class Trainer:
         steps, train = self.config.train.steps, self.config.train
         validation = self.validator.last or {}
         if train.eval_every and not validation:
-            validation = self.validator.evaluate(steps, self.state.params, train.eval_batches)
+            validation = self.validator.evaluate(steps, self._weights(), train.eval_batches)
         waited = self.data_seconds / self.seconds if self.seconds else None
         for line in end_lines(self.config, self.first, validation, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):
-            text = printable(sample(self.program, self.state.params, self.data.tokenizer))
+            text = printable(sample(self.program, self._weights(), self.data.tokenizer))
         if text:
             say(f"a sample:\n{text}")
             self.log.record_text(max(self.first, steps), "sample", text)

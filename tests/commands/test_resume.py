@@ -33,6 +33,16 @@ def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Command
     assert_close_losses(curve(begun), curve(straight.folder))
 
 
+def test_an_average_of_the_weights_begins_and_ends_on_the_way(commands: Commands, begun: Path) -> None:
+    """It is what is validated, and evaluated unless one asks for the weights that were trained."""
+    done = commands.train(begun, "--train.ema", 0.5, "--train.steps", 12)
+    assert "the average of the weights (--train.ema) begins with those of step 10" in done.out
+    found = [commands.perplexity(begun, *weights)["loss"] for weights in ((), ("--weights", "trained"))]
+    assert found[0] == pytest.approx(validation(begun)[12], rel=1e-6) != pytest.approx(found[1], rel=1e-4)
+    done = commands.train(begun, "--train.ema", 0, "--train.steps", 14)
+    assert "the average of the weights of step 12 ends here (--train.ema 0)" in done.out
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_resume_from_eight_devices_on_one(commands: Commands, straight: Run, microbatch: int, tmp_path: Path) -> None:

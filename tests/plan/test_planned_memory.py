@@ -61,11 +61,13 @@ def test_the_state_is_exact(mesh, options) -> None:
     if config.precision == "fp16":
         half_sums = dataclasses.replace(config.optimizer, gradient_dtype="fp16")
         config = dataclasses.replace(config, optimizer=half_sums)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, ema=0.5))
     found, program = memory(config, CPU), tiny_program(config)
     assert state_bytes(program) == {
         "weights": found.weights,
         "main weights": found.main_weights,
         "moments": found.moments,
+        "average": found.average,
         "gradients": found.gradients,
     }
 

@@ -48,7 +48,8 @@ def compiled(precision: str, zero: int, sequence_parallel: bool) -> Compiled:
     is too large for its format."""
     config = tiny_config((2, 2, 2), precision=precision, zero=zero, sequence_parallel=sequence_parallel)
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=0, skip_above=SKIP_ABOVE)
-    program = tiny_program(dataclasses.replace(config, optimizer=optimizer))
+    train = dataclasses.replace(config.train, ema=0.5)
+    program = tiny_program(dataclasses.replace(config, optimizer=optimizer, train=train))
     state = program.layout.from_canonical(drawn_state(program))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -118,9 +119,9 @@ def test_a_good_step_is_taken():
     assert float(after.loss_scale.scale) == 2.0**16 and int(after.loss_scale.good_steps) == 1
     moved = differing(before, after)
     assert {".step", ".recent_norms", ".loss_scale.good_steps"} <= moved and ".loss_scale.scale" not in moved
-    leaves = [name for name in named(before) if name.startswith((".main", ".params", ".optimizer"))]
+    leaves = [name for name in named(before) if name.startswith((".main", ".params", ".optimizer", ".average"))]
     still = {name for name in leaves if name not in moved}
-    assert len(leaves) > 60 and not any(name.startswith((".main", ".optimizer")) for name in still), still
+    assert len(leaves) > 60 and not any(name.startswith((".main", ".optimizer", ".average")) for name in still), still
     assert len([name for name in leaves if name.startswith(".params")]) > 2 * len(still)  # some are rounded away
 
 
