@@ -76,7 +76,8 @@ class TrainConfig:
     steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
     epochs: Annotated[
         float,
-        "of a task: how often every record is trained on, if train.steps does not end it earlier",
+        "how often every record of a task, or every sample of a corpus, is trained on, if train.steps does not end it "
+        "earlier; of several sources as many samples as they have together",
         AT_LEAST_ZERO,
         Small(fixed=0.0),
     ] = 0

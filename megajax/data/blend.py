@@ -81,6 +81,7 @@ class BlendedSamples:
         self.sources = sources
         self.blend = Blend(weights)
         self.sequence_length = sources[0].sequence_length
+        self.epoch_size = sum(source.epoch_size for source in sources)
         assert len(sources) == len(weights) and {source.sequence_length for source in sources} == {self.sequence_length}
 
     def __getitem__(self, number: int) -> Sample:

@@ -159,12 +159,14 @@ _EITHER = (("data.path", "data.sources"), ("optimizer.warmup_steps", "optimizer.
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values replaced by others; of `_EITHER`, one replaces the other."""
+    """Values replaced by others; of `_EITHER`, one replaces the other; epochs replace steps."""
     left = dict(values)
     for pair in _EITHER:
         for key, other in (pair, pair[::-1]):
             if others.get(key) not in (None, "", ()) and other not in others:
                 left.pop(other, None)
+    if others.get("train.epochs") and "train.steps" not in others:
+        left.pop("train.steps", None)
     return left | dict(others)
 
 

@@ -98,7 +98,7 @@ def _check_task(config: Config) -> None:
     """What a task needs, and what is for tasks only."""
     model, data, name = config.model, config.data, config.task.name
     if config.pretrains:
-        for key in ("data.train", "data.dev", "train.epochs", "seeds"):
+        for key in ("data.train", "data.dev", "seeds"):
             option = options(Config)[key]
             if attrgetter(key)(config) != option.default:
                 valid = f"--task.name {' or '.join(TASKS)}, or without {option.flag}"
@@ -120,9 +120,10 @@ def _check_task(config: Config) -> None:
 def _check_length(config: Config) -> None:
     """That it is known when training ends, and its warm-up."""
     train, optimizer = config.train, config.optimizer
-    epochs = ", or of a task --train.epochs" if config.pretrains else " or --train.epochs"
     if not train.steps and not train.epochs:
-        raise UserError(f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}{epochs}")
+        raise UserError(
+            f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}, or --train.epochs"
+        )
     if optimizer.warmup_steps and optimizer.warmup_fraction:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
 

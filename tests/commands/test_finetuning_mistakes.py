@@ -91,7 +91,7 @@ TRAINING: list[tuple[str, ...]] = [
     (f"train.py {PRESET} --run-dir FILES/new", r"--data\.train missing", r"valid: files of --task\.name qqp"),
     *(
         (f"{PRETRAIN} {flags}", f"{flags.split()[0]}( classes)? without a task", ANY_TASK)
-        for flags in ("--data.train x", "--data.dev x", "--train.epochs 2", "--seeds 2", "--model.head classes")
+        for flags in ("--data.train x", "--data.dev x", "--seeds 2", "--model.head classes")
     ),
     (PRETRAIN, r"--data\.path missing"),
     # The file of another task: the line says of which one.

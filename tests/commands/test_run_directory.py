@@ -43,14 +43,15 @@ def test_the_files_of_a_run(straight: Run) -> None:
 
 
 def test_without_validation_nothing_is_held_out(commands: Commands, corpus: Path, tmp_path: Path) -> None:
-    """Of a single document, which could not be divided; `eval` then needs a text."""
+    """Of a single document, which could not be divided, for a fifth of an epoch; `eval` then needs a text."""
     (tmp_path / "texts").mkdir()
     shutil.copy(corpus, tmp_path / "texts")
-    run, flags = tmp_path / "run", ("--train.eval-every", 0, "--data.validation-fraction", 0, "--train.steps", 6)
+    run, flags = tmp_path / "run", ("--train.eval-every", 0, "--data.validation-fraction", 0, "--train.epochs", 0.2)
     done = commands.train(run, *flags, "--data.path", tmp_path / "texts")
-    assert "not validated (--train.eval-every 0) after 6 steps" in done.out
-    assert [line["step"] for line in records(run)] == [1, 2, 3, 4, 5, 6] and not validation(run)
-    assert checkpoint_steps(run) == [5, 6]
+    steps = math.ceil(0.2 * float(re.search(r"an epoch is ([\d.]+) steps", done.out)[1]))
+    assert f"not validated (--train.eval-every 0) after {steps} steps" in done.out
+    assert [line["step"] for line in records(run)] == [*range(1, steps + 1)] and not validation(run)
+    assert checkpoint_steps(run)[-1] == steps > 5
     refused = commands.run("eval.py", "perplexity", "--checkpoint", run)
     assert refused.code == 2 and f"--data missing: {run} holds nothing out" in refused.err
     assert commands.perplexity(run, "--data", corpus)["loss"] > 0

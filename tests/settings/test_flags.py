@@ -39,7 +39,7 @@ def different(key: str) -> Iterator[str]:
 
 
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
-OF_TASKS = ["task.name", "model.head", "seeds", "train.epochs", "data.train", "data.dev"]
+OF_TASKS = ["task.name", "model.head", "seeds", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
 OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
 OTHERS = ["optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction", "lora.targets"]

@@ -213,9 +213,14 @@ def test_a_published_recipe_follows_its_steps(name: str) -> None:
     assert (optimizer.warmup, optimizer.decay_steps) == (7, 10), "a user's own"
 
 
-def test_epochs_in_steps() -> None:
+@pytest.mark.parametrize(
+    "preset",
+    [load_preset("finetune/mnli-demo") | {"data.train": ("x",)}, DEMO | {"optimizer.warmup_steps": 0}],
+    ids=["a task", "pretraining"],
+)
+def test_epochs_in_steps(preset: dict[str, Any]) -> None:
     """The decay of a run that goes on for more epochs stays, too."""
-    preset = load_preset("finetune/mnli-demo") | {"data.train": ("x",), "train.global_batch": 8}
+    preset |= {"train.global_batch": 8, "optimizer.warmup_fraction": 0.1}
     config = resolve(preset, {"train.epochs": 2.5})
     assert config.optimizer.decay_steps == 0
     found = in_steps(config, EPOCH)
